@@ -115,7 +115,7 @@ def deploy_version(
     dry_run: bool = False,
 ) -> int:
     """Make a version of a registered name live: move its pointer, or put it behind its endpoint."""
-    from ingot.registry.deploy import Wish, address, deploy, rehearse
+    from ingot.registry.deploy import DeployRequest, address, deploy, render_deploy
 
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
@@ -125,9 +125,9 @@ def deploy_version(
             (recipe.serve.canary if canary is None else canary),
             verify or recipe.serve.verify,
         )
-    wish = Wish(version, canary, verify, rollback)
+    wish = DeployRequest(version, canary, verify, rollback)
     if dry_run:
-        print(rehearse(recipe, name, wish, is_run=is_recipe), end="")
+        print(render_deploy(recipe, name, wish, is_run=is_recipe), end="")
         return 0
     live = deploy(recipe, name, wish, is_run=is_recipe)
     print(f"{name}@v{live.number} is live; see {address(recipe, name) or live.where}")

@@ -17,16 +17,16 @@ from ingot.cli.arguments import read_recipe
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.places.local import foreground
-from ingot.pipeline.incremental import perform
-from ingot.pipeline.steps import step_of
+from ingot.launch.local import foreground
+from ingot.pipeline.incremental import run_step
+from ingot.pipeline.steps import step_named
 
 
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
     """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code
     back.
     """
-    recipe, step = read_recipe(arguments), step_of(verb)
+    recipe, step = read_recipe(arguments), step_named(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
@@ -52,7 +52,7 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
             done.append(DO[verb](recipe, again))
         return done[0]
 
-    record = perform(step, recipe, do, STAMPS, again=again)
+    record = run_step(step, recipe, do, STAMPS, again=again)
     if ranks().is_main:
         if verb == "evaluate" and not done:
             show_report(recipe.folder)
@@ -120,11 +120,11 @@ def is_rank() -> bool:
 
 
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
-    from ingot.pipeline.local import run, show_summary
+    from ingot.pipeline.local import print_summary, run
 
     recipe = read_recipe(arguments)
     prepare_environment(recipe)
-    show_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
+    print_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
     return EXIT_DONE
 
 

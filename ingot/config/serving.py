@@ -236,10 +236,10 @@ _MODEL_PY = '''\
 
 import triton_python_backend_utils
 
-from ingot.serve.engines.triton_backend import Answering
+from ingot.serve.engines.triton_backend import TritonBackend
 
 
-class TritonPythonModel(Answering):
+class TritonPythonModel(TritonBackend):
     """Triton looks for this name."""
 
     utils = triton_python_backend_utils

@@ -1,9 +1,9 @@
-"""One step of the compiled pipeline, in its container: fetch recipe and run folder, start the
-verb's command line, send what it made.
+"""Runs one step of the compiled pipeline in its container: fetches recipe and run folder, runs the
+verb's command line, uploads the results.
 
-A container remembers nothing and shares no disk: each start works in a folder of its own. Where the
-step's place is another service, the command line is `ingot launch VERB`, which submits and waits,
-and the nodes there work from the replica themselves.
+Containers share no disk and keep no state, so each start works in a temporary folder. Where the
+step runs on another service, the command line is `ingot launch VERB`, which submits and waits; the
+nodes there read and write the replica themselves.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ingot.cloud.vertex.tensorboard import upload_metrics
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.places.local import foreground
-from ingot.launch.run_folder_sync import RunFolderPusher, pull_run_folder
-from ingot.pipeline.incremental import perform, what_it_reads
+from ingot.launch.local import foreground
+from ingot.launch.sending import Sending, bring
+from ingot.pipeline.incremental import StepFailed, run_step, step_inputs
 from ingot.pipeline.plan import DEPLOYS, KEEPS
-from ingot.pipeline.steps import DEPLOY, step_of
+from ingot.pipeline.steps import DEPLOY, step_named
 
 RECIPE = "pipeline.yaml"
 
 
-class Done(NamedTuple):
-    """What a step hands to the next: where the run lies, a fingerprint of what was made, and of the
-    gate what it decided.
+class StepOutputs(NamedTuple):
+    """Outputs passed to the next step: the replica of the run folder, a fingerprint of what was
+    made, and the gate's decision.
     """
 
     replica: str
@@ -47,23 +47,25 @@ class Done(NamedTuple):
     decision: str
 
 
-def do(verb: str, recipe: str, replica: str, place: str, submission: str) -> Done:
-    """Do `verb` of the recipe that lies at the address `recipe`, on the run folder that `replica`
-    holds.
+def run_container_step(
+    verb: str, recipe: str, replica: str, place: str, submission: str
+) -> StepOutputs:
+    """Run `verb` of the recipe at the URL `recipe` on the run folder in `replica`.
 
-    `place`: overrides of the recipe, one a line, that say where else it runs; none where it runs
-    here. `submission` names the run of the pipeline. What goes wrong has been told by the verb
-    itself, and ends this process with its exit code, by which the step is tried again.
+    `place`: recipe overrides, one per line, that say on which other service the verb runs; empty
+    where it runs in this container. `submission` names the pipeline run. On an error the verb has
+    printed its own message; this process ends with its exit code, by which Kubeflow decides about a
+    retry.
     """
     try:
-        with _folder():
-            return _do(verb, recipe, replica, place.splitlines(), submission)
+        with _working_folder():
+            return _run(verb, recipe, replica, place.splitlines(), submission)
     except IngotError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
 
 
-def _do(verb: str, address: str, replica: str, place: list[str], submission: str) -> Done:
+def _run(verb: str, address: str, replica: str, place: list[str], submission: str) -> StepOutputs:
     folder, _, name = address.rpartition("/")
     Path(RECIPE).write_bytes(open_bucket(folder).get(name))
     recipe = load_recipe([RECIPE], place, environ={}, dotenv=None)
@@ -76,7 +78,7 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
     with (
         contextlib.nullcontext()
         if place
-        else _shown(recipe, Job(verb, job.argv, run_folder_url=replica))
+        else _uploading(recipe, Job(verb, job.argv, mirror=replica))
     ):
         code = (
             _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code
@@ -84,18 +86,18 @@ def _do(verb: str, address: str, replica: str, place: list[str], submission: str
     if place:
         push(root, replica)
     if code not in (EXIT_DONE, EXIT_KEEP):
-        raise _Ended(f"{verb} ended with exit code {code}, see above", code)
+        raise StepFailed(f"{verb} ended with exit code {code}, see above", code)
     record = read_record(recipe.folder.steps, verb)
     if record is None:
         raise Failed(f"{verb} ended well and left no record in {replica}; see its log")
     decision = {EXIT_DONE: DEPLOYS, EXIT_KEEP: KEEPS}[record.exit_code] if verb == "gate" else ""
-    return Done(replica, record.outputs, decision)
+    return StepOutputs(replica, record.outputs, decision)
 
 
 @contextlib.contextmanager
-def _shown(recipe: Recipe, job: Job) -> Iterator[None]:
-    """While entered, what is made here goes to the replica and to TensorBoard. The nodes of another
-    place do that themselves: there is one writer.
+def _uploading(recipe: Recipe, job: Job) -> Iterator[None]:
+    """Upload results to the replica, and training metrics to TensorBoard, while the context is
+    open. Nodes of another service upload themselves, so that the replica has one writer.
     """
     trains = job.name == "train"
     with (
@@ -109,17 +111,9 @@ def _shown(recipe: Recipe, job: Job) -> Iterator[None]:
         yield
 
 
-class _Ended(IngotError):
-    """The verb failed, and said why."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 @contextlib.contextmanager
-def _folder() -> Iterator[None]:
-    """A working folder of this start, gone afterwards."""
+def _working_folder() -> Iterator[None]:
+    """Change into a temporary working folder, which is removed afterwards."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="ingot-") as path:
         os.chdir(path)
@@ -130,49 +124,52 @@ def _folder() -> Iterator[None]:
 
 
 def _job(verb: str, place: list[str], options: list[str]) -> Job:
-    """A training is supervised, here as elsewhere."""
+    """Training always runs under the supervisor, so through `launch`."""
     launched = ("launch",) if place or verb == "train" else ()
     return Job(verb, (*launched, verb, RECIPE, *place, *options))
 
 
 def _options(verb: str, recipe: Recipe, submission: str) -> list[str]:
-    """With `pipeline.cache: false` all is done again; so is a query always, since nothing but its
-    rows tells whether the tables behind it changed. Where they did not, the documents come out the
-    same, and the steps after it are skipped.
+    """`--again` for every step with `pipeline.cache: false`, and always for BigQuery sources: only
+    the rows tell whether the tables behind a query changed. If they did not, the documents come out
+    the same and the later steps are skipped.
     """
     if verb == "train":
-        return _of_training(recipe, submission)
+        return _training_options(recipe, submission)
     queries = verb == "ingest" and any(source.startswith("bigquery:") for source in recipe.sources)
     return ["--again"] if queries or (verb != "deploy" and not recipe.pipeline.cache) else []
 
 
-def _of_training(recipe: Recipe, submission: str) -> list[str]:
-    """Each training has a folder of its own for its checkpoints, named by all that it reads. So one
-    that is tried again goes on where it was, and another, such as that of next week's data, begins
-    anew; without a cache so does each run of the pipeline.
+def _training_options(recipe: Recipe, submission: str) -> list[str]:
+    """Give each training a checkpoint folder named by a fingerprint of its inputs, so that a retry
+    resumes while a training on other inputs (such as next week's data) starts anew. Without a cache
+    every pipeline run starts anew.
     """
-    which = fingerprint(
-        [what_it_reads(step_of("train"), recipe, {}), None if recipe.pipeline.cache else submission]
+    identity = fingerprint(
+        [
+            step_inputs(step_named("train"), recipe, {}),
+            None if recipe.pipeline.cache else submission,
+        ]
     )[:12]
-    folder = f"{recipe.checkpoint.upload}/{which}"
+    folder = f"{recipe.checkpoint.upload}/{identity}"
     options = [f"checkpoint.upload={folder}"]
     if recipe.pipeline.cache:
         return options
     if open_bucket(folder).list("step-"):
         (recipe.folder.steps / "train.json").unlink(
             missing_ok=True
-        )  # of the training before, which would say that all is done
+        )  # the earlier training's record, by which this one would be skipped
         return options
     return [*options, "--fresh"]
 
 
 def _deploy(recipe: Recipe, job: Job) -> int:
-    """No step of `ingot run`, so that its record is kept here."""
+    """Deploy is no step of `ingot run`, so its record is written here."""
 
-    def do() -> VerbOutcome:
+    def work() -> Outcome:
         ended = foreground(job, results=sys.stdout)
         if ended.code != EXIT_DONE:
-            raise _Ended(f"deploy ended with exit code {ended.code}, see above", ended.code)
+            raise StepFailed(f"deploy ended with exit code {ended.code}, see above", ended.code)
         registered = read_record(recipe.folder.steps, "register")
         if registered is None:
             raise WrongInput(
@@ -184,4 +181,4 @@ def _deploy(recipe: Recipe, job: Job) -> int:
             fingerprint(["deploy", registered.outputs]),
         )
 
-    return perform(DEPLOY, recipe, do, {}, again=not recipe.pipeline.cache).exit_code
+    return run_step(DEPLOY, recipe, work, {}, again=not recipe.pipeline.cache).exit_code

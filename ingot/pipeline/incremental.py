@@ -1,5 +1,8 @@
-"""Is a step done and unchanged? Compares what it would read now with the record that it left; says
-in words what differs.
+"""Runs a pipeline step unless its record shows that nothing changed.
+
+A step's inputs (knobs, outputs of earlier steps, external files, versions) are fingerprinted and
+compared with the record of its last run. Every verb goes through `run_step`, whether typed alone or
+started by `ingot run`, so that each sees what the other did.
 """
 
 from __future__ import annotations
@@ -23,83 +26,95 @@ from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.pipeline.steps import Step, before
+from ingot.pipeline.steps import PipelineStep, upstream_steps
 
-DATA = ("ingest", "prepare")
+DATA_STEPS = ("ingest", "prepare")
 NOT_DONE = "not done yet"
 
-Stamps = Mapping[str, Callable[[Recipe], Any]]
-"""Verb -> what tells whether the things that it reads outside the run folder changed: the files
-behind sources, the live model. Handed in by the command line, since the rooms that know these
-things are not this room's to import.
+ExternalStamps = Mapping[str, Callable[[Recipe], Any]]
+"""Verb -> a function whose value changes when something outside the run folder changes that the
+verb
+reads: source files, the live model. The command line passes these in, because this package may not
+import the packages that compute them.
 """
 
 
+class StepFailed(IngotError):
+    """A step's command failed or was stopped, and printed its own message. The exit code is the
+    command's.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 @dataclass(frozen=True)
-class Check:
-    """`record` is the step's own record when nothing changed, else None and `reasons` say why it
-    must run.
+class StepCheck:
+    """The result of `check_step`: `record` is the step's record when nothing changed; otherwise it
+    is None and `reasons` say why the step must run.
     """
 
     record: PipelineStepRecord | None
     reasons: tuple[str, ...]
     reads: dict[str, Any]
-    """All that the step reads: knobs, inputs, stamps, versions. Kept in its record."""
+    """Everything the step reads: knobs, inputs, stamps, versions. Stored in its record."""
 
 
-def check(step: Step, recipe: Recipe, stamps: Stamps) -> Check:
-    """Compare `step` with its record. Reads no data, only records and file sizes."""
+def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> StepCheck:
+    """Compare `step` with its record. Only records and file sizes are read, no data."""
     run = recipe.folder
-    reads = what_it_reads(step, recipe, stamps)
+    reads = step_inputs(step, recipe, stamps)
     record = read_record(run.steps, step.verb)
     if record is None:
-        return Check(None, (NOT_DONE,), reads)
+        return StepCheck(None, (NOT_DONE,), reads)
     if record.inputs != fingerprint(reads):
-        return Check(None, tuple(describe(record.knobs, reads)), reads)
+        return StepCheck(None, tuple(describe_changes(record.knobs, reads)), reads)
     if not is_intact(run.root, record):
-        return Check(None, ("what it made is missing or was changed",), reads)
-    return Check(record, (), reads)
+        return StepCheck(None, ("what it made is missing or was changed",), reads)
+    return StepCheck(record, (), reads)
 
 
-def perform(
-    step: Step,
+def run_step(
+    step: PipelineStep,
     recipe: Recipe,
-    do: Callable[[], VerbOutcome],
-    stamps: Stamps,
+    work: Callable[[], Outcome],
+    stamps: ExternalStamps,
     *,
     again: bool = False,
-) -> PipelineStepRecord:
-    """Do `step` by calling `do`, unless its record says that nothing changed (`again` does it all
-    the same).
+) -> StepRecord:
+    """Run `step` by calling `work`, unless its record shows that nothing changed; `again` runs it
+    anyway.
 
-    Under torchrun every rank calls this: all come to the same answer from the same files, rank 0
-    alone writes.
+    Under torchrun every rank calls this. All ranks reach the same answer from the same files; only
+    rank 0 writes.
+
 
     Raises:
-        Failed: another process works in this run folder.
-        WrongInput: the data that it rests on was made with other knobs.
+        Failed: another process holds the lock of this run folder.
+        WrongInput: the data it depends on was made with other knobs.
     """
     run, is_main = recipe.folder, ranks().is_main
     with folder_lock(run.root) if is_main else contextlib.nullcontext():
-        found = check(step, recipe, stamps)
+        found = check_step(step, recipe, stamps)
         if found.record is not None and not again:
             if is_main:
                 say(f"{step.verb}: unchanged, {found.record.result}")
             return found.record
-        refuse_stale_data(step, recipe)
+        check_data_is_current(step, recipe)
         if is_main:
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
             write_atomic(run.recipe, dump_recipe(recipe))
-            # From here on what the old record vouches for is no longer sure. A crash of the machine
-            # must not bring it back.
+            # From here on the old record no longer describes the files, so it is removed
+            # durably: a crash of the machine must not bring it back.
             with contextlib.suppress(FileNotFoundError):
                 (run.steps / f"{step.verb}.json").unlink()
                 fsync_folder(run.steps)
         began = time.monotonic()
-        with _noting_failure(step, recipe) if is_main else contextlib.nullcontext():
-            outcome = do()
-        record = PipelineStepRecord(
+        with _recording_failure(step, recipe) if is_main else contextlib.nullcontext():
+            outcome = work()
+        record = StepRecord(
             step.verb,
             fingerprint(found.reads),
             outcome.outputs,
@@ -116,8 +131,8 @@ def perform(
 
 
 @contextlib.contextmanager
-def _noting_failure(step: Step, recipe: Recipe) -> Iterator[None]:
-    """Write a failure into `events.jsonl`, where it is looked for when a run is judged later."""
+def _recording_failure(step: PipelineStep, recipe: Recipe) -> Iterator[None]:
+    """Record a failure in `events.jsonl`, where reports look for it."""
     try:
         yield
     except Stopped:
@@ -129,28 +144,28 @@ def _noting_failure(step: Step, recipe: Recipe) -> Iterator[None]:
         raise
 
 
-def what_it_reads(step: Step, recipe: Recipe, stamps: Stamps) -> dict[str, Any]:
-    """Everything that decides what `step` makes; its fingerprint is `StepRecord.inputs`."""
+def step_inputs(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> dict[str, Any]:
+    """Everything that determines the output of `step`; its fingerprint is `StepRecord.inputs`."""
     reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
     for verb in step.after(recipe):
         record = read_record(recipe.folder.steps, verb)
         reads[f"from {verb}"] = record.outputs if record else None
     if folders := step.folders(recipe):
-        reads["folders"] = {folder: _stamped(folder) for folder in folders}
+        reads["folders"] = {folder: _folder_stamp(folder) for folder in folders}
     if step.verb in stamps:
         reads["outside"] = stamps[step.verb](recipe)
     reads |= {"ingot": ingot.__version__, "revision": step.revision}
-    # As the record will have it after a trip through its file, so that the two compare equal.
+    # Through JSON, as the stored record goes, so that the two compare equal.
     plain: dict[str, Any] = json.loads(canonical_json(reads))
     return plain
 
 
-def _stamped(folder: str) -> str:
+def _folder_stamp(folder: str) -> str:
     try:
         return fingerprint([stamp(file) for file in find_files(folder)])
     except IngotError:
         raise
-    except Exception as error:  # each storage client raises its own kinds
+    except Exception as error:  # each storage client has exceptions of its own
         if not is_remote(folder):
             raise
         raise Failed(
@@ -159,8 +174,8 @@ def _stamped(folder: str) -> str:
         ) from error
 
 
-def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two `what_it_reads`, in words."""
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The differences between two results of `step_inputs`, as phrases for the user."""
     found = changes(old.get("knobs", {}), new["knobs"])
     for key in sorted((old.keys() | new.keys()) - {"knobs", "verb"}):
         if old.get(key) == new.get(key):
@@ -174,7 +189,7 @@ def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
                 if (old.get(key) or {}).get(folder) != new[key][folder]
             ]
         elif key == "outside":
-            found += _outside(old.get(key), new.get(key))
+            found += _describe_stamp_change(old.get(key), new.get(key))
         else:
             found.append(
                 f"{'its code' if key == 'revision' else key} {old.get(key)} -> {new.get(key)}"
@@ -182,7 +197,7 @@ def describe(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found or ["its record is of another version"]
 
 
-def _outside(old: Any, new: Any) -> list[str]:
+def _describe_stamp_change(old: Any, new: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             f"{key} changed"
@@ -192,23 +207,24 @@ def _outside(old: Any, new: Any) -> list[str]:
     return [f"{old} -> {new}"]
 
 
-def refuse_stale_data(step: Step, recipe: Recipe) -> None:
-    """Before a single verb: data that was made with other knobs than the recipe's must not be used
-    unseen.
+def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:
+    """Refuse to run a single verb on data that was made with other knobs than the recipe's.
 
-    Only knobs are compared: a source that has moved since does not spoil what was made from it.
-    Steps after the data (a model trained otherwise, say) are pointed out and not refused.
+    Only knobs are compared: a source that changed later does not invalidate what was made from it.
+    For steps after the data (such as a model trained with another recipe) a note is printed
+    instead.
+
 
     Raises:
-        WrongInput: names the knob, both values, and the command that makes the data anew.
+        WrongInput: names the knob, both values, and the command that rebuilds the data.
     """
-    for item in before(step, recipe):
+    for item in upstream_steps(step, recipe):
         record = read_record(recipe.folder.steps, item.verb)
         if record is None or not (
             changed := changes(record.knobs.get("knobs", {}), item.knobs(recipe))
         ):
             continue
-        if item.verb in DATA:
+        if item.verb in DATA_STEPS:
             raise WrongInput(
                 f"{recipe.folder.root} holds what `{item.verb}` made with another recipe"
                 f" ({'; '.join(changed)}); run `ingot {item.verb}` again, or `ingot run`"

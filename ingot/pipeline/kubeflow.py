@@ -1,51 +1,51 @@
-"""The pipeline in the language of Kubeflow Pipelines (KFP v2), compiled by its own compiler. The
-same recipe gives the same bytes.
+"""Compiles the pipeline into a Kubeflow Pipelines specification (KFP v2); the same recipe always
+gives the same bytes.
 
-A lightweight component for each step, strings between them, a condition on what the gate decided.
-Kubeflow's cache is off: each step knows by its record in the run folder whether anything changed.
+Each step is a lightweight component; components pass strings to each other, and a condition reads
+the gate's decision.
+Kubeflow's cache is off, because each step's record in the run folder already says
+whether anything changed.
 """
 
-# No `from __future__ import annotations`: kfp reads the types of the pipeline's parameters as they
-# are.
+# No `from __future__ import annotations`: kfp reads the annotations of components and pipeline.
+# Kubeflow ships the source of `step` and `gate` to the containers without this module's imports.
 import os
 from typing import Any, NamedTuple
 
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.cloud.clients import message_types
-from ingot.cloud.instances import resource_name
-from ingot.pipeline.plan import DEPLOYS, GATED, Plan, Planned
+from ingot.cloud.clients import messages
+from ingot.cloud.instances import name_of
+from ingot.pipeline.plan import DEPLOYS, GATED, PipelinePlan, PlannedStep
 
 
 def step(
     verb: str, recipe: str, replica: str, after: str, place: str, submission: str
 ) -> NamedTuple("Done", [("replica", str), ("fingerprint", str)]):  # type: ignore[valid-type]
-    """Do one step of the recipe by ingot's command line; where the run lies, and a fingerprint of
-    what was made.
-    """
-    from ingot.pipeline.container import do
+    """Run one step; returns the run folder's replica and a fingerprint of what was made."""
+    from ingot.pipeline.container import run_container_step
 
-    done = do(verb, recipe, replica, place, submission)
+    done = run_container_step(verb, recipe, replica, place, submission)
     return done.replica, done.fingerprint
 
 
 def gate(verb: str, recipe: str, replica: str, after: str, place: str, submission: str) -> str:
-    """The same, and what was decided: deploy or keep. One output alone, since Kubeflow's local
-    runner can decide by no other.
+    """Run the gate; returns its decision. It has this one output, because conditions of Kubeflow's
+    local runner can read no other.
     """
-    from ingot.pipeline.container import do
+    from ingot.pipeline.container import run_container_step
 
-    return do(verb, recipe, replica, place, submission).decision
-
-
-INSIDE = "_KFP_RUNTIME"
-"""By this variable kfp knows that it is in a container of a pipeline."""
-PAUSE, FACTOR, LONGEST = "60s", 2.0, "600s"
-"""Before a failed step is tried again: first, how it grows, at most."""
+    return run_container_step(verb, recipe, replica, place, submission).decision
 
 
-def compiled(plan: Plan) -> dict[str, Any]:
+RUNTIME_VARIABLE = "_KFP_RUNTIME"
+"""The variable by which kfp knows that it runs in a pipeline's container."""
+FIRST_DELAY, BACKOFF_FACTOR, MAX_DELAY = "60s", 2.0, "600s"
+"""Delay before a failed step is retried: the first, its growth factor, the longest."""
+
+
+def compile_pipeline(plan: PipelinePlan) -> dict[str, Any]:
     """The pipeline's specification, as in its file.
 
     Raises:
@@ -75,12 +75,14 @@ def compiled(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def text_of(spec: dict[str, Any]) -> str:
-    """A specification as a file of it."""
+def spec_text(spec: dict[str, Any]) -> str:
+    """The text of a specification's file."""
     return yaml.safe_dump(spec, sort_keys=True, width=150)
 
 
-def _task(dsl: Any, plan: Plan, planned: Planned, recipe: Any, replica: Any, after: Any) -> Any:
+def _task(
+    dsl: Any, plan: PipelinePlan, planned: PlannedStep, recipe: Any, replica: Any, after: Any
+) -> Any:
     component = dsl.component(
         func=gate if planned.verb == "gate" else step,
         base_image=planned.image,
@@ -97,31 +99,33 @@ def _task(dsl: Any, plan: Plan, planned: Planned, recipe: Any, replica: Any, aft
     )
     task.set_caching_options(False)
     if plan.retries:
-        task.set_retry(plan.retries, PAUSE, FACTOR, LONGEST)
-    if (wanted := planned.resources) is not None:
-        task.set_cpu_limit(str(wanted.cpus)).set_memory_limit(
-            f"{int(wanted.memory_gb * 1000)}M"
+        task.set_retry(plan.retries, FIRST_DELAY, BACKOFF_FACTOR, MAX_DELAY)
+    if (resources := planned.resources) is not None:
+        task.set_cpu_limit(str(resources.cpus)).set_memory_limit(
+            f"{int(resources.memory_gb * 1000)}M"
         )  # kfp takes whole numbers alone
-        if wanted.accelerator is not None:
-            task.set_accelerator_type(wanted.accelerator).set_accelerator_limit(wanted.accelerators)
+        if resources.accelerator is not None:
+            task.set_accelerator_type(resources.accelerator).set_accelerator_limit(
+                resources.accelerators
+            )
     return task
 
 
 def _dsl() -> Any:
-    """kfp's language, without its client, which brings that of Kubernetes and a second and a half:
-    in its containers kfp leaves both out.
+    """kfp's `dsl` module. It is imported as inside a container, where kfp leaves out its client and
+    that of Kubernetes, which cost one and a half seconds.
     """
-    before = os.environ.get(INSIDE)
-    os.environ[INSIDE] = "true"
+    before = os.environ.get(RUNTIME_VARIABLE)
+    os.environ[RUNTIME_VARIABLE] = "true"
     try:
         import kfp as _  # noqa: F401
     except ImportError as error:
         raise WrongInput("compiling the pipeline needs kfp; pip install 'ingot[kfp]'") from error
     finally:
         if before is None:
-            del os.environ[INSIDE]
+            del os.environ[RUNTIME_VARIABLE]
         else:
-            os.environ[INSIDE] = before
+            os.environ[RUNTIME_VARIABLE] = before
     from kfp import dsl
 
     return dsl

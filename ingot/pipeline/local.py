@@ -1,5 +1,5 @@
-"""`ingot run`: every step of the table as a command of its own, skipping what is done and
-unchanged; then one table and one page.
+"""`ingot run`: runs each pipeline step as a command of its own, skips those that are up to date,
+and ends with a summary table and the report page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ingot.base.errors import (
     EXIT_STOPPED,
     EXIT_WRONG_INPUT,
     Failed,
-    IngotError,
 )
 from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
@@ -35,27 +34,17 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.serving import answered, question, triton_route
 from ingot.launch.job import Job
-from ingot.launch.places.local import JobExit, command, foreground
-from ingot.launch.run_job import job_of, run_job
-from ingot.launch.supervisor.supervise import supervise
-from ingot.pipeline.incremental import Stamps, check, perform
-from ingot.pipeline.steps import STEPS, Step
+from ingot.launch.local import Ended, command, foreground
+from ingot.launch.places import do, place
+from ingot.launch.supervise import supervise
+from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
+from ingot.pipeline.steps import STEPS, PipelineStep
 from ingot.report.page import write_page
 
 
-class StepEnded(IngotError):
-    """A step did not finish; its own message has been shown already. The exit code is the
-    step's.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 @dataclass
-class Done:
-    """What `ingot run` has behind it: the record of each step that is done, and which of them were
+class PipelineResult:
+    """The outcome of `ingot run`: the record of each finished step, and which of them were
     skipped.
     """
 
@@ -66,25 +55,25 @@ class Done:
 def run(
     recipe: Recipe,
     arguments: Sequence[str],
-    stamps: Stamps,
+    stamps: ExternalStamps,
     *,
     fresh: bool = False,
     debug: bool = False,
-) -> Done:
-    """Do all steps in order, each in a process of its own. `arguments` are recipe files and
+) -> PipelineResult:
+    """Run all steps in order, each in a process of its own. `arguments` are recipe files and
     overrides as typed.
 
-    `fresh` trains from the first step, where training is to be done; `debug` lets the steps show
-    tracebacks.
+    `fresh` starts training from step 0 if it has to run; `debug` makes the steps print tracebacks.
+
 
     Raises:
-        StepEnded: a step failed or was stopped; the same command goes on from there.
-        Failed: another `ingot run` works in this run folder.
+        StepFailed: a step failed or was stopped; the same command continues from there.
+        Failed: another `ingot run` holds this run folder.
     """
-    done = Done()
+    done = PipelineResult()
     with folder_lock(recipe.folder.root, "run-lock"):
         for number, step in enumerate(STEPS, start=1):
-            found = check(step, recipe, stamps)
+            found = check_step(step, recipe, stamps)
             if found.record is not None:
                 record = found.record
                 done.skipped.add(step.verb)
@@ -94,7 +83,7 @@ def run(
                     *(["--fresh"] if fresh and step.verb == "train" else []),
                     *(["--debug"] if debug else []),
                 ]
-                record = _do(step, recipe, [*arguments, *options], stamps)
+                record = _execute(step, recipe, [*arguments, *options], stamps)
             done.records.append(record)
             if record.exit_code == EXIT_KEEP:
                 break
@@ -106,13 +95,15 @@ def run(
     return done
 
 
-def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) -> PipelineStepRecord:
+def _execute(
+    step: PipelineStep, recipe: Recipe, arguments: Sequence[str], stamps: ExternalStamps
+) -> StepRecord:
     if step.verb == "serve":
-        return perform(step, recipe, lambda: serve_and_ask(recipe, arguments), stamps)
-    ended = _in_its_place(step, recipe, arguments)
+        return run_step(step, recipe, lambda: serve_and_query(recipe, arguments), stamps)
+    ended = _launch_step(step, recipe, arguments)
     if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
         code = ended.code or 128 + ended.signum
-        raise StepEnded(f"{step.verb} {_how_it_ended(ended)}", code)
+        raise StepFailed(f"{step.verb} {_describe_exit(ended)}", code)
     record = read_record(recipe.folder.steps, step.verb)
     if record is None:
         raise Failed(
@@ -122,8 +113,10 @@ def _do(step: Step, recipe: Recipe, arguments: Sequence[str], stamps: Stamps) ->
     return record
 
 
-def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> JobExit:
-    """What several nodes can share goes where `launch` says; everything else is done here."""
+def _launch_step(step: PipelineStep, recipe: Recipe, arguments: Sequence[str]) -> Ended:
+    """Run a step where `launch` says if several nodes can share it or it has a place of its own;
+    otherwise run it here.
+    """
     supervised, recipe = step.verb == "train", recipe.at(step.verb)
     if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
         options = [argument for argument in arguments if argument.startswith("--")]
@@ -141,7 +134,7 @@ def _in_its_place(step: Step, recipe: Recipe, arguments: Sequence[str]) -> JobEx
     return supervise(job, recipe) if supervised else foreground(job)
 
 
-def _how_it_ended(ended: JobExit) -> str:
+def _describe_exit(ended: Ended) -> str:
     onward = "the same command goes on from here"
     if ended.signum or ended.code == EXIT_STOPPED:
         return f"was stopped; {onward}"
@@ -152,16 +145,17 @@ def _how_it_ended(ended: JobExit) -> str:
     return f"failed (exit {ended.code}), see above; {onward}"
 
 
-def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
-    """Serve the run's model on a free port and send `serve.prompt`; the answer goes to
-    `reports/predict.json`.
+def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
+    """Serve the run's model on a free port and send `serve.prompt`; the answer is written to
+    `reports/predict.json`. The server is stopped before this returns.
 
-    `arguments` are those of `ingot run`, of which the options go on to the server. Files and
-    overrides are in the run's resolved recipe already, and the first of them need not be the TARGET
-    that `serve` wants there.
+    `arguments` are those of `ingot run`; only its options are passed to the server. Recipe files
+    and overrides are in the resolved recipe already, and the first of them need not be the TARGET
+    that `serve` expects in that position.
+
 
     Raises:
-        Failed: the server did not come up, or did not answer as it should.
+        Failed: the server did not start, or its answer is malformed.
     """
     run = recipe.folder
     headers = (
@@ -175,9 +169,9 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
         command(Job("serve", ("serve", str(run.recipe), "serve.port=0", *options)))
     ) as url:
         up = time.monotonic()
-        answer = ask(url, *_question(recipe), headers)
+        answer = ask(url, *_serving_request(recipe), headers)
         answered = time.monotonic()
-    completion, more = _said(answer)
+    completion, more = _parse_answer_panel(answer)
     about = {
         "schema": 1,
         "prompt": recipe.serve.prompt,
@@ -195,9 +189,9 @@ def serve_and_ask(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     )
 
 
-def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """The route and the request: a model that was tuned on chats is asked as in a chat, a decoder
-    of texts to go on, the others for a whole text or a label.
+def _serving_request(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The route and request body for this kind of model: a chat for models tuned on chats, a
+    completion for other decoders, a prediction for sequence-to-sequence models and classifiers.
     """
     tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)
     if recipe.documents in ("pair", "labelled"):
@@ -215,8 +209,8 @@ def _question(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {**request, "prompt": recipe.serve.prompt}
 
 
-def _said(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What the server answered, as a text, and what it told beside."""
+def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text of the server's answer, and additional fields (scores, usage)."""
     if "predictions" in answer:
         prediction = answer["predictions"][0]
         return (
@@ -232,16 +226,18 @@ def _said(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 PLAIN_WIDTH = 140
-MOST_LINES = 20
+"""Columns of the summary where stdout is not a terminal."""
+MAX_ANSWER_LINES = 20
 
 
-def show_summary(recipe: Recipe, done: Done) -> None:
+def print_summary(recipe: Recipe, done: PipelineResult) -> None:
+    """Print the served model's answer, a table of the steps, and the path of the report page."""
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     if any(record.step == "serve" for record in done.records):
-        console.print(_answer(recipe.folder.reports / "predict.json"))
-    console.print(_table(recipe, done))
+        console.print(_answer_panel(recipe.folder.reports / "predict.json"))
+    console.print(_steps_table(recipe, done))
     if len(done.skipped) == len(done.records):
         console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
     console.print(
@@ -251,18 +247,18 @@ def show_summary(recipe: Recipe, done: Done) -> None:
     )
 
 
-def _answer(path: Path) -> Panel:
-    """What was asked and what came back, its first lines."""
-    said = json.loads(path.read_bytes())
-    lines = said["completion"].rstrip().split("\n")
-    shown = "\n".join(lines[:MOST_LINES])
+def _answer_panel(path: Path) -> Panel:
+    """The prompt and the first lines of the answer."""
+    saved = json.loads(path.read_bytes())
+    lines = saved["completion"].rstrip().split("\n")
+    shown = "\n".join(lines[:MAX_ANSWER_LINES])
     answer = Text.assemble(
-        (said["prompt"], "bold"),
+        (saved["prompt"], "bold"),
         shown,
         (
             (
-                f"\n... {len(lines) - MOST_LINES} lines more in {path}"
-                if len(lines) > MOST_LINES
+                f"\n... {len(lines) - MAX_ANSWER_LINES} lines more in {path}"
+                if len(lines) > MAX_ANSWER_LINES
                 else ""
             ),
             "dim",
@@ -271,7 +267,7 @@ def _answer(path: Path) -> Panel:
     return Panel(answer, title="the served model's answer", title_align="left", expand=False)
 
 
-def _table(recipe: Recipe, done: Done) -> Table:
+def _steps_table(recipe: Recipe, done: PipelineResult) -> Table:
     table = Table(title=recipe.name, title_justify="left")
     table.add_column("step")
     table.add_column("seconds", justify="right", no_wrap=True)

@@ -1,5 +1,5 @@
-"""The pipeline's steps with their places: which image, which machine, what is told to the command
-line. A table over knobs, nothing is asked.
+"""Plans the compiled pipeline: for each step its image, its machine and the overrides of its
+command line. Computed from the recipe alone; no service is called.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ingot.pipeline.steps import STEPS
 
 VERBS: tuple[Verb, ...] = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
 GATED: tuple[Verb, ...] = ("register", "deploy")
-"""Done only when the gate says so."""
+"""Steps that run only if the gate decides to deploy."""
 DEPLOYS, KEEPS = "deploy", "keep"
-"""What the gate says to the steps after it."""
-REACHED = ("gce", "vertex", "tpu", "dataproc", "dataflow")
-"""Places that a container of the pipeline reaches."""
+"""The two decisions of the gate, as the pipeline's condition reads them."""
+REACHABLE = ("gce", "vertex", "tpu", "dataproc", "dataflow")
+"""Places on which a container of the pipeline can launch a step."""
 MACHINES = ("local", "gce", "vertex")
-"""Places whose machines `launch.machine` describes."""
+"""Places whose machines are described by `launch.machine`."""
 BOUNDED = ("gce", "vertex", "tpu")
-"""Places that `cloud.max_cost` bounds, by a table of prices."""
+"""Places whose cost `cloud.max_cost` limits, by a table of prices."""
 OUTPUT = "runs"
-"""The folder that run folders are made in, in a container."""
+"""The folder for run folders inside a container."""
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What a container asks for; `accelerator` as Vertex AI names it."""
+class ContainerResources:
+    """The resources a container requests; `accelerator` is Vertex AI's name for it."""
 
     cpus: int
     memory_gb: float
@@ -49,21 +49,21 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One step: `place` are overrides that say where else it runs, () where it runs in its own
-    container, with `resources` or what is the usual.
+class PlannedStep:
+    """One step: `place` holds the overrides that send it to another service, () where it runs in
+    its own container with `resources` (None: the service's default).
     """
 
     verb: Verb
     image: str
     place: tuple[str, ...] = ()
-    resources: Resources | None = None
+    resources: ContainerResources | None = None
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that the compiled pipeline is made of. `recipe` is the text that the steps read, at
-    `address`; `root` is where the pipeline's things lie.
+class PipelinePlan:
+    """Everything the compiled pipeline contains. `recipe` is the text the steps read from the URL
+    `address`; `root` is the folder of the pipeline's own files.
     """
 
     name: str
@@ -72,19 +72,21 @@ class Plan:
     replica: str
     root: str
     retries: int
-    steps: tuple[Planned, ...]
+    steps: tuple[PlannedStep, ...]
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Raises WrongInput where there is no bucket, no image, or a place that the pipeline cannot
-    reach.
+def plan(recipe: Recipe) -> PipelinePlan:
+    """The plan of a recipe.
+
+    Raises:
+        WrongInput: no bucket or image is set, or a step's place cannot be reached from a container.
     """
     bucket = GoogleClients(recipe.cloud).bucket
     root = (recipe.pipeline.root or f"{bucket}/ingot/pipelines").rstrip("/")
     replica = replica_url(bucket, recipe.name)
     text = dump_recipe(recipe_for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
     steps = tuple(_planned(recipe, verb) for verb in VERBS)
-    return Plan(
+    return PipelinePlan(
         recipe.name,
         text,
         f"{root}/recipes/{fingerprint(text)}.yaml",
@@ -95,9 +97,9 @@ def plan(recipe: Recipe) -> Plan:
     )
 
 
-def reasons(recipe: Recipe) -> list[str]:
-    """Why the recipe cannot become a pipeline, one reason each that names the knob; nothing is
-    asked of anybody.
+def submission_problems(recipe: Recipe) -> list[str]:
+    """Why the recipe cannot become a pipeline: one sentence per reason, naming the knob. No service
+    is called.
     """
     found = []
     if recipe.registry.kind == "local":
@@ -118,7 +120,7 @@ def reasons(recipe: Recipe) -> list[str]:
     found += [
         f"{what} {value} lies on this machine; put it into the bucket and give gs://..."
         for what, value in named
-        if _is_here(value)
+        if _is_on_this_machine(value)
     ]
     found += [
         f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the"
@@ -131,26 +133,28 @@ def reasons(recipe: Recipe) -> list[str]:
             " container; remove it"
         )
     for verb in VERBS:
-        found += [f"{verb}: {reason}" for reason in _misplaced(recipe, verb)]
-    bounded = [verb for verb in VERBS if _is_shared(verb) and _kind(recipe, verb) in BOUNDED]
-    looks: tuple[Callable[[], object], ...] = (
-        lambda: GoogleClients(recipe.cloud).project,
+        found += [f"{verb}: {reason}" for reason in _placement_problems(recipe, verb)]
+    cost_limited = [
+        verb for verb in VERBS if _is_distributed(verb) and _kind(recipe, verb) in BOUNDED
+    ]
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: Google(recipe.cloud).project,
         lambda: plan(recipe),
-        lambda: [time_limit_s(recipe.at(verb)) for verb in bounded],
+        lambda: [time_limit_s(recipe.at(verb)) for verb in cost_limited],
     )
-    for look in looks:
+    for check in checks:
         try:
-            look()
+            check()
         except WrongInput as error:
             found.append(str(error))
     return list(dict.fromkeys(found))
 
 
-def _misplaced(recipe: Recipe, verb: Verb) -> list[str]:
-    """Why a step cannot be done where the recipe puts it."""
+def _placement_problems(recipe: Recipe, verb: Verb) -> list[str]:
+    """Why a step cannot run where the recipe places it."""
     kind, machine = _kind(recipe, verb), _machine(recipe, verb)
     found = check_machine(machine) if machine is not None else []
-    if _is_shared(verb) and machine is not None and kind in MACHINES:
+    if _is_distributed(verb) and machine is not None and kind in MACHINES:
         processes, accelerators = recipe.at(verb).launch.processes, accelerators_of(machine)[1]
         if 0 < accelerators < processes:
             found.append(
@@ -162,14 +166,16 @@ def _misplaced(recipe: Recipe, verb: Verb) -> list[str]:
                 "what runs in a container of the pipeline is not bounded by cloud.max_cost; set"
                 f" pipeline.steps.{verb}.launch to vertex"
             )
-    return found if kind != "local" else [*found, *_beyond(recipe, verb)]
+    return found if kind != "local" else [*found, *_container_problems(recipe, verb)]
 
 
-def _beyond(recipe: Recipe, verb: Verb) -> list[str]:
-    """What a step asks for that its own container cannot have."""
+def _container_problems(recipe: Recipe, verb: Verb) -> list[str]:
+    """What a step requests that a container of the pipeline cannot provide."""
     given, machine = recipe.pipeline.steps.get(verb, StepPlace()), _machine(recipe, verb)
-    # Where it is moved here by name, it leaves the machines that `launch` asks for to the others.
-    nodes = given.nodes or (recipe.launch.nodes if _is_shared(verb) and given.launch is None else 1)
+    # A step that is placed here by name does not use the machines `launch` requests for others.
+    nodes = given.nodes or (
+        recipe.launch.nodes if _is_distributed(verb) and given.launch is None else 1
+    )
     asked = [f"launch.nodes {nodes}"] if nodes > 1 else []
     asked += [
         f"launch.machine.{way}"
@@ -188,26 +194,26 @@ def _beyond(recipe: Recipe, verb: Verb) -> list[str]:
     ]
 
 
-def _is_here(source: str) -> bool:
+def _is_on_this_machine(source: str) -> bool:
     return source.startswith("megatron:") or (not is_remote(source) and ":" not in source)
 
 
-def _planned(recipe: Recipe, verb: Verb) -> Planned:
+def _planned(recipe: Recipe, verb: Verb) -> PlannedStep:
     given = recipe.pipeline.steps.get(verb, StepPlace())
     kind, machine = _kind(recipe, verb), _machine(recipe, verb)
-    image = given.image or (recipe.launch.image if _is_shared(verb) else None)
+    image = given.image or (recipe.launch.image if _is_distributed(verb) else None)
     if kind == "local":
-        return Planned(
+        return PlannedStep(
             verb, image or image_of(recipe.cloud, "train"), (), _resources(machine, verb)
         )
-    if kind not in REACHED:
+    if kind not in REACHABLE:
         raise WrongInput(
             f"{verb} cannot run with launch.kind {kind} from a container of the pipeline; set"
             f" pipeline.steps.{verb}.launch to vertex or gce"
         )
     place = [
         f"launch.kind={kind}",
-        f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_shared(verb) else 1)}",
+        f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_distributed(verb) else 1)}",
     ]
     if given.processes is not None:
         place.append(f"launch.processes={given.processes}")
@@ -216,35 +222,35 @@ def _planned(recipe: Recipe, verb: Verb) -> Planned:
         place.append(f"launch.machine={json.dumps(values, sort_keys=True)}")
     if image is not None:
         place.append(f"launch.image={image}")
-    # What submits and waits is ingot as well.
-    return Planned(verb, image_of(recipe.cloud, "train"), tuple(place))
+    # The container that submits and waits runs ingot, too.
+    return PlannedStep(verb, image_of(recipe.cloud, "train"), tuple(place))
 
 
 def _kind(recipe: Recipe, verb: Verb) -> str:
-    """Where a step runs. `local` is its own container, a machine of Vertex AI that nothing shares
-    and whose time nobody bounds.
+    """The launch kind of a step. `local` is its own container on a machine of Vertex AI, whose time
+    and cost are not limited.
     """
     given = recipe.pipeline.steps.get(verb, StepPlace())
-    return given.launch or (recipe.launch.kind if _is_shared(verb) else "local")
+    return given.launch or (recipe.launch.kind if _is_distributed(verb) else "local")
 
 
-def _is_shared(verb: Verb) -> bool:
+def _is_distributed(verb: Verb) -> bool:
     return any(step.verb == verb and step.distributed for step in STEPS)
 
 
 def _machine(recipe: Recipe, verb: Verb) -> Machine | None:
-    """None: what the place gives of itself."""
+    """The machine of a step; None for the place's default."""
     given = recipe.pipeline.steps.get(verb, StepPlace()).machine
-    return given or (recipe.launch.machine if _is_shared(verb) else None)
+    return given or (recipe.launch.machine if _is_distributed(verb) else None)
 
 
-def _resources(machine: Machine | None, verb: Verb) -> Resources | None:
+def _resources(machine: Machine | None, verb: Verb) -> ContainerResources | None:
     known = machine_type(machine.type) if machine is not None else None
     if machine is None or known is None:
         return None
     name, count = accelerators_of(machine)
     try:
-        return Resources(
+        return ContainerResources(
             known.vcpus, known.memory_gb, vertex_accelerator(name) if name else None, count
         )
     except KeyError:

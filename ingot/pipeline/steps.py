@@ -1,8 +1,8 @@
-"""The table of steps: what each one reads and whose results it takes. Steps are skipped by this
-table and nothing else.
+"""The table of pipeline steps: which knobs each step reads and which steps it depends on.
 
-A knob belongs to a step only if it can change what the step makes. How the work is dealt (workers,
-micro_batch, ranks), saved or logged is in no step's list, so that changing it runs nothing again.
+Whether a step is skipped is decided by this table alone. A knob belongs to a step only if it can
+change the step's output. How work is distributed (workers, micro_batch, ranks), saved or logged is
+in no list, so that changing it runs nothing again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Knobs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One verb of `ingot run`. `revision` counts up when what the step makes changes though its
-    knobs do not.
+class PipelineStep:
+    """One verb of `ingot run`. `revision` is raised when a step's output changes for the same
+    knobs.
     """
 
     verb: str
     knobs: Callable[[Recipe], Knobs]
-    """The knobs that it reads, with their values: nested or dotted names that a person can type."""
+    """The knobs the step reads, with their values, under the names that users type."""
     after: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
-    """The steps whose outputs it takes."""
+    """The steps whose outputs it reads."""
     folders: Callable[[Recipe], list[str]] = lambda recipe: []
-    """What lies outside the run folder and is read (models, tokenizers, items): folders, files,
-    globs, addresses in a bucket.
+    """What it reads outside the run folder (models, tokenizers, task items): folders, files, globs,
+    bucket URLs.
     """
     distributed: bool = False
-    """Whether several processes can share it (`launch.processes`)."""
+    """Whether several processes can share the step (`launch.processes`)."""
     revision: int = 1
 
 
@@ -54,14 +54,14 @@ def _ingest(recipe: Recipe) -> Knobs:
 
 
 def _documents(recipe: Recipe) -> Knobs:
-    """What is read as a document."""
+    """The knobs that decide what counts as a document."""
     return {"objective.kind": recipe.objective.kind, "documents": recipe.documents} | (
         {"objective.labels": recipe.labels} if recipe.labels else {}
     )
 
 
-def _sources(sources: list[SourceSettings]) -> Knobs:
-    """By number, without weights: those only matter to the order of training rows."""
+def _sources(sources: list[Source]) -> Knobs:
+    """Sources by number, without weights, which only affect the order of training rows."""
     return {
         str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)
     }
@@ -111,12 +111,12 @@ def _evaluate(recipe: Recipe) -> Knobs:
 
 
 def _evaluates_base(recipe: Recipe) -> bool:
-    """Before anything is trained, what is evaluated is the model that training would start from."""
+    """Whether evaluation measures the base model, because nothing is trained yet."""
     return recipe.evaluate.model is None and not (recipe.folder.model / "config.json").exists()
 
 
 def _evaluated_folders(recipe: Recipe) -> list[str]:
-    """The models that are measured, and the files with the items of tasks."""
+    """The evaluated models, and the files with task items."""
     base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
     items = [getattr(task, knob, None) for task in recipe.tasks for knob in ("source", "include")]
     files = [item for item in items if item and not item.startswith("hf:")]
@@ -128,7 +128,7 @@ def _gate(recipe: Recipe) -> Knobs:
 
 
 def _registry(recipe: Recipe) -> Knobs:
-    """Which versions the model is compared with, and joins."""
+    """The registry whose versions the model is compared with and added to."""
     if recipe.registry.kind == "vertex":
         where = recipe.select(("cloud.project", "cloud.region", "cloud.bucket"))
     else:
@@ -141,10 +141,10 @@ def _register(recipe: Recipe) -> Knobs:
 
 
 def _container(recipe: Recipe) -> Knobs:
-    """A version in Vertex AI is its container too: the image, and what that is started with
-    (`config/serving.py`).
+    """A version in Vertex AI includes its container: the image and its arguments (see
+    `config/serving.py`).
     """
-    told = (
+    knobs = (
         "cloud.repository",
         "cloud.images.serve",
         "serve.engine",
@@ -156,12 +156,12 @@ def _container(recipe: Recipe) -> Knobs:
         "serve.any_template",
     )
     return recipe.select(
-        (*told, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else told
+        (*knobs, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else knobs
     )
 
 
 def _serve(recipe: Recipe) -> Knobs:
-    tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)  # as many are asked for
+    tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)  # the number requested
     return recipe.select(("serve.engine", "serve.prompt")) | {"serve.prompt_tokens": tokens}
 
 
@@ -178,7 +178,7 @@ def _deploy(recipe: Recipe) -> Knobs:
     )
 
 
-def _takes(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
+def _depends_on(*verbs: str) -> Callable[[Recipe], tuple[str, ...]]:
     return lambda recipe: verbs
 
 
@@ -187,13 +187,13 @@ def _evaluated(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _local(source: str | None) -> list[str]:
-    """`source` where it is a folder of this machine, not a name on the hub or of a preset."""
+    """`source` if it is a local folder, rather than a hub name or a preset."""
     return [str(Path(source))] if source and Path(source).is_dir() else []
 
 
 def _training_folders(recipe: Recipe) -> list[str]:
-    """Every model that training starts from or learns from. That of `train.start_from` may itself
-    go on meanwhile, and is not among them.
+    """Every model that training starts from or learns from. The run of `train.start_from` is left
+    out, because it may still be training.
     """
     objective, lora = recipe.objective, recipe.model.lora
     others = (
@@ -205,29 +205,30 @@ def _training_folders(recipe: Recipe) -> list[str]:
 
 
 STEPS = (
-    Step("ingest", _ingest),
-    Step("prepare", _prepare, _takes("ingest"), lambda recipe: _local(recipe.tokenizer.source)),
-    Step("train", _train, _takes("prepare"), _training_folders, distributed=True),
-    Step("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
-    Step("gate", _gate, _takes("evaluate")),
-    Step("register", _register, _takes("train", "evaluate", "gate")),
-    Step("serve", _serve, _takes("train", "register")),
+    PipelineStep("ingest", _ingest),
+    PipelineStep(
+        "prepare", _prepare, _depends_on("ingest"), lambda recipe: _local(recipe.tokenizer.source)
+    ),
+    PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
+    PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
+    PipelineStep("gate", _gate, _depends_on("evaluate")),
+    PipelineStep("register", _register, _depends_on("train", "evaluate", "gate")),
+    PipelineStep("serve", _serve, _depends_on("train", "register")),
 )
 
-DEPLOY = Step("deploy", _deploy, _takes("register"))
-"""The last step of the compiled pipeline, which serves nothing by itself; `ingot run` ends in
-serve.
-"""
+DEPLOY = PipelineStep("deploy", _deploy, _depends_on("register"))
+"""The last step of the compiled pipeline, in the place of `serve`, which ends `ingot run`."""
 
 
-def step_of(verb: str) -> Step:
+def step_named(verb: str) -> PipelineStep:
+    """The step of a verb."""
     return next(step for step in STEPS if step.verb == verb)
 
 
-def before(step: Step, recipe: Recipe) -> list[Step]:
-    """The steps that `step` rests on, directly or through others, in order."""
-    wanted = set(step.after(recipe))
+def upstream_steps(step: PipelineStep, recipe: Recipe) -> list[PipelineStep]:
+    """The steps that `step` depends on, directly or through others, in order."""
+    needed = set(step.after(recipe))
     for item in reversed(STEPS):
-        if item.verb in wanted:
-            wanted |= set(item.after(recipe))
-    return [item for item in STEPS if item.verb in wanted]
+        if item.verb in needed:
+            needed |= set(item.after(recipe))
+    return [item for item in STEPS if item.verb in needed]

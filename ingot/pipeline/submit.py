@@ -1,8 +1,8 @@
-"""`ingot submit`: the whole pipeline on Vertex AI. Checks what can be wrong before anything is
-spent, sends recipe and specification, and follows.
+"""`ingot submit`: runs the whole pipeline on Vertex AI. Checks the recipe and the cloud set-up
+first, uploads recipe and specification, starts the pipeline and follows it.
 
-Nothing here remembers a submission but a note in the run folder: the same command again finds the
-pipeline that runs, and follows it.
+The only state is a note in the run folder: the same command finds the running pipeline by it and
+follows it.
 """
 
 from __future__ import annotations
@@ -27,55 +27,54 @@ from ingot.cloud.instances import label, resource_name
 from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import jobs as pipelines
 from ingot.config.recipe import Recipe
-from ingot.launch.run_folder_sync import pull_results
-from ingot.pipeline.kubeflow import compiled, text_of
-from ingot.pipeline.plan import VERBS, Plan, plan, reasons
+from ingot.launch.sending import bring_back
+from ingot.pipeline.kubeflow import compile_pipeline, spec_text
+from ingot.pipeline.plan import VERBS, PipelinePlan, plan, submission_problems
 
-LOOK_S = 15.0
-"""Between two looks at a pipeline."""
+POLL_S = 15.0
+"""Seconds between two polls of a pipeline."""
 NOTE = "pipeline.json"
-SHOWN = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "reports", "logs")
-"""Of a run folder: what there is to look at."""
+"""The note of the last submission, in `jobs/` of the run folder."""
+BROUGHT_BACK = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "reports", "logs")
+"""The parts of a run folder that are downloaded at the end; model and data stay in the bucket."""
 CONSOLE = "https://console.cloud.google.com/vertex-ai"
-_FIELDS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+_CRON_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is sent: the plan, the specification, and the pipeline job that is asked for, as the
-    REST interface takes it.
-    """
+    """What is sent: the plan, the specification, and the pipeline job as the REST API takes it."""
 
-    google: GoogleClients
-    plan: Plan
+    google: Google
+    plan: PipelinePlan
     spec: dict[str, Any]
     job: dict[str, Any]
 
     @property
     def mark(self) -> str:
-        """Equal for equal submissions."""
+        """A fingerprint, equal for equal submissions."""
         return fingerprint(self.job)[:12]
 
     @property
     def spec_address(self) -> str:
-        return f"{self.plan.root}/specs/{fingerprint(text_of(self.spec))}.yaml"
+        return f"{self.plan.root}/specs/{fingerprint(spec_text(self.spec))}.yaml"
 
     def link(self, id: str) -> str:
         runs = f"{CONSOLE}/locations/{self.google.cloud.region}/pipelines/runs"
         return f"{runs}/{id}?project={self.google.project}"
 
 
-def prepared(recipe: Recipe) -> Submission:
-    """The submission of a recipe; nothing is asked of Google.
+def prepare_submission(recipe: Recipe) -> Submission:
+    """The submission of a recipe. No Google service is called.
 
     Raises:
-        WrongInput: names all that keeps the recipe from becoming a pipeline.
+        WrongInput: every reason why the recipe cannot become a pipeline.
     """
-    if found := reasons(recipe):
+    if found := submission_problems(recipe):
         raise WrongInput(f"{recipe.name} cannot be submitted: {'; '.join(found)}")
-    google, cloud = GoogleClients(recipe.cloud), recipe.cloud
-    wanted = plan(recipe)
-    spec = compiled(wanted)
+    google, cloud = Google(recipe.cloud), recipe.cloud
+    planned = plan(recipe)
+    spec = compile_pipeline(planned)
     job: dict[str, Any] = {
         "displayName": resource_name(f"ingot-{recipe.name}"),
         "pipelineSpec": spec,
@@ -84,8 +83,8 @@ def prepared(recipe: Recipe) -> Submission:
             **_labels(recipe),
         },
         "runtimeConfig": {
-            "gcsOutputDirectory": wanted.root,
-            "parameterValues": {"recipe": wanted.address, "replica": wanted.replica},
+            "gcsOutputDirectory": planned.root,
+            "parameterValues": {"recipe": planned.address, "replica": planned.replica},
             "failurePolicy": "PIPELINE_FAILURE_POLICY_FAIL_FAST",
         },
     }
@@ -97,41 +96,41 @@ def prepared(recipe: Recipe) -> Submission:
             if "/networkAttachments/" in cloud.network
             else {"network": cloud.network}
         )
-    return Submission(google, wanted, spec, job)
+    return Submission(google, planned, spec, job)
 
 
-def rendered(submission: Submission, cron: str | None = None) -> str:
-    """The specification, and the request without it, as text. Asks nothing of Google."""
+def render_submission(submission: Submission, cron: str | None = None) -> str:
+    """The specification and the request that carries it, as text. No Google service is called."""
     shown = {**submission.job, "pipelineSpec": f"(above, {submission.spec_address})"}
     google = submission.google
     address = google.address(f"{google.cloud.region}-aiplatform.googleapis.com")
     what, body = (
         ("pipelineJobs", shown)
         if cron is None
-        else ("schedules", _schedule(submission, checked(cron), shown))
+        else ("schedules", _schedule(submission, check_cron(cron), shown))
     )
     return (
-        f"{text_of(submission.spec)}---\n# POST"
+        f"{spec_text(submission.spec)}---\n# POST"
         f" {address}/v1/{google.parent}/{what}\n{json.dumps(body, indent=2, sort_keys=True)}\n"
     )
 
 
 def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
-    """Send everything and start the pipeline; its id, and whether it was running already.
+    """Upload everything and start the pipeline; returns its id, and whether it was running already.
 
     Raises:
-        WrongInput, Failed: something is missing, or another pipeline of this run goes on.
+        WrongInput, Failed: something is missing, or another pipeline of this run is running.
     """
     google, note = submission.google, recipe.folder.root / "jobs" / NOTE
-    _look(recipe, google)
-    last = _noted(note)
+    _check_cloud(recipe, google)
+    last = _read_note(note)
     if last is not None and last["mark"] == submission.mark:
-        standing = pipelines.get_pipeline_job(google, last["id"])
-        if standing is not None and standing.is_alive:
+        job = pipelines.get(google, last["id"])
+        if job is not None and job.is_alive:
             return last["id"], True
         id = (
-            last["id"] if standing is None else _new_id(submission)
-        )  # one that never came to be gets its name now
+            last["id"] if job is None else _new_id(submission)
+        )  # a submission that was interrupted before the pipeline was created keeps its id
     else:
         id = _new_id(submission)
     if others := [
@@ -141,58 +140,59 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
             f"the pipeline {others[0]} of {recipe.name} goes on, and two would write one run: wait"
             f" for it or cancel it, {submission.link(others[0])}"
         )
-    _send(recipe, submission)
+    _upload(recipe, submission)
     write_atomic(note, json.dumps({"schema": 1, "id": id, "mark": submission.mark}) + "\n")
     pipelines.create_pipeline_job(google, id, submission.job)
     return id, False
 
 
-def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.ScheduleStatus:
-    """Start the pipeline again and again at the times of `cron`; in the place of what was scheduled
-    for this run before.
+def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Scheduled:
+    """Start the pipeline repeatedly at the times of `cron`; replaces an earlier schedule of this
+    run.
     """
-    wanted = _schedule(submission, checked(cron), submission.job)
-    _look(recipe, submission.google)
-    _send(recipe, submission)
-    return pipelines.put_schedule(submission.google, wanted)
+    request = _schedule(submission, check_cron(cron), submission.job)
+    _check_cloud(recipe, submission.google)
+    _upload(recipe, submission)
+    return pipelines.put_schedule(submission.google, request)
 
 
 def follow(submission: Submission, id: str, root: Path | None = None) -> None:
-    """Tell each step as it begins and ends, until the pipeline is over. A gate that keeps the live
-    model is a good end. What there is to look at then comes to the run folder `root`, if one is
-    given.
+    """Print each step as it starts and ends, until the pipeline has ended; a gate that keeps the
+    live model is a success. Metrics, reports and logs are then downloaded to the run folder `root`,
+    if one is given.
+
 
     Raises:
-        Failed: a step failed, with its name and its error, or somebody cancelled the pipeline.
+        Failed: a step failed (with its name and error), or the pipeline was cancelled.
     """
-    told: dict[int, str] = {}
-    trouble = ""
+    shown: dict[int, str] = {}
+    last_error = ""
     while True:
         try:
-            standing = pipelines.get_pipeline_job(submission.google, id)
+            job = pipelines.get(submission.google, id)
         except Failed as error:
-            if str(error) != trouble:
+            if str(error) != last_error:
                 say(f"warning: {error}")
-            trouble = str(error)
-            time.sleep(LOOK_S)
+            last_error = str(error)
+            time.sleep(POLL_S)
             continue
-        if standing is None:
+        if job is None:
             raise Failed(f"the pipeline {id} is gone: somebody deleted it; submit it again")
-        for task in standing.tasks:
-            if task.name in VERBS and told.get(task.id) != task.state:
-                told[task.id] = task.state
+        for task in job.tasks:
+            if task.name in VERBS and shown.get(task.id) != task.state:
+                shown[task.id] = task.state
                 state = task.state.lower().replace("_", " ")
                 say(f"{task.name}: {state}{f' ({task.error})' if task.error else ''}")
-        if not standing.is_alive:
+        if not job.is_alive:
             if root is not None:
                 _bring_back(submission.plan.replica, root)
-            return _judge(submission, standing)
-        time.sleep(LOOK_S)
+            return _report_end(submission, job)
+        time.sleep(POLL_S)
 
 
 def _bring_back(replica: str, root: Path) -> None:
     try:
-        pull_results(replica, root, parts=SHOWN)
+        bring_back(replica, root, parts=BROUGHT_BACK)
         say(
             f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay"
             f" in {replica}"
@@ -202,8 +202,8 @@ def _bring_back(replica: str, root: Path) -> None:
 
 
 def cancel(recipe: Recipe) -> list[str]:
-    """End what runs of this recipe's pipeline; the ids. What its jobs elsewhere do ends with their
-    containers.
+    """Cancel the running pipelines of this recipe; returns their ids. Jobs that they launched on
+    other services end with their containers.
     """
     google = GoogleClients(recipe.cloud)
     found = pipelines.running_pipeline_jobs(google, _labels(recipe))
@@ -212,13 +212,16 @@ def cancel(recipe: Recipe) -> list[str]:
     return found
 
 
-def checked(cron: str) -> str:
-    """Five fields, with a time zone before them if one is wanted: `TZ=Europe/Berlin 0 3 * * 1`.
-    Raises WrongInput when it is none.
+def check_cron(cron: str) -> str:
+    """A cron expression of five fields, optionally after a time zone: `TZ=Europe/Berlin 0 3 * * 1`.
+
+    Raises:
+        WrongInput: it is not one.
     """
     found = re.fullmatch(r"((?:CRON_)?TZ=[\w/+-]+ )?(\S+) (\S+) (\S+) (\S+) (\S+)", cron.strip())
     if found is None or not all(
-        _in_range(field, *bounds) for field, bounds in zip(found.groups()[1:], _FIELDS, strict=True)
+        _in_range(field, *bounds)
+        for field, bounds in zip(found.groups()[1:], _CRON_RANGES, strict=True)
     ):
         raise WrongInput(
             f"--schedule {cron!r} is no time; give minute, hour, day, month and day of the week,"
@@ -250,59 +253,59 @@ def _labels(recipe: Recipe) -> dict[str, str]:
     return {"ingot-run": label(recipe.name), "ingot-verb": "pipeline"}
 
 
-def _look(recipe: Recipe, google: GoogleClients) -> None:
-    """What only Google can tell: credentials, the bucket and its region."""
+def _check_cloud(recipe: Recipe, google: Google) -> None:
+    """Check what only Google knows: credentials, the bucket and its region."""
     google.client("pipelines")
     if reason := region_mismatch(recipe.cloud):
         raise WrongInput(reason)
 
 
-def _send(recipe: Recipe, submission: Submission) -> None:
-    """The recipe and the specification by their content, and the run folder where the bucket has
-    none of this run: what lies there is newer.
+def _upload(recipe: Recipe, submission: Submission) -> None:
+    """Upload recipe and specification under names made of their content, and the run folder unless
+    the bucket already has one of this run, which is newer.
     """
-    wanted = submission.plan
+    planned = submission.plan
     for address, text in (
-        (wanted.address, wanted.recipe),
-        (submission.spec_address, text_of(submission.spec)),
+        (planned.address, planned.recipe),
+        (submission.spec_address, spec_text(submission.spec)),
     ):
         folder, _, name = address.rpartition("/")
         open_bucket(folder).put(name, text.encode())
-    if open_bucket(wanted.replica).stat(INDEX) is not None:
-        say(f"{wanted.replica} has this run already, and the pipeline goes on from there")
+    if open_bucket(planned.replica).stat(INDEX) is not None:
+        say(f"{planned.replica} has this run already, and the pipeline goes on from there")
     elif recipe.folder.steps.is_dir():
-        push(recipe.folder.root, wanted.replica)
+        push(recipe.folder.root, planned.replica)
 
 
-def _judge(submission: Submission, standing: pipelines.PipelineJobStatus) -> None:
+def _report_end(submission: Submission, job: pipelines.Standing) -> None:
     failed = next(
-        (task for task in standing.tasks if task.name in VERBS and task.state == "FAILED"), None
+        (task for task in job.tasks if task.name in VERBS and task.state == "FAILED"), None
     )
-    link = submission.link(standing.id)
-    if standing.state == "SUCCEEDED":
-        ran = {task.name for task in standing.tasks if task.state == "SUCCEEDED"}
+    link = submission.link(job.id)
+    if job.state == "SUCCEEDED":
+        ran = {task.name for task in job.tasks if task.state == "SUCCEEDED"}
         say(
             "the gate passed the model, and the step deploy is done; its log says what it changed"
             if "deploy" in ran
             else "the gate keeps the live model; nothing was registered"
         )
-    elif standing.state == "CANCELLED":
-        raise Failed(f"the pipeline {standing.id} was cancelled; submit it again to go on: {link}")
+    elif job.state == "CANCELLED":
+        raise Failed(f"the pipeline {job.id} was cancelled; submit it again to go on: {link}")
     elif failed is not None:
-        raise Failed(f"{failed.name} failed: {failed.error or standing.error}; see its log, {link}")
+        raise Failed(f"{failed.name} failed: {failed.error or job.error}; see its log, {link}")
     else:
         raise Failed(
-            f"the pipeline {standing.id} is {standing.state.lower()}:"
-            f" {standing.error or 'no reason is given'}; see {link}"
+            f"the pipeline {job.id} is {job.state.lower()}:"
+            f" {job.error or 'no reason is given'}; see {link}"
         )
 
 
 def _new_id(submission: Submission) -> str:
-    """Lower case letters, digits, hyphens, at most 128."""
+    """A new pipeline id: lower case letters, digits and hyphens, at most 128 characters."""
     return f"{submission.job['displayName']}-{datetime.now(UTC):%Y%m%d%H%M%S}-{submission.mark}"
 
 
-def _noted(path: Path) -> dict[str, str] | None:
+def _read_note(path: Path) -> dict[str, str] | None:
     try:
         found = json.loads(path.read_bytes())
         return {"id": str(found["id"]), "mark": str(found["mark"])}

@@ -1,3 +1,3 @@
-"""Which model is good, and which one is live: the gate, the versions, the live pointer. Never
+"""Model registry and gate: registered versions, the decision to deploy, the live pointer. Never
 imports torch.
 """

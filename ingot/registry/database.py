@@ -1,5 +1,5 @@
-"""Opening the registry's SQLite file: tables, transactions, and SQLite's refusals in words. Knows
-nothing of models.
+"""Opens the registry's SQLite file: tables, transactions, and SQLite's errors as our own. Knows
+nothing about models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ingot.base.storage import disk_errors
 
 SCHEMA = 1
 WAIT_S = 60.0
+"""How long a connection waits for another process's lock."""
 _TABLES = (
     "CREATE TABLE registry (id TEXT NOT NULL)",
     """CREATE TABLE versions (
@@ -23,8 +24,7 @@ _TABLES = (
         tokenizer_hash TEXT NOT NULL, folder TEXT NOT NULL, report TEXT NOT NULL,
         lineage TEXT NOT NULL, created REAL NOT NULL,
         PRIMARY KEY (name, version), UNIQUE (name, model_hash, tokenizer_hash))""",
-    # Moves of the live pointer, only ever appended. `before` is the row that a rollback goes back
-    # to.
+    # Changes of the live pointer, append-only. `before` is the row a rollback returns to.
     """CREATE TABLE turns (
         id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version INTEGER NOT NULL,
         before INTEGER REFERENCES turns (id), time REAL NOT NULL, reason TEXT NOT NULL,
@@ -33,17 +33,19 @@ _TABLES = (
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection with the tables in it. With `writing`, one transaction that no other writer
-    shares, committed at the end.
+def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
+    """A connection to the registry. With `writing`, the block is one exclusive transaction,
+    committed at its end.
 
-    A file that does not exist is created only for writing; for reading it is an empty registry.
+    A missing file is created only for writing; for reading it counts as an empty registry.
+
 
     Raises:
-        Failed: disk full, or another process holds the file for longer than WAIT_S.
-        WrongInput: the file is no registry, is damaged, is of a newer ingot, or cannot be opened.
+        Failed: the disk is full, or another process holds the file for longer than WAIT_S.
+        WrongInput: the file is not a registry, is damaged, was written by a newer ingot, or cannot
+            be opened.
     """
-    with _refusals(path):
+    with _translated_errors(path):
         if writing:
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,11 +64,11 @@ def opened(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Connection]
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Write-ahead log, and the tables in a new file. Several processes may come to a new file at
-    once.
+    """Enable the write-ahead log and create the tables in a new file, which several processes may
+    do at once.
     """
     if db.execute("PRAGMA user_version").fetchone()[0] == 0:
-        _use_log(db)
+        _enable_wal(db)
         db.execute("BEGIN IMMEDIATE")
         if db.execute("PRAGMA user_version").fetchone()[0] == 0:
             if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -87,8 +89,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA synchronous = FULL")
 
 
-def _use_log(db: sqlite3.Connection) -> None:
-    """Switching to the log needs the file alone, and SQLite does not wait for that by itself."""
+def _enable_wal(db: sqlite3.Connection) -> None:
+    """Switch to the write-ahead log. That needs exclusive access, for which SQLite does not
+    wait.
+    """
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -101,11 +105,12 @@ def _use_log(db: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(path: Path) -> Iterator[None]:
+def _translated_errors(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors as Failed (worth a retry) or WrongInput."""
     try:
         yield
     except sqlite3.OperationalError as error:
-        code = error.sqlite_errorcode & 0xFF  # the extended code's family
+        code = error.sqlite_errorcode & 0xFF  # the primary code of the extended one
         if code == sqlite3.SQLITE_FULL:
             raise Failed(
                 f"disk full while writing {path}; make space and run the same command again"

@@ -1,8 +1,5 @@
-"""`ingot deploy`: a registered version becomes the live one; in Vertex AI's registry that is the
-one that an endpoint serves.
-
-The local registry only moves its pointer. Nothing here knows how an endpoint is changed without an
-outage: `endpoint.py` does.
+"""`ingot deploy`: makes a registered version live. In the local registry that moves the live
+pointer; with Vertex AI the version is rolled out to an endpoint first (`vertexai/rollout.py`).
 """
 
 from __future__ import annotations
@@ -13,22 +10,30 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import GoogleClients
 from ingot.config.recipe import Recipe
-from ingot.registry.verbs import approved, compared_with, lies_in, newest, registry_of
-from ingot.registry.versions import Registered, VertexVersion
-from ingot.registry.vertexai import objects as pointer
-from ingot.registry.vertexai.endpoint import Plan, find, render
-from ingot.registry.vertexai.probe import SHARE, Check, answer_of
+from ingot.registry.verbs import (
+    approved_report,
+    expected_live_version,
+    local_model_folder,
+    newest_version,
+    registry_of,
+)
+from ingot.registry.versions import RegisteredVersion, VertexVersion
+from ingot.registry.vertexai import objects
+from ingot.registry.vertexai.endpoint import RolloutPlan, find_endpoint, render_rollout
+from ingot.registry.vertexai.probe import SHARE, AnswerCheck, local_answer
 from ingot.registry.vertexai.registry import VertexRegistry
-from ingot.registry.vertexai.resources import label, resources_of
+from ingot.registry.vertexai.resources import label, machine_resources
 from ingot.registry.vertexai.rollout import roll_out
 
 BY_HAND = "by hand"
+"""The reason in the history where no gate decided."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What `ingot deploy` was asked for. `canary`: percent of the traffic that the new version gets
-    first; `verify`: compare its answer.
+class DeployRequest:
+    """The options of `ingot deploy`. `canary`: percent of the traffic that the new version gets
+    first;
+    `verify`: compare its answer with the local model's; `back`: roll back.
     """
 
     number: int | None = None
@@ -37,118 +42,134 @@ class Wish:
     back: bool = False
 
 
-def deploy(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> Registered:
-    """Make a version live and return it: of a number, the one before (`wish.back`), or the newest.
+def deploy(
+    recipe: Recipe, name: str, request: DeployRequest, *, is_run: bool = False
+) -> RegisteredVersion:
+    """Make a version live and return it: the version of a given number, the previous one
+    (`request.back`), or the newest.
 
-    `is_run`: the recipe is that of the run whose model this is; with Vertex AI then its own version
-    is deployed, if the gate said so.
+    `is_run`: the recipe belongs to a run; with Vertex AI that run's own version is deployed then,
+    if the gate approved it.
+
 
     Raises:
-        WrongInput: no such version, its files are damaged, the gate did not say so, or the place
-            cannot do what is asked.
-        Failed: the new version does not come up, or another command deploys this name; the old one
-            then serves on.
+        WrongInput: no such version, its files are damaged, the gate did not approve it, or the
+            registry does not support an option.
+        Failed: the new version does not start, or another command deploys this name; the old
+            version then keeps serving.
     """
-    _check(recipe, wish)
+    _check_request(recipe, request)
     registry = registry_of(recipe)
     if isinstance(registry, VertexRegistry):
-        version, reason, instead_of = _chosen(recipe, registry, name, wish, is_run)
+        version, reason, instead_of = _choose_version(recipe, registry, name, request, is_run)
         registry.check(version)
-        plan = _planned(recipe, version, wish, registry)
+        plan = _plan_rollout(recipe, version, request, registry)
 
         def allow(live: int | None) -> None:
-            if wish.back and registry.previous(name).number != version.number:
+            if request.back and registry.previous(name).number != version.number:
                 raise Failed(
                     f"another version of {name} went live meanwhile; run the same command again"
                 )
             if live != version.number:
-                pointer.check(name, live, instead_of)
+                objects.check_expected_live(name, live, instead_of)
 
         def commit() -> None:
-            if wish.back:
+            if request.back:
                 registry.rollback(name, reason, to=version.number)
             else:
                 registry.point(name, version.number, reason, instead_of=instead_of)
 
-        roll_out(GoogleClients(recipe.cloud), plan, lambda: _live(registry, name), allow, commit)
+        roll_out(Google(recipe.cloud), plan, lambda: _live_number(registry, name), allow, commit)
         return version
-    if wish.back:
-        before: Registered = registry.rollback(name, "rolled back by hand")
+    if request.back:
+        before: RegisteredVersion = registry.rollback(name, "rolled back by hand")
         return before
-    chosen: Registered = (
-        newest(registry, name) if wish.number is None else registry.version(name, wish.number)
+    chosen: RegisteredVersion = (
+        newest_version(registry, name)
+        if request.number is None
+        else registry.version(name, request.number)
     )
     registry.check(chosen)
     registry.point(name, chosen.number, BY_HAND)
     return chosen
 
 
-def rehearse(recipe: Recipe, name: str, wish: Wish, *, is_run: bool = False) -> str:
-    """What `deploy` would do, as text; nothing is changed."""
-    _check(recipe, wish)
+def render_deploy(
+    recipe: Recipe, name: str, request: DeployRequest, *, is_run: bool = False
+) -> str:
+    """What `deploy` would do, as text; changes nothing."""
+    _check_request(recipe, request)
     registry = registry_of(recipe)
     if isinstance(registry, VertexRegistry):
-        version, _, _ = _chosen(recipe, registry, name, wish, is_run)
-        return render(GoogleClients(recipe.cloud), _planned(recipe, version, wish, None))
-    if wish.back:
+        version, _, _ = _choose_version(recipe, registry, name, request, is_run)
+        return render_rollout(Google(recipe.cloud), _plan_rollout(recipe, version, request, None))
+    if request.back:
         return f"{name} back to the version that was live before\n"
-    chosen = newest(registry, name) if wish.number is None else registry.version(name, wish.number)
+    chosen = (
+        newest_version(registry, name)
+        if request.number is None
+        else registry.version(name, request.number)
+    )
     return f"{name} v{chosen.number} live, in {registry.place}\n"
 
 
 def address(recipe: Recipe, name: str) -> str | None:
-    """The endpoint that serves a name; None where the registry has none."""
-    there = find(GoogleClients(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
-    return there.name if there else None
+    """The endpoint that serves a name; None for the local registry or where there is none yet."""
+    endpoint = (
+        find_endpoint(Google(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
+    )
+    return endpoint.name if endpoint else None
 
 
-def _check(recipe: Recipe, wish: Wish) -> None:
-    """What is wished for and cannot be had, before anything is asked of anybody."""
-    if wish.back and wish.number is not None:
-        raise WrongInput(f"--rollback and --version {wish.number} are two wishes; give one of them")
-    if wish.canary is not None and not 1 <= wish.canary <= 99:
+def _check_request(recipe: Recipe, request: DeployRequest) -> None:
+    """Refuse options that contradict each other or the registry, before any service is called."""
+    if request.back and request.number is not None:
         raise WrongInput(
-            f"--canary {wish.canary} is no share of the traffic; give 1 to 99 percent, or leave"
+            f"--rollback and --version {request.number} exclude each other; give one of them"
+        )
+    if request.canary is not None and not 1 <= request.canary <= 99:
+        raise WrongInput(
+            f"--canary {request.canary} is no share of the traffic; give 1 to 99 percent, or leave"
             " it out"
         )
-    if recipe.registry.kind == "local" and (wish.canary is not None or wish.verify):
+    if recipe.registry.kind == "local" and (request.canary is not None or request.verify):
         raise WrongInput(
             "--canary and --verify are for an endpoint, and the local registry has none; leave them"
             " out, or set registry.kind=vertex"
         )
 
 
-def _chosen(
-    recipe: Recipe, registry: VertexRegistry, name: str, wish: Wish, is_run: bool
+def _choose_version(
+    recipe: Recipe, registry: VertexRegistry, name: str, request: DeployRequest, is_run: bool
 ) -> tuple[VertexVersion, str, int | None]:
-    """The version, why, and which one must be live until then (-1: any)."""
-    if wish.back:
+    """The version, the reason, and which version must be live until then (-1: any)."""
+    if request.back:
         return registry.previous(name), "rolled back by hand", -1
-    if wish.number is not None:
-        return registry.version(name, wish.number), BY_HAND, -1
+    if request.number is not None:
+        return registry.version(name, request.number), BY_HAND, -1
     if not is_run:
-        version: VertexVersion = newest(registry, name)
+        version: VertexVersion = newest_version(registry, name)
         return version, BY_HAND, -1
-    report, decided = approved(recipe)
+    report, decided = approved_report(recipe)
     found = registry.find(name, report)
     if found is None:
         raise WrongInput(
             f"the model of {recipe.folder.root} is not registered as {name} in {registry.place};"
             " run `ingot register` first"
         )
-    if not registry.is_served_so(found):
+    if not registry.has_container(found):
         raise WrongInput(
             f"{name} v{found.number} has another container than the recipe now asks for (serve,"
             " cloud.images); run `ingot register` first"
         )
     live = registry.live(name)
     is_live = live is not None and live.number == found.number
-    if not is_live and any(turn.version == found.number for turn in registry.history(name)):
+    if not is_live and any(change.version == found.number for change in registry.history(name)):
         raise WrongInput(
             f"{name} v{found.number} was live and was replaced or rolled back since; --version"
             f" {found.number} deploys it all the same"
         )
-    # The same model in another container: the decision that made it live still stands.
+    # The same model in another container: the decision that made it live still holds.
     stands = live is not None and (live.model_hash, live.tokenizer_hash) == (
         found.model_hash,
         found.tokenizer_hash,
@@ -156,43 +177,45 @@ def _chosen(
     return (
         found,
         f"gate: {decided['reason']}",
-        live.number if live is not None and stands else compared_with(registry, name, decided),
+        live.number
+        if live is not None and stands
+        else expected_live_version(registry, name, decided),
     )
 
 
-def _planned(
-    recipe: Recipe, version: VertexVersion, wish: Wish, registry: VertexRegistry | None
-) -> Plan:
-    """`registry` None: for looking only, so that nothing is computed."""
-    asks = wish.verify or wish.canary is not None
+def _plan_rollout(
+    recipe: Recipe, version: VertexVersion, request: DeployRequest, registry: VertexRegistry | None
+) -> RolloutPlan:
+    """The rollout's plan. `registry` None: for a dry run, so that no answer is computed."""
+    probes = request.verify or request.canary is not None
     expected = None
-    folder = lies_in(recipe, version.model_hash)
-    if wish.verify and registry is not None:
+    folder = local_model_folder(recipe, version.model_hash)
+    if request.verify and registry is not None:
         if folder is None:
             say(
                 f"no copy of {version.name} v{version.number} lies here, so only the form of its"
                 " answer is compared"
             )
         else:
-            expected = answer_of(folder, recipe.serve.prompt)
+            expected = local_answer(folder, recipe.serve.prompt)
     check = (
-        Check(recipe.serve.prompt, version.classifies, expected, version.engine, version.name)
-        if asks
+        AnswerCheck(recipe.serve.prompt, version.classifies, expected, version.engine, version.name)
+        if probes
         else None
     )
     labels = {
         **{label(key): label(value) for key, value in recipe.cloud.labels.items()},
         "ingot-run": label(recipe.name),
     }
-    return Plan(
+    return RolloutPlan(
         version,
-        resources_of(recipe),
-        wish.canary or (SHARE if wish.verify else None),
+        machine_resources(recipe),
+        request.canary or (SHARE if request.verify else None),
         check,
         labels,
     )
 
 
-def _live(registry: VertexRegistry, name: str) -> int | None:
-    turns = registry.history(name)
-    return turns[-1].version if turns else None
+def _live_number(registry: VertexRegistry, name: str) -> int | None:
+    changes = registry.history(name)
+    return changes[-1].version if changes else None

@@ -1,8 +1,8 @@
-"""The gate: is a new model better than the live one? A pure function of two reports and a rule; it
-reads and writes nothing.
+"""The gate's decision: is a new model better than the live one? A pure function of two evaluation
+reports and a rule; nothing is read or written.
 
-What cannot be compared (a metric that is missing, or measured on another evaluation set) keeps the
-live model, and the reason says what to do about it.
+Metrics that cannot be compared (missing, or measured on another evaluation set) keep the live
+model, and the reason names the next action.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MEASURE_LIVE = (
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One metric of the rule: both values as far as they are known, whether it speaks for
-    deploying, and why in words.
+class MetricComparison:
+    """One metric of the rule: both values where known, whether it favours deploying, and the
+    reason.
     """
 
     metric: str
@@ -38,40 +38,40 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """`deploy` or `keep`, the reason in words, the values that it rests on, and the rule that was
-    applied.
-    """
+class GateDecision:
+    """The decision, its reason, the compared values, and the rule that was applied."""
 
     decision: Verdict
     reason: str
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[MetricComparison, ...]
     rule: Gate
 
 
-def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate) -> Decision:
-    """Deploy `candidate` in place of `live` (None: nothing is live yet) if every metric of `rule`
-    is better by its margin.
+def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate) -> GateDecision:
+    """Decide to deploy `candidate` in place of `live` (None: nothing is live yet) if every metric
+    of `rule` is better by its margin.
 
-    A tie never deploys. The model that is live already may stay: deploying it changes nothing.
-    `rule.override` beats all of this, and the reason still tells what the numbers said.
+    A tie never deploys. If the candidate is the live model itself, the decision is deploy, which
+    changes nothing. `rule.override` wins over the metrics; the reason then states what the metrics
+    said.
+
 
     Raises:
-        WrongInput: a metric's tail fits several keys, or `rule.direction` contradicts the metric's
-            own.
+        WrongInput: a metric name matches several keys, or `rule.direction` contradicts the metric's
+            own direction.
     """
     if rule.override is None:
-        return _by_numbers(candidate, live, rule)
+        return _compare_metrics(candidate, live, rule)
     try:
-        found = _by_numbers(candidate, live, rule)
+        found = _compare_metrics(candidate, live, rule)
     except WrongInput as error:
-        return Decision(
+        return GateDecision(
             rule.override,
             f"gate.override says {rule.override}; the numbers say nothing ({error})",
             (),
             rule,
         )
-    return Decision(
+    return GateDecision(
         rule.override,
         f"gate.override says {rule.override}; the numbers say {found.decision}: {found.reason}",
         found.comparisons,
@@ -79,20 +79,22 @@ def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gat
     )
 
 
-def _by_numbers(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate) -> Decision:
-    asked = rule.metric or GATED
-    names = [asked] if isinstance(asked, str) else asked
-    comparisons = tuple(_compare(name, candidate, live, rule) for name in names)
+def _compare_metrics(
+    candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate
+) -> GateDecision:
+    metric = rule.metric or GATED
+    names = [metric] if isinstance(metric, str) else metric
+    comparisons = tuple(_compare_metric(name, candidate, live, rule) for name in names)
     if live is not None and (live.model_hash, live.tokenizer_hash) == (
         candidate.model_hash,
         candidate.tokenizer_hash,
     ):
-        return Decision("deploy", "this very model is live already", comparisons, rule)
+        return GateDecision("deploy", "this very model is live already", comparisons, rule)
     against = [comparison.reason for comparison in comparisons if not comparison.better]
     if against:
-        return Decision("keep", "; ".join(against), comparisons, rule)
+        return GateDecision("keep", "; ".join(against), comparisons, rule)
     first = "nothing is live yet under this name; " if live is None else ""
-    return Decision(
+    return GateDecision(
         "deploy",
         first + "; ".join(comparison.reason for comparison in comparisons),
         comparisons,
@@ -100,9 +102,9 @@ def _by_numbers(candidate: EvaluationReport, live: EvaluationReport | None, rule
     )
 
 
-def _compare(
+def _compare_metric(
     name: str, candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate
-) -> Comparison:
+) -> MetricComparison:
     found = candidate.metric(name)
     if found is None:
         known = ", ".join(sorted(candidate.metrics)) or "none at all"
@@ -110,7 +112,7 @@ def _compare(
             f"the new model's report has no metric {name} (it has {known}); mend gate.metric, or"
             " add a task to evaluate.tasks"
         )
-        return Comparison(name, None, None, None, False, reason)
+        return MetricComparison(name, None, None, None, False, reason)
     key, new = found
     if rule.direction is not None and rule.direction != new.direction:
         raise WrongInput(
@@ -118,16 +120,16 @@ def _compare(
             " better; remove gate.direction"
         )
     old = None if live is None else live.metrics.get(key)
-    better, reason = _judge(key, new, old, live is None, rule.margin)
-    return Comparison(
+    better, reason = _is_better(key, new, old, live is None, rule.margin)
+    return MetricComparison(
         key, new.direction, new.value, None if old is None else old.value, better, reason
     )
 
 
-def _judge(
+def _is_better(
     key: str, new: Metric, old: Metric | None, first: bool, margin: float
 ) -> tuple[bool, str]:
-    """Does this metric speak for the new model, and why (not)?"""
+    """Whether this metric favours the new model, and the reason."""
     if not math.isfinite(new.value):
         return (
             False,
@@ -137,7 +139,7 @@ def _judge(
             ),
         )
     if first:
-        return True, f"{key} is {_number(new.value)}"
+        return True, f"{key} is {_format(new.value)}"
     if old is None:
         return False, f"the live model's report has no metric {key}; {_MEASURE_LIVE}"
     if old.set_fingerprint != new.set_fingerprint or old.direction != new.direction:
@@ -150,21 +152,21 @@ def _judge(
         )
     if not math.isfinite(old.value):
         return False, f"{key} of the live model is {old.value}; {_MEASURE_LIVE}"
-    # In decimal, as the numbers are written: 0.3 is better than 0.2 by 0.1 and by nothing less.
+    # Decimal arithmetic on the written numbers, so that 0.3 is better than 0.2 by exactly 0.1.
     gain = Decimal(repr(new.value)) - Decimal(repr(old.value))
     gain = -gain if new.direction == "lower" else gain
-    values = f"{key} {_number(new.value)}, live {_number(old.value)}, {new.direction} is better"
+    values = f"{key} {_format(new.value)}, live {_format(old.value)}, {new.direction} is better"
     if gain == 0:
         return False, f"{values}: a tie never deploys"
     if gain < 0:
-        return False, f"{values}: worse by {_number(float(-gain))}"
+        return False, f"{values}: worse by {_format(float(-gain))}"
     if gain < Decimal(repr(margin)):
         return (
             False,
-            f"{values}: better by {_number(float(gain))}, less than gate.margin {_number(margin)}",
+            f"{values}: better by {_format(float(gain))}, less than gate.margin {_format(margin)}",
         )
-    return True, f"{values}: better by {_number(float(gain))}"
+    return True, f"{values}: better by {_format(float(gain))}"
 
 
-def _number(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.6g}"

@@ -1,9 +1,9 @@
-"""The local registry: one SQLite file with versions, reports, lineage and the live pointer, and
-beside it a folder for each version.
+"""The local registry: one SQLite file with versions, reports, lineage and the live pointer, and a
+folder for each version beside it.
 
-A version is a copy (hard links where the disk allows) with a marker that vouches for its files, so
-that a run which exports its model anew cannot change what is registered. Safe with several writers;
-a writer that dies leaves nothing registered.
+A version is a copy of the model folder (weights as hard links where the disk allows) with a marker
+that lists sizes and checksums, so that exporting a model again cannot change what is registered.
+Several processes may write; one that is killed leaves nothing half registered.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ingot.base.lock import shared_lock
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
-from ingot.registry.database import opened
-from ingot.registry.versions import Turn, Version
+from ingot.registry.database import open_database
+from ingot.registry.versions import LiveChange, LocalVersion
 
 MARKER = "VERSION.json"
 STAGED = ".incoming-"
-"""Begins the name of a copy that is not registered yet, or of what is on its way out."""
+"""Prefix of folders that are being copied in or removed, and are not registered."""
 _COLUMNS = "name, version, model_hash, tokenizer_hash, folder, report, lineage, created"
 
 
-class Registry:
-    """The registry in the SQLite file `path`; nothing is created before something is registered.
+class LocalRegistry:
+    """The registry in the SQLite file `path`, which is created with the first registration.
 
-    Every method opens the file for itself, so that one object may be used from several threads and
-    after a fork.
+    Each method opens the file anew, so that one object may be used from several threads and after a
+    fork.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,14 +50,14 @@ class Registry:
         return str(self.path)
 
     def names(self) -> list[str]:
-        with opened(self.path) as db:
+        with open_database(self.path) as db:
             return [
                 name for (name,) in db.execute("SELECT DISTINCT name FROM versions ORDER BY name")
             ]
 
-    def versions(self, name: str) -> list[Version]:
+    def versions(self, name: str) -> list[LocalVersion]:
         """All versions of `name`, oldest first."""
-        with opened(self.path) as db:
+        with open_database(self.path) as db:
             return [
                 self._version(row)
                 for row in db.execute(
@@ -65,8 +65,8 @@ class Registry:
                 )
             ]
 
-    def version(self, name: str, number: int) -> Version:
-        """Raises WrongInput naming the versions that there are."""
+    def version(self, name: str, number: int) -> LocalVersion:
+        """One version. Raises WrongInput, naming the existing versions, where it is unknown."""
         known = self.versions(name)
         if not known:
             raise WrongInput(
@@ -81,22 +81,22 @@ class Registry:
             )
         return found
 
-    def live(self, name: str) -> Version | None:
+    def live(self, name: str) -> LocalVersion | None:
         """The version that is live under `name`."""
-        with opened(self.path) as db:
-            turn = _turn(db, name)
-        return None if turn is None else self.version(name, turn[1])
+        with open_database(self.path) as db:
+            change = _current_change(db, name)
+        return None if change is None else self.version(name, change[1])
 
-    def find(self, name: str, report: EvaluationReport) -> Version | None:
-        """The version with the model that `report` is about."""
-        with opened(self.path) as db:
+    def find(self, name: str, report: EvaluationReport) -> LocalVersion | None:
+        """The version of the model that `report` measured, or None."""
+        with open_database(self.path) as db:
             return self._find(db, name, report)
 
-    def history(self, name: str) -> list[Turn]:
-        """All moves of the live pointer, oldest first."""
-        with opened(self.path) as db:
+    def history(self, name: str) -> list[LiveChange]:
+        """All changes of the live pointer, oldest first."""
+        with open_database(self.path) as db:
             return [
-                Turn(*row)
+                LiveChange(*row)
                 for row in db.execute(
                     "SELECT version, time, reason FROM turns WHERE name = ? ORDER BY id", (name,)
                 )
@@ -104,18 +104,18 @@ class Registry:
 
     def add(
         self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
-    ) -> Version:
+    ) -> LocalVersion:
         """Register the model in `folder` with its report. A model that is registered already keeps
-        its version and takes the new report.
+        its version number and gets the new report.
 
-        Where its files are damaged they are put there anew, all at once; whatever is live stays so
-        meanwhile.
+        If the files of its version are damaged, they are replaced atomically from `folder`; the
+        live pointer does not change meanwhile.
 
         Raises:
-            WrongInput: they are damaged, and so are those in `folder`.
+            WrongInput: the files in `folder` are damaged as well.
         """
-        with opened(self.path, writing=True) as db:
-            known = self._refreshed(db, name, report)
+        with open_database(self.path, writing=True) as db:
+            known = self._update_report(db, name, report)
             identity = str(db.execute("SELECT id FROM registry").fetchone()[0])
         if known is not None:
             self._mend(known, folder, identity)
@@ -123,9 +123,11 @@ class Registry:
         with (
             disk_errors(self.home),
             self._staged(name, folder, identity) as staged,
-            opened(self.path, writing=True) as db,
+            open_database(self.path, writing=True) as db,
         ):
-            known = self._refreshed(db, name, report)  # another writer may have been faster
+            known = self._update_report(
+                db, name, report
+            )  # another process may have registered it meanwhile
             if known is not None:
                 return known
             (last,) = db.execute(
@@ -139,50 +141,50 @@ class Registry:
         return self.version(name, last + 1)
 
     def point(self, name: str, number: int, reason: str, *, instead_of: int | None = -1) -> None:
-        """Make version `number` live; nothing happens when it is already.
+        """Make version `number` live, unless it is already.
 
-        `instead_of` is the version (None: nothing) that must be live now; any may be when it is not
-        given.
+        `instead_of`: the version (None: none) that must be live now; by default any.
 
         Raises:
             WrongInput: there is no such version, or another one went live meanwhile.
         """
         self.version(name, number)
-        with opened(self.path, writing=True) as db:
-            turn = _turn(db, name)
-            now = None if turn is None else turn[1]
+        with open_database(self.path, writing=True) as db:
+            change = _current_change(db, name)
+            now = None if change is None else change[1]
             if now == number:
                 return
             if instead_of not in (-1, now):
                 raise WrongInput(
-                    f"{_called(name, now)} went live while {_called(name, instead_of)} was compared"
-                    " with the new model; run `ingot gate` again"
+                    f"{_version_name(name, now)} went live while"
+                    f" {_version_name(name, instead_of)} was compared with the new model; run"
+                    " `ingot gate` again"
                 )
             db.execute(
                 "INSERT INTO turns (name, version, before, time, reason) VALUES (?, ?, ?, ?, ?)",
-                (name, number, turn and turn[0], time.time(), reason),
+                (name, number, change and change[0], time.time(), reason),
             )
 
-    def rollback(self, name: str, reason: str) -> Version:
-        """Make the version live that was live before this one; again goes one further back.
+    def rollback(self, name: str, reason: str) -> LocalVersion:
+        """Make the previously live version live again; repeated calls go further back.
 
         Raises:
             WrongInput: nothing is live, or nothing was live before.
         """
-        with opened(self.path, writing=True) as db:
-            turn = _turn(db, name)
-            if turn is None:
+        with open_database(self.path, writing=True) as db:
+            change = _current_change(db, name)
+            if change is None:
                 raise WrongInput(
                     f"nothing is live as {name} in {self.path}; `ingot deploy {name}` makes the"
                     " newest version live"
                 )
             row = db.execute(
-                "SELECT version, before FROM turns WHERE id = ?", (turn[2],)
+                "SELECT version, before FROM turns WHERE id = ?", (change[2],)
             ).fetchone()
             if row is None:
                 raise WrongInput(
-                    f"nothing was live before {_called(name, turn[1])}; `ingot deploy {name}"
-                    " --version V` takes another one"
+                    f"nothing was live before {_version_name(name, change[1])};"
+                    f" `ingot deploy {name} --version V` takes another one"
                 )
             db.execute(
                 "INSERT INTO turns (name, version, before, time, reason) VALUES (?, ?, ?, ?, ?)",
@@ -190,7 +192,7 @@ class Registry:
             )
         return self.version(name, row[0])
 
-    def check(self, version: Version, *, checksums: bool = False) -> None:
+    def check(self, version: LocalVersion, *, checksums: bool = False) -> None:
         """Raises WrongInput when files of a registered version are missing or changed."""
         marker = read_marker(version.folder, MARKER)
         found = (
@@ -200,19 +202,19 @@ class Registry:
         )
         if found:
             raise WrongInput(
-                f"{_called(version.name, version.number)} is damaged: {'; '.join(found[:3])};"
+                f"{_version_name(version.name, version.number)} is damaged: {'; '.join(found[:3])};"
                 " register it again, or deploy another version"
             )
 
-    def fetch(self, version: Version) -> Path:
-        """The version's folder; its files were never elsewhere."""
+    def fetch(self, version: LocalVersion) -> Path:
+        """The version's folder, once its files are checked."""
         self.check(version)
         return version.folder
 
-    def _version(self, row: tuple[Any, ...]) -> Version:
+    def _version(self, row: tuple[Any, ...]) -> LocalVersion:
         name, number, model_hash, tokenizer_hash, folder, report, lineage, created = row
-        where = f"{self.path}: {_called(name, number)}"
-        return Version(
+        where = f"{self.path}: {_version_name(name, number)}"
+        return LocalVersion(
             name,
             number,
             model_hash,
@@ -223,7 +225,9 @@ class Registry:
             created,
         )
 
-    def _find(self, db: sqlite3.Connection, name: str, report: EvaluationReport) -> Version | None:
+    def _find(
+        self, db: sqlite3.Connection, name: str, report: EvaluationReport
+    ) -> LocalVersion | None:
         query = (
             f"SELECT {_COLUMNS} FROM versions WHERE name = ? AND model_hash = ? AND"
             " tokenizer_hash = ?"
@@ -231,11 +235,11 @@ class Registry:
         row = db.execute(query, (name, report.model_hash, report.tokenizer_hash)).fetchone()
         return None if row is None else self._version(row)
 
-    def _refreshed(
+    def _update_report(
         self, db: sqlite3.Connection, name: str, report: EvaluationReport
-    ) -> Version | None:
-        """The version of this model with `report` in place of the one it had: the model may have
-        been measured on a new set.
+    ) -> LocalVersion | None:
+        """Store `report` for the version of this model, which may have been evaluated on a new set;
+        returns the version, or None where the model is not registered.
         """
         known = self._find(db, name, report)
         if known is not None and known.report != report:
@@ -268,13 +272,13 @@ class Registry:
 
     @contextlib.contextmanager
     def _staged(self, name: str, folder: Path, identity: str) -> Iterator[Path]:
-        """A complete copy of `folder` under a name of its own, not registered yet; gone at the end
-        unless it was moved.
+        """A complete copy of `folder` under a temporary name; removed at the end unless it was
+        moved.
         """
-        place = self.home / name
-        place.mkdir(parents=True, exist_ok=True)
-        staged = place / f"{STAGED}{uuid.uuid4().hex}"
-        with shared_lock(self.home, f"{name}.writers", lambda: _sweep(place)):
+        parent = self.home / name
+        parent.mkdir(parents=True, exist_ok=True)
+        staged = parent / f"{STAGED}{uuid.uuid4().hex}"
+        with shared_lock(self.home, f"{name}.writers", lambda: _remove_leftovers(parent)):
             try:
                 with atomic_folder(staged) as partial:
                     files = _copy(folder, partial)
@@ -288,8 +292,8 @@ class Registry:
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
 
-    def _mend(self, version: Version, folder: Path, identity: str) -> None:
-        """Put the files of a damaged version there anew from `folder`."""
+    def _mend(self, version: LocalVersion, folder: Path, identity: str) -> None:
+        """Replace the files of a damaged version by those of `folder`."""
         marker = read_marker(version.folder, MARKER)
         if marker is not None and not problems(version.folder, marker, checksums=True):
             return
@@ -297,14 +301,14 @@ class Registry:
             self.check(version, checksums=True)
         for entry in marker["files"] if marker is not None else ():
             mine, other = version.folder / entry["path"], folder / entry["path"]
-            # One file with two names, and so damaged under both: it must not be vouched for.
+            # Hard links to one file, so damaged under both names: a new marker must not list it.
             if (
                 mine.exists()
                 and other.exists()
                 and mine.samefile(other)
                 and problems(version.folder, {"files": [entry]}, checksums=True)
             ):
-                called = _called(version.name, version.number)
+                called = _version_name(version.name, version.number)
                 raise WrongInput(
                     f"{other} is damaged, and {called} with it; remove {folder} and run `ingot"
                     " train` again, which exports it anew"
@@ -312,14 +316,14 @@ class Registry:
         with (
             disk_errors(self.home),
             self._staged(version.name, folder, identity) as staged,
-            opened(self.path, writing=True),
+            open_database(self.path, writing=True),
             atomic_folder(version.folder) as partial,
         ):
             os.replace(staged, partial)
 
     def _clear(self, target: Path, identity: str) -> None:
-        """Remove the folder of a writer that died before its row was written; never one of another
-        registry.
+        """Remove a folder that a killed process left before its row was written; refuse to touch a
+        folder of another registry.
         """
         if not target.exists():
             return
@@ -329,21 +333,22 @@ class Registry:
                 f"{target} exists and does not belong to {self.path}; move it away, or set"
                 " registry.path"
             )
-        # Out of the way at once: without its marker nobody would know any more whose it is.
-        gone = target.with_name(f"{STAGED}{uuid.uuid4().hex}")
-        os.replace(target, gone)
+        # Renamed first: while files are being removed, its marker may be gone, and with it the
+        # proof of which registry it belongs to.
+        doomed = target.with_name(f"{STAGED}{uuid.uuid4().hex}")
+        os.replace(target, doomed)
         fsync_folder(target.parent)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sweep(place: Path) -> None:
-    """Remove what writers that died were copying."""
-    for left in place.glob(f".*{STAGED.removeprefix('.')}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_leftovers(folder: Path) -> None:
+    """Remove copies that killed processes left unfinished."""
+    for path in folder.glob(f".*{STAGED.removeprefix('.')}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _turn(db: sqlite3.Connection, name: str) -> tuple[int, int, int | None] | None:
-    """The live pointer: its row's id, the version, and the row that a rollback returns to."""
+def _current_change(db: sqlite3.Connection, name: str) -> tuple[int, int, int | None] | None:
+    """The live pointer: the id of its row, the version, and the row a rollback returns to."""
     row: tuple[int, int, int | None] | None = db.execute(
         "SELECT id, version, before FROM turns WHERE name = ? ORDER BY id DESC LIMIT 1", (name,)
     ).fetchone()
@@ -351,8 +356,8 @@ def _turn(db: sqlite3.Connection, name: str) -> tuple[int, int, int | None] | No
 
 
 def _copy(source: Path, target: Path) -> list[str]:
-    """Weights as hard links, where the disk allows, everything else as copies; symbolic links are
-    followed. Relative paths back.
+    """Link weights (where the disk allows) and copy all other files, following symbolic links;
+    returns the relative paths.
     """
     paths = sorted(
         path.relative_to(source)
@@ -369,7 +374,7 @@ def _copy(source: Path, target: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _called(name: str, number: int | None) -> str:
+def _version_name(name: str, number: int | None) -> str:
     return f"{name} v{number}" if number is not None else f"nothing as {name}"
 
 

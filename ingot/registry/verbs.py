@@ -1,8 +1,8 @@
-"""`ingot gate`, `register`: from run folders to the registry. Reads reports, decides, writes down
-what was decided and why.
+"""`ingot gate` and `ingot register`: compare a run's model with the live one, record the decision,
+and add the model to the registry.
 
-In the local registry a version is live that is pointed at, so `register` makes it so. In Vertex
-AI's it is live once an endpoint serves it, so that is left to `ingot deploy` (`deploying.py`).
+`register` also makes the version live in the local registry. With Vertex AI a version is live once
+an endpoint serves it, which `ingot deploy` does (`deploy.py`).
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.registry.gate import Decision, decide
-from ingot.registry.local import Registry
-from ingot.registry.versions import Registered, VersionStore
+from ingot.registry.gate import GateDecision, decide
+from ingot.registry.local import LocalRegistry
+from ingot.registry.versions import ModelRegistry, RegisteredVersion
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
 GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
 
 
-def gate(recipe: Recipe) -> VerbOutcome:
-    """Compare the run's model with the live one; the decision goes to `reports/gate.json` and into
-    `events.jsonl`.
-
-    Exit code 0 for deploy, 3 for keep.
+def gate(recipe: Recipe) -> Outcome:
+    """Compare the run's model with the live one and write the decision to `reports/gate.json` and
+    `events.jsonl`. The exit code is 0 for deploy, 3 for keep.
 
     Raises:
-        WrongInput: no report, or one about another model, or about one that could not be
-            registered; see also `decide`.
+        WrongInput: no report, a report about another model, or no local model folder to register;
+            see also `decide`.
     """
     run = recipe.folder
-    report = _report(recipe)
+    report = _evaluation_report(recipe)
     _folder(recipe)
     live = registry_of(recipe).live(recipe.registry_name)
     decision = decide(
@@ -49,9 +47,9 @@ def gate(recipe: Recipe) -> VerbOutcome:
         None if live is None else live.report,
         recipe.gate.model_copy(update={"metric": recipe.gate_metric}),
     )
-    written = _written(decision, report, live) | {
-        "registry": _registry(recipe),
-        "live": _compared(recipe, report, live),
+    written = _decision_record(decision, report, live) | {
+        "registry": _registry_identity(recipe),
+        "live": _compared_live(recipe, report, live),
     }
     path = run.reports / GATE
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
@@ -70,35 +68,36 @@ def gate(recipe: Recipe) -> VerbOutcome:
 
 
 def gate_stamp(recipe: Recipe) -> dict[str, Any] | None:
-    """The registry and its live model that the gate would compare with, as far as they decide
-    whether the gate must run again.
+    """The registry and live model that the gate would compare with; the gate runs again when this
+    changes.
 
-    Once the run's own model is live, that is still the one that it was compared with: registering
-    it undoes no decision.
+    Once the run's own model is live, this is still the model it was compared with: registering a
+    model must not make its own decision outdated.
     """
     try:
-        report = _report(recipe)
+        report = _evaluation_report(recipe)
     except WrongInput:
-        return None  # nothing to compare yet; the gate itself will say so
-    # With the registry, since a decision that was made against another one, or by an ingot that did
-    # not write down which, does not count.
+        return None  # no report yet; the gate itself reports that
+    # Includes the registry, because a decision made against another registry does not count.
     return {
-        "registry": _registry(recipe),
-        "live": _compared(recipe, report, registry_of(recipe).live(recipe.registry_name)),
+        "registry": _registry_identity(recipe),
+        "live": _compared_live(recipe, report, registry_of(recipe).live(recipe.registry_name)),
     }
 
 
-def _compared(
-    recipe: Recipe, report: EvaluationReport, live: Registered | None
+def _compared_live(
+    recipe: Recipe, report: EvaluationReport, live: RegisteredVersion | None
 ) -> dict[str, Any] | None:
-    """The live model that stands, or stood when it was decided, against the one of `report`."""
-    decided = _decided(recipe)
+    """The live model to compare `report` with, or the one it was compared with when it was
+    decided.
+    """
+    decided = _read_decision(recipe)
     if live is None:
         return None
     if (
         decided is not None
-        and _is_about(report, decided["candidate"])
-        and _is_about(report, _identity(live.report))
+        and _measured(report, decided["candidate"])
+        and _measured(report, _identity(live.report))
     ):
         before: dict[str, Any] | None = decided["live"]
         return before
@@ -109,28 +108,29 @@ def _compared(
     }
 
 
-def register(recipe: Recipe) -> VerbOutcome:
-    """Keep the run's model as a version, and make it live if the gate said so. The same model again
-    makes no new version.
+def register(recipe: Recipe) -> Outcome:
+    """Register the run's model as a version, and make it live if the gate decided so. The same
+    model again makes no new version.
 
-    A version that was live once and is not any more was replaced or rolled back on purpose: it
-    stays as it is.
+    A version that was live before and is not now was replaced or rolled back on purpose, and is not
+    made live again.
+
 
     Raises:
         WrongInput: no report or decision about this model, no local model folder, or another model
-            went live since the gate.
+            went live after the decision.
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
-    report = _report(recipe)
+    report = _evaluation_report(recipe)
     known = registry.find(name, report)
-    decided = _decided(recipe)
-    if known is None and (decided is None or not _is_about(report, decided["candidate"])):
-        raise _undecided(recipe)
+    decided = _read_decision(recipe)
+    if known is None and (decided is None or not _measured(report, decided["candidate"])):
+        raise _no_decision(recipe)
     version = registry.add(name, _folder(recipe), report, _lineage(recipe))
     was_live = any(turn.version == version.number for turn in registry.history(name))
     says_deploy = (
         decided is not None
-        and _is_about(report, decided["candidate"])
+        and _measured(report, decided["candidate"])
         and decided["decision"] == "deploy"
         and not was_live
     )
@@ -139,7 +139,7 @@ def register(recipe: Recipe) -> VerbOutcome:
             name,
             version.number,
             f"gate: {decided['reason']}",
-            instead_of=compared_with(registry, name, decided),
+            instead_of=expected_live_version(registry, name, decided),
         )
     live = registry.live(name)
     is_live = live is not None and live.number == version.number
@@ -156,12 +156,15 @@ def register(recipe: Recipe) -> VerbOutcome:
         run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number
     )
     outputs = fingerprint([name, version.number, _identity(report), is_live])
-    return VerbOutcome(
-        f"{name} v{version.number}, {state}", version.where, outputs, _kept(recipe, version)
+    return Outcome(
+        f"{name} v{version.number}, {state}",
+        version.where,
+        outputs,
+        _registered_files(recipe, version),
     )
 
 
-def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -> Path:
+def registered_folder(registry: ModelRegistry[Any], name: str, number: int | None = None) -> Path:
     """The model folder of version `number` of `name`, or of the live one.
 
     Raises:
@@ -169,7 +172,7 @@ def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -
     """
     version = registry.live(name) if number is None else registry.version(name, number)
     if version is None:
-        number = newest(registry, name).number
+        number = newest_version(registry, name).number
         raise WrongInput(
             f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version"
             f" {number}` makes the newest version live"
@@ -177,13 +180,13 @@ def resolve(registry: VersionStore[Any], name: str, number: int | None = None) -
     return registry.fetch(version)
 
 
-def approved(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
-    """The run's report, and the decision to deploy its model. Raises WrongInput when there is none,
-    or it is another one.
+def approved_report(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
+    """The run's report and the gate's decision to deploy its model. Raises WrongInput where the
+    gate decided nothing about this model, or to keep the live one.
     """
-    report, decided = _report(recipe), _decided(recipe)
-    if decided is None or not _is_about(report, decided["candidate"]):
-        raise _undecided(recipe)
+    report, decided = _evaluation_report(recipe), _read_decision(recipe)
+    if decided is None or not _measured(report, decided["candidate"]):
+        raise _no_decision(recipe)
     if decided["decision"] != "deploy":
         raise WrongInput(
             f"the gate says keep ({decided['reason']}); `--version V` deploys a version all the"
@@ -192,19 +195,21 @@ def approved(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
     return report, decided
 
 
-def compared_with(registry: VersionStore[Any], name: str, decided: dict[str, Any]) -> int | None:
-    """The version that must be live still for a decision to hold (None: nothing), for
+def expected_live_version(
+    registry: ModelRegistry[Any], name: str, decided: dict[str, Any]
+) -> int | None:
+    """The version that must still be live for a decision to hold (None: none), for
     `point(instead_of=...)`.
 
     Raises:
-        WrongInput: a model is live under that number which is another one, as in a registry that a
-            run folder was copied to.
+        WrongInput: another model has that number, as after a run folder was copied to another
+            registry.
     """
     before: dict[str, Any] | None = decided["live"]
     if before is None:
         return None
     live = registry.live(name)
-    if live is not None and live.number == before["version"] and not _is_about(live.report, before):
+    if live is not None and live.number == before["version"] and not _measured(live.report, before):
         raise WrongInput(
             f"{name} v{live.number} in {registry.place} is not the model that the gate compared"
             " with; run `ingot gate` again"
@@ -212,22 +217,21 @@ def compared_with(registry: VersionStore[Any], name: str, decided: dict[str, Any
     return int(before["version"])
 
 
-def lies_in(recipe: Recipe, model_hash: str) -> Path | None:
-    """The folder of this disk in which the model with this hash lies, if it is the run's."""
-    made = _read_json(_place(recipe) / LINEAGE) or {}
-    return _place(recipe) if made.get("model_hash") == model_hash else None
+def local_model_folder(recipe: Recipe, model_hash: str) -> Path | None:
+    """The local folder of the model with this hash, if it is the run's; else None."""
+    made = _read_json(_evaluated_folder(recipe) / LINEAGE) or {}
+    return _evaluated_folder(recipe) if made.get("model_hash") == model_hash else None
 
 
-def newest(registry: VersionStore[Any], name: str) -> Any:
+def newest_version(registry: ModelRegistry[Any], name: str) -> Any:
+    """The newest version of a name. Raises WrongInput where there is none."""
     known = registry.versions(name)
-    return (
-        known[-1] if known else registry.version(name, 1)
-    )  # which says in words that there is none
+    return known[-1] if known else registry.version(name, 1)  # raises WrongInput: there is none
 
 
 def _folder(recipe: Recipe) -> Path:
     """The model folder that is registered: `evaluate.model`, else the run's own."""
-    folder = _place(recipe)
+    folder = _evaluated_folder(recipe)
     if not (folder / "config.json").is_file():
         action = (
             "set evaluate.model to a local model folder"
@@ -238,9 +242,9 @@ def _folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _place(recipe: Recipe) -> Path:
-    """The folder that was measured; of another run, the model that it exported, as `ingot evaluate`
-    takes it.
+def _evaluated_folder(recipe: Recipe) -> Path:
+    """The folder that was evaluated; for another run's folder the model it exported, as in `ingot
+    evaluate`.
     """
     if not recipe.evaluate.model:
         return recipe.folder.model
@@ -253,17 +257,17 @@ def _place(recipe: Recipe) -> Path:
     )
 
 
-def _report(recipe: Recipe) -> EvaluationReport:
-    """The run's evaluation report; refused when it is about another model than the one in the model
-    folder.
+def _evaluation_report(recipe: Recipe) -> EvaluationReport:
+    """The run's evaluation report. Raises WrongInput where it is about another model than the one
+    in the model folder.
     """
     path = recipe.folder.reports / "evaluate.json"
     report = read_report(path)
-    made = _read_json(_place(recipe) / LINEAGE) or {}
+    made = _read_json(_evaluated_folder(recipe) / LINEAGE) or {}
     if made.get("model_hash", report.model_hash) != report.model_hash:
         raise WrongInput(
             f"{path} is about model {report.model_hash}, {made['model_hash']} lies in"
-            f" {_place(recipe)} now; run `ingot evaluate` again"
+            f" {_evaluated_folder(recipe)} now; run `ingot evaluate` again"
         )
     return report
 
@@ -279,13 +283,13 @@ def _identity(report: EvaluationReport) -> dict[str, str]:
     return {"model_hash": report.model_hash, "tokenizer_hash": report.tokenizer_hash}
 
 
-def _is_about(report: EvaluationReport, model: dict[str, Any]) -> bool:
+def _measured(report: EvaluationReport, model: dict[str, Any]) -> bool:
     """Is `model` (with its hashes) the one that `report` measured?"""
     return _identity(report).items() <= model.items()
 
 
-def _written(
-    decision: Decision, report: EvaluationReport, live: Registered | None
+def _decision_record(
+    decision: GateDecision, report: EvaluationReport, live: RegisteredVersion | None
 ) -> dict[str, Any]:
     where = (
         f" (the live model lies in {live.where})"
@@ -303,9 +307,9 @@ def _written(
     }
 
 
-def _registry(recipe: Recipe) -> dict[str, Any]:
-    """What a decision is about: a name in a registry. A file as seen from the run folder, so that
-    both may be moved together.
+def _registry_identity(recipe: Recipe) -> dict[str, Any]:
+    """The registry and name a decision is about. A registry file is given relative to the run
+    folder, so that both may be moved together.
     """
     if recipe.registry.kind == "vertex":
         return {
@@ -319,9 +323,9 @@ def _registry(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _decided(recipe: Recipe) -> dict[str, Any] | None:
-    """`reports/gate.json`; None where there is none that this version can read, or it is about
-    another name or registry.
+def _read_decision(recipe: Recipe) -> dict[str, Any] | None:
+    """The gate's decision from `reports/gate.json`; None where there is none that this version can
+    read, or it is about another name or registry.
     """
     value = _read_json(recipe.folder.reports / GATE)
     if (
@@ -330,10 +334,10 @@ def _decided(recipe: Recipe) -> dict[str, Any] | None:
         or not {"decision", "reason", "candidate", "live", "registry"} <= value.keys()
     ):
         return None
-    return value if value["registry"] == _registry(recipe) else None
+    return value if value["registry"] == _registry_identity(recipe) else None
 
 
-def _undecided(recipe: Recipe) -> WrongInput:
+def _no_decision(recipe: Recipe) -> WrongInput:
     run, place = recipe.folder, registry_of(recipe).place
     return WrongInput(
         f"{run.reports / GATE} holds no decision about the model of {run.root} for"
@@ -349,9 +353,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
-    """The files that must stay for the step to count as done: the version's own, as seen from the
-    run folder, or a note of what lies in the cloud.
+def _registered_files(recipe: Recipe, version: Any) -> dict[str, int]:
+    """The files that must remain for the step to count as done: the version's files relative to the
+    run folder, or for Vertex AI a note about the version.
     """
     root = recipe.folder.root
     if recipe.registry.kind == "local":
@@ -372,10 +376,10 @@ def _kept(recipe: Recipe, version: Any) -> dict[str, int]:
     return file_sizes(root, [note])
 
 
-def registry_of(recipe: Recipe) -> VersionStore[Any]:
+def registry_of(recipe: Recipe) -> ModelRegistry[Any]:
     """The registry that `registry.kind` names. Nothing is asked of it yet."""
     return (
         VertexRegistry(recipe)
         if recipe.registry.kind == "vertex"
-        else Registry(recipe.registry_path)
+        else LocalRegistry(recipe.registry_path)
     )

@@ -1,5 +1,5 @@
-"""The two kinds of registry behind one face: a file and folders on this disk, or the Model Registry
-of Vertex AI.
+"""Registered versions, and the interface that both registries implement: a file and folders on this
+disk, or the Model Registry of Vertex AI.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ingot.base.reports import EvaluationReport
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One move of the live pointer."""
+class LiveChange:
+    """One change of the live pointer."""
 
     version: int
     time: float
@@ -22,8 +22,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Version:
-    """One registered model. `folder` is the registry's own copy of the model folder."""
+class LocalVersion:
+    """One version in the local registry. `folder` is the registry's copy of the model folder."""
 
     name: str
     number: int
@@ -41,11 +41,10 @@ class Version:
 
 @dataclass(frozen=True)
 class VertexVersion:
-    """One registered model in one container, which says how it is served; the same files in another
-    container are another version.
+    """One model in one serving container; the same files in another container are another version.
 
-    `where` is the folder in the bucket, `resource` the service's name for it, `classifies` whether
-    it gives labels, `container` tells its container from others.
+    `where` is the folder in the bucket, `resource` the service's name of the version, `classifies`
+    whether it is a classifier, `container` a fingerprint of its container.
     """
 
     name: str
@@ -62,8 +61,8 @@ class VertexVersion:
     container: str
 
 
-class Registered(Protocol):
-    """One registered model, wherever it lies: `where` is a folder, or an address in a bucket."""
+class RegisteredVersion(Protocol):
+    """One registered model of any registry: `where` is a folder or a bucket URL."""
 
     @property
     def name(self) -> str: ...
@@ -83,12 +82,12 @@ class Registered(Protocol):
     def where(self) -> str: ...
 
 
-AnyVersion = TypeVar("AnyVersion", bound=Registered)
+AnyVersion = TypeVar("AnyVersion", bound=RegisteredVersion)
 
 
-class VersionStore(Protocol[AnyVersion]):
-    """Versions of models by name, their reports, and which is live. The methods mean and raise what
-    those of `store.Registry` do.
+class ModelRegistry(Protocol[AnyVersion]):
+    """Versions of models by name, their reports, and which one is live. Implementations behave and
+    raise as `LocalRegistry` does.
     """
 
     @property
@@ -100,7 +99,7 @@ class VersionStore(Protocol[AnyVersion]):
     def version(self, name: str, number: int) -> AnyVersion: ...
     def live(self, name: str) -> AnyVersion | None: ...
     def find(self, name: str, report: EvaluationReport) -> AnyVersion | None: ...
-    def history(self, name: str) -> Sequence[Turn]: ...
+    def history(self, name: str) -> Sequence[LiveChange]: ...
     def add(
         self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
     ) -> AnyVersion: ...
@@ -110,4 +109,4 @@ class VersionStore(Protocol[AnyVersion]):
     def rollback(self, name: str, reason: str) -> AnyVersion: ...
     def check(self, version: AnyVersion, *, checksums: bool = False) -> None: ...
     def fetch(self, version: AnyVersion) -> Path:
-        """The version's files as a folder of this disk."""
+        """The version's files as a local folder, downloaded if necessary."""

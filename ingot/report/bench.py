@@ -22,7 +22,7 @@ from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.formatting import count, short
-from ingot.report.plots import Line, Panel, bars, curves
+from ingot.report.plots import PlotLine, PlotPanel, bars, curves
 
 COLOURS = ("c0", "c1", "c2", "c3", "c4", "c5")
 GB = 1e9
@@ -236,9 +236,9 @@ def _lines(rows: Sequence[Row]) -> tuple[Markup, list[dict[str, str]]]:
     for number, ((devices, precision), of_kind) in enumerate(kinds.items()):
         name, colour = f"{devices} × {precision}", COLOURS[number % len(COLOURS)]
         xs = [float(row["micro_batch"]) for row in of_kind]
-        speed.append(Line(name, colour, xs, [row["tokens_per_s"] for row in of_kind], "dots"))
+        speed.append(PlotLine(name, colour, xs, [row["tokens_per_s"] for row in of_kind], "dots"))
         memory.append(
-            Line(
+            PlotLine(
                 f"{name}, GB",
                 colour,
                 xs,
@@ -248,7 +248,7 @@ def _lines(rows: Sequence[Row]) -> tuple[Markup, list[dict[str, str]]]:
         )
         legend.append({"name": name, "colour": colour})
     panels = [
-        Panel(speed, 260, floor=True),
-        Panel(memory, 120, wanted=3, floor=True, title="peak memory of a process, GB"),
+        PlotPanel(speed, 260, floor=True),
+        PlotPanel(memory, 120, wanted=3, floor=True, title="peak memory of a process, GB"),
     ]
     return curves(panels, "Tokens a second and memory by micro-batch", "micro-batch"), legend

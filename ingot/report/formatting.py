@@ -39,7 +39,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def moment(seconds: float | None) -> str:
+def timestamp(seconds: float | None) -> str:
     """Seconds since the epoch as a local date and time; empty where that is none."""
     try:
         return (
@@ -85,7 +85,9 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
     return out
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+def downsample(
+    xs: Sequence[float], ys: Sequence[float], most: int
+) -> tuple[list[float], list[float]]:
     """At most about `most` points that look like all of them: of each stretch its lowest and
     highest, and both ends.
     """

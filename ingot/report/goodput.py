@@ -16,27 +16,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ingot.base.heartbeat import TIME_USES, Heartbeat, TimeUse
-from ingot.report.losses import (
-    DEADLY,
-    Death,
+from ingot.base.heartbeat import SPENDINGS, Beat, Spending
+from ingot.report.incidents import (
+    FAILURE_EVENTS,
     Event,
-    Kind,
-    Loss,
-    add_skip,
-    hear_of_death,
+    FailureDetails,
+    Incident,
+    IncidentKind,
     number,
+    record_failure,
+    record_skip,
     seconds,
     whole,
 )
 
-Part = Literal["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
-PARTS: tuple[Part, ...] = (*TIME_USES, "starting", "lost", "down")
+TimePart = Literal["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
+TIME_PARTS: tuple[TimePart, ...] = (*SPENDINGS, "starting", "lost", "down")
 """What wall time goes to: that of SPENDINGS; loading and compiling; what was done again or broken
 off; dead until started again.
 """
-End = Literal["finished", "stopped", "running"] | Kind
-_KINDS = {"start", "save", "stop", "finish", "straggler", "skip", "changed", *DEADLY}
+End = Literal["finished", "stopped", "running"] | IncidentKind
+_KINDS = {"start", "save", "stop", "finish", "straggler", "skip", "changed", *FAILURE_EVENTS}
 _OWN = {"save", "skip", "roll_back", "stop", "finish"}
 """Events that rank 0 of an attempt records once it turns: their monotonic clock is that of its
 start.
@@ -44,7 +44,7 @@ start.
 
 
 @dataclass(frozen=True)
-class Span:
+class AttemptSpan:
     """One attempt, on the clock of the account: its process was made, its first step began, it
     ended.
     """
@@ -65,10 +65,10 @@ class Span:
 class Goodput:
     """The account of the last training in a run folder."""
 
-    seconds: dict[Part, float]
+    seconds: dict[TimePart, float]
     """Their sum is the wall time."""
-    attempts: list[Span]
-    losses: list[Loss]
+    attempts: list[AttemptSpan]
+    losses: list[Incident]
     """In the order of time."""
     running: bool
     earlier: int
@@ -78,12 +78,12 @@ class Goodput:
     def wall_s(self) -> float:
         return sum(self.seconds.values())
 
-    def share(self, part: Part = "productive") -> float:
+    def share(self, part: TimePart = "productive") -> float:
         """Of the wall time; 0 where there is none."""
         return self.seconds[part] / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
-    def dearest(self) -> list[Loss]:
+    def dearest(self) -> list[Incident]:
         """The losses, the largest first."""
         return sorted(self.losses, key=lambda loss: (-loss.cost_s, loss.at))
 
@@ -97,7 +97,7 @@ def goodput(
     `beat` is what rank 0 said last. Where the training is not `alive`, what it had spent since the
     last commit is lost.
     """
-    ledger: _Ledger | None = None
+    ledger: _Account | None = None
     for event in events:
         kind = event.get("kind")
         # Other verbs fail, too.
@@ -108,14 +108,14 @@ def goodput(
         ):
             continue
         if kind == "start" and (ledger is None or ledger.is_another(event)):
-            ledger = _Ledger(0 if ledger is None else ledger.earlier + 1)
+            ledger = _Account(0 if ledger is None else ledger.earlier + 1)
         if ledger is not None:
             ledger.take(kind, event)
     return None if ledger is None else ledger.close(beat, alive=alive)
 
 
 @dataclass
-class _Turning:
+class _Attempt:
     """An attempt whose first step has begun."""
 
     number: int
@@ -140,19 +140,19 @@ class _Turning:
         return self.began + sum(self.spent.values())
 
 
-class _Ledger:
+class _Account:
     """One training, while its events are read. All seconds of its clock up to `_entered` stand in
     one part or another.
     """
 
     def __init__(self, earlier: int) -> None:
         self.earlier = earlier
-        self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        self._spans: list[Span] = []
-        self._losses: list[Loss] = []
-        self._deaths: list[Death] = []
+        self._seconds: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0)
+        self._spans: list[AttemptSpan] = []
+        self._losses: list[Incident] = []
+        self._deaths: list[FailureDetails] = []
         """Since the last start."""
-        self._turning: _Turning | None = None
+        self._turning: _Attempt | None = None
         self._now, self._entered = 0.0, 0.0
         self._wall: float | None = None
         self._stands, self._finished, self._saved = True, False, False
@@ -184,9 +184,9 @@ class _Ledger:
         elif kind == "save" and attempt is not None and own:
             self._save(event, attempt)
         elif kind == "skip":
-            add_skip(self._losses, event, self._now)
-        elif kind in DEADLY:
-            hear_of_death(self._deaths, kind, event, self._now)
+            record_skip(self._losses, event, self._now)
+        elif kind in FAILURE_EVENTS:
+            record_failure(self._deaths, kind, event, self._now)
 
     def close(self, beat: Heartbeat | None, *, alive: bool) -> Goodput:
         attempt, mono = self._turning, None if beat is None else number(beat.mono)
@@ -201,7 +201,7 @@ class _Ledger:
             attempt.last = max(attempt.last, beat.step)
             if not alive and not self._deaths:
                 self._deaths.append(
-                    Death(
+                    FailureDetails(
                         self._now,
                         number(beat.wall),
                         step=beat.step,
@@ -216,7 +216,7 @@ class _Ledger:
             self._enter("starting", self._entered + self._since({"t_wall": beat.wall}, None))
         return Goodput(self._seconds, self._spans, self._losses, running, self.earlier)
 
-    def _since(self, event: Event, owner: _Turning | None) -> float:
+    def _since(self, event: Event, owner: _Attempt | None) -> float:
         """Seconds from now to an event, by the monotonic clock of its owner. Below 0 where others,
         by the wall clock, had come too far.
         """
@@ -231,7 +231,7 @@ class _Ledger:
             return max(self._turning.kept + seconds(event) - self._now, 0.0)
         return seconds(event) if event.get("kind") in ("start", "restart") else 0.0
 
-    def _enter(self, part: Part, until: float) -> float:
+    def _enter(self, part: TimePart, until: float) -> float:
         """All up to `until` goes to `part`."""
         amount = max(until - self._entered, 0.0)
         self._seconds[part] += amount
@@ -248,7 +248,7 @@ class _Ledger:
             self._losses[-1] = replace(self._losses[-1], starting_s=starting)
         mono, step = number(event.get("t_mono")), whole(event.get("step")) or 0
         zero = None if mono is None else mono - self._now
-        self._turning = _Turning(
+        self._turning = _Attempt(
             whole(event.get("attempt")) or 0,
             made,
             self._now,
@@ -260,7 +260,7 @@ class _Ledger:
         )
         self._deaths, self._stands, self._finished = [], False, False
 
-    def _save(self, event: Event, attempt: _Turning) -> None:
+    def _save(self, event: Event, attempt: _Attempt) -> None:
         self._saved = True
         for what, amount in _spent(event.get("spent")).items():
             attempt.spent[what] += amount
@@ -288,7 +288,7 @@ class _Ledger:
             self._deaths = []
         self._stands, self._finished = True, end == "finished"
 
-    def _runs_on(self, attempt: _Turning, beat: Heartbeat | None) -> None:
+    def _runs_on(self, attempt: _Attempt, beat: Beat | None) -> None:
         """What a living attempt has spent since its last commit, and is spending now."""
         spent = _spent(None if beat is None else beat.spent)
         now: TimeUse = (
@@ -306,7 +306,7 @@ class _Ledger:
         attempt = self._turning
         until = max(until, self._entered if attempt is None else attempt.heard)
         if attempt is not None and not self._deaths:
-            self._deaths.append(Death())
+            self._deaths.append(FailureDetails())
         lost, wall = 0.0, None
         for index, death in enumerate(self._deaths):
             at = self._entered
@@ -323,7 +323,7 @@ class _Ledger:
         return until
 
     def _end(
-        self, attempt: _Turning, at: float, end: End, more: dict[TimeUse, float], cause: str = ""
+        self, attempt: _Attempt, at: float, end: End, more: dict[Spending, float], cause: str = ""
     ) -> float:
         """The attempt ends: what it kept and `more`, shortened where that is longer than it turned;
         what is left is lost.
@@ -337,7 +337,7 @@ class _Ledger:
             self._enter("productive", at)  # but for rounding, nothing
         lost = self._enter("lost", at)
         self._spans.append(
-            Span(
+            AttemptSpan(
                 attempt.number,
                 attempt.made,
                 attempt.began,

@@ -19,11 +19,11 @@ import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
-from ingot.report.formatting import count, median, moment, rounded, short, smooth
+from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
-from ingot.report.plots import Line, Panel, curves, share_bar
-from ingot.report.run_view import RunView, Series, chosen, read_run
-from ingot.report.timeline import where_time_went
+from ingot.report.plots import PlotLine, PlotPanel, curves, share_bar
+from ingot.report.run_view import RunView, Series, non_default_knobs, read_run
+from ingot.report.timeline import time_section
 
 MANY_POINTS = 120
 MOST_EVENTS = 40
@@ -49,7 +49,7 @@ def render(view: RunView) -> str:
         gate=_gate(view),
         loss=_loss(view),
         minis=_minis(view),
-        goodput=where_time_went(view.goodput) if view.goodput else None,
+        goodput=time_section(view.goodput) if view.goodput else None,
         metrics=_metrics(view),
         base=bool(view.evaluation and view.evaluation.base),
         simple=_simple(view),
@@ -57,11 +57,11 @@ def render(view: RunView) -> str:
         samples=_samples(view),
         steps=_steps(view),
         events=_events(view.events),
-        chosen=chosen(view),
+        chosen=non_default_knobs(view),
         recipe=highlighted(view.recipe_text),
         lineage=_lineage(view),
         version=ingot.__version__,
-        written=moment(time.time()),
+        written=timestamp(time.time()),
         root=str(view.root),
     )
 
@@ -107,15 +107,15 @@ def _gate(view: RunView) -> dict[str, Any] | None:
 
 def _loss(view: RunView) -> Markup:
     validation, rate = view.curves["validation/loss"], view.curves["train/lr"]
-    loss = Panel(
+    loss = PlotPanel(
         [
             *_drawn("train", "train", view.curves["train/loss"]),
-            Line("validation", "validation", validation.steps, validation.values, "dots"),
+            PlotLine("validation", "validation", validation.steps, validation.values, "dots"),
         ],
         280,
     )
-    lr = Panel(
-        [Line("learning rate", "rate", rate.steps, rate.values, "area")],
+    lr = PlotPanel(
+        [PlotLine("learning rate", "rate", rate.steps, rate.values, "area")],
         64,
         wanted=2,
         floor=True,
@@ -124,14 +124,14 @@ def _loss(view: RunView) -> Markup:
     return curves([loss, lr], "Loss in nats per token and learning rate over the training steps")
 
 
-def _drawn(name: str, colour: str, series: Series) -> list[Line]:
+def _drawn(name: str, colour: str, series: Series) -> list[PlotLine]:
     """A curve as it is, or where it has very many points, pale behind a calmer one."""
     if len(series.steps) <= MANY_POINTS:
-        return [Line(name, colour, series.steps, series.values)]
+        return [PlotLine(name, colour, series.steps, series.values)]
     calm = smooth(series.values, len(series.values) // 50)
     return [
-        Line(name, colour, series.steps, series.values, "faint", told=False),
-        Line(f"{name}, smoothed", colour, series.steps, calm),
+        PlotLine(name, colour, series.steps, series.values, "faint", told=False),
+        PlotLine(f"{name}, smoothed", colour, series.steps, calm),
     ]
 
 
@@ -140,7 +140,7 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
     speed, use, norm = (view.curves[f"train/{key}"] for key in ("tokens_per_s", "mfu", "grad_norm"))
     shown = []
 
-    def add(title: str, figure: str, panel: Panel) -> None:
+    def add(title: str, figure: str, panel: PlotPanel) -> None:
         shown.append(
             {
                 "title": title,
@@ -154,11 +154,11 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
         add(
             "Tokens per second",
             f"{count(median(speed.values))} median",
-            Panel(lines, 120, count, lambda value, apart: count(value), 3, floor=True),
+            PlotPanel(lines, 120, count, lambda value, apart: count(value), 3, floor=True),
         )
     if use:
         lines = _drawn("MFU", "use", use)
-        panel = Panel(
+        panel = PlotPanel(
             lines,
             120,
             _percent,
@@ -170,7 +170,7 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
     if norm:
         lines = _drawn("norm", "norm", norm)
         figure = f"{short(median(norm.values), 3)} median, {short(max(norm.values), 3)} at most"
-        add("Gradient norm", figure, Panel(lines, 120, wanted=3, floor=True))
+        add("Gradient norm", figure, PlotPanel(lines, 120, wanted=3, floor=True))
     return shown
 
 
@@ -263,7 +263,7 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
             "last": "" if step is None else str(step),
             "times": "1",
             "cause": str(cause or ""),
-            "clock": moment(when) if isinstance(when, int | float) else "",
+            "clock": timestamp(when) if isinstance(when, int | float) else "",
             "after": (
                 f"+{duration(when - began)}"
                 if isinstance(when, int | float) and began is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from ingot.report.formatting import rounded, short, thin, ticks
+from ingot.report.formatting import downsample, rounded, short, ticks
 
 SIDE = 1000.0
 MOST_POINTS = 600
@@ -25,7 +25,7 @@ NARROWEST = 1 / 2000
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """One curve. `look`: `line`, `faint` (behind the others), `area` (filled down to the axis) or
     `dots` (joined).
     """
@@ -40,10 +40,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Panel:
+class PlotPanel:
     """Curves over one pair of axes. `floor`: the vertical axis starts at 0."""
 
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     height: int
     show: Callable[[float], str] = field(default=short)
     """A value in words."""
@@ -55,7 +55,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StripSegment:
     """A stretch of a strip, or a pin at its `low`. `words` are shown under the pointer, the first
     as a title.
     """
@@ -80,7 +80,9 @@ class _Scale:
         )
 
 
-def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: int = 6) -> Markup:
+def curves(
+    panels: Sequence[PlotPanel], label: str, unit: str = "step", *, wanted: int = 6
+) -> Markup:
     """Panels one below the other over one horizontal axis with about `wanted` labels; '' when there
     is no point in any.
     """
@@ -97,12 +99,12 @@ def curves(panels: Sequence[Panel], label: str, unit: str = "step", *, wanted: i
 
 
 def strip(
-    pieces: Sequence[Piece],
+    pieces: Sequence[StripSegment],
     high: float,
     height: int,
     label: str,
     *,
-    pins: Sequence[Piece] = (),
+    pins: Sequence[StripSegment] = (),
     unit: str = "",
 ) -> Markup:
     """Pieces in one row from 0 to `high`, `height` pixels, with `pins` stuck in; an axis below
@@ -207,7 +209,7 @@ def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
     return Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
 
 
-def _probe(piece: Piece, across: _Scale) -> Markup:
+def _probe(piece: StripSegment, across: _Scale) -> Markup:
     left, right = across.at(piece.low), across.at(piece.high)
     title, *more = piece.words
     rows = Markup("").join(
@@ -218,7 +220,7 @@ def _probe(piece: Piece, across: _Scale) -> Markup:
     return Markup('<i style="{}" class="{}"><b><u>{}</u>{}</b></i>').format(look, side, title, rows)
 
 
-def _panel(panel: Panel, across: _Scale) -> Markup:
+def _panel(panel: PlotPanel, across: _Scale) -> Markup:
     ys = [y for line in panel.lines for y in line.ys]
     low = min(0.0, *ys) if panel.floor else min(ys)
     up = _scale(low, max(ys), room=0.06, from_zero=panel.floor)
@@ -242,8 +244,8 @@ def _panel(panel: Panel, across: _Scale) -> Markup:
     ).format(" under" if title else "", panel.height, grid, marks, words, title)
 
 
-def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
-    xs, ys = thin(line.xs, line.ys, MOST_POINTS)
+def _marks(line: PlotLine, across: _Scale, up: _Scale) -> Markup:
+    xs, ys = downsample(line.xs, line.ys, MOST_POINTS)
     points = [
         (_number(across.at(x)), _number(SIDE - up.at(y))) for x, y in zip(xs, ys, strict=True)
     ]
@@ -264,12 +266,12 @@ def _marks(line: Line, across: _Scale, up: _Scale) -> Markup:
     return drawn
 
 
-def _probes(panels: Sequence[Panel], across: _Scale, unit: str) -> Markup:
+def _probes(panels: Sequence[PlotPanel], across: _Scale, unit: str) -> Markup:
     """Invisible columns side by side; the one under the pointer shows its values."""
     told = [(panel, line) for panel in panels for line in panel.lines if line.told and len(line.xs)]
     if not told:
         return Markup("")
-    places, _ = thin(told[0][1].xs, told[0][1].ys, MOST_PROBES)
+    places, _ = downsample(told[0][1].xs, told[0][1].ys, MOST_PROBES)
     stops = [across.at(x) for x in places]
     drawn = []
     for index, x in enumerate(places):
@@ -293,7 +295,7 @@ def _probes(panels: Sequence[Panel], across: _Scale, unit: str) -> Markup:
     return Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(drawn))
 
 
-def _told(panel: Panel, line: Line, x: float, across: _Scale) -> Markup:
+def _told(panel: PlotPanel, line: PlotLine, x: float, across: _Scale) -> Markup:
     """The value of `line` at `x`, or the nearest that is not far off."""
     near = bisect_left(line.xs, x)
     nearest = min(

@@ -281,7 +281,7 @@ def _changed(run: RunFolder) -> float:
     return max(times, default=0.0)
 
 
-def chosen(view: RunView) -> list[tuple[str, str]]:
+def non_default_knobs(view: RunView) -> list[tuple[str, str]]:
     """Dotted knobs that differ from their defaults, with their values; sources are always among
     them.
     """
@@ -295,16 +295,16 @@ def chosen(view: RunView) -> list[tuple[str, str]]:
         )
     except (ValidationError, TypeError, KeyError):
         return []
-    defaults = flat(plain.model_dump(mode="json"))
+    defaults = flatten(plain.model_dump(mode="json"))
     is_source = re.compile(r"data\.(train|validation)\.\d+\.source").fullmatch
     return [
         (path, value)
-        for path, value in flat(view.recipe).items()
+        for path, value in flatten(view.recipe).items()
         if is_source(path) or defaults.get(path) != value
     ]
 
 
-def flat(value: Any, path: str = "") -> dict[str, str]:
+def flatten(value: Any, path: str = "") -> dict[str, str]:
     """Dotted path -> value as text, for every leaf; a list without sections is a leaf."""
     inner = (
         value.items()
@@ -317,7 +317,7 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
     )
     leaves: dict[str, str] = {}
     for key, item in inner:
-        leaves |= flat(item, f"{path}.{key}" if path else str(key))
+        leaves |= flatten(item, f"{path}.{key}" if path else str(key))
     if not leaves and path:
         return {
             path: (

@@ -17,11 +17,12 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
-from ingot.report.formatting import moment, percent, short
-from ingot.report.goodput import PARTS, Goodput
-from ingot.report.losses import at_steps, by_ranks
-from ingot.report.run_view import RunView, flat, read_run
-from ingot.report.timeline import SPENT_ON, share_of_time
+from ingot.base.steprecord import is_intact
+from ingot.report.formatting import percent, short, timestamp
+from ingot.report.goodput import TIME_PARTS, Goodput
+from ingot.report.incidents import incident_ranks, incident_steps
+from ingot.report.run_view import RunView, flatten, read_run
+from ingot.report.timeline import PART_NAMES, goodput_sentence
 
 PLAIN_WIDTH = 140
 RECENT_EVENTS = 8
@@ -96,7 +97,7 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     views = [_read(one), _read(other)]
     names = [escape(view.root.name) for view in views]
     knobs = Table("knob", *names, title="recipes differ in", title_justify="left")
-    told = [flat(view.recipe) for view in views]
+    told = [flatten(view.recipe) for view in views]
     for path in _either(*told):
         if told[0].get(path) != told[1].get(path):
             knobs.add_row(Text(path), *(Text(values.get(path, "")) for values in told))
@@ -162,14 +163,14 @@ def _steps(view: RunView, run: RunFolder) -> Table:
 
 def _show_goodput(account: Goodput, out: Console) -> None:
     """The share in a sentence, the parts, and what was lost, the largest first."""
-    out.print(share_of_time(account), soft_wrap=True)
+    out.print(goodput_sentence(account), soft_wrap=True)
     spent = Table("time of training", "", "share", "")
     for column in spent.columns[1:3]:
         column.justify = "right"
-    for part in PARTS:
+    for part in TIME_PARTS:
         if account.seconds[part] > 0:
             spent.add_row(
-                SPENT_ON[part],
+                PART_NAMES[part],
                 duration(account.seconds[part]),
                 percent(account.share(part)),
                 _blocks(account.share(part)),
@@ -184,9 +185,9 @@ def _show_goodput(account: Goodput, out: Console) -> None:
         cost = duration(loss.cost_s) if loss.cost_s else ""
         causes.add_row(
             loss.kind,
-            moment(loss.wall),
-            by_ranks(loss),
-            at_steps(loss),
+            timestamp(loss.wall),
+            incident_ranks(loss),
+            incident_steps(loss),
             cost,
             duration(loss.lost_s) if loss.lost_s else "",
             Text(loss.cause),
@@ -209,7 +210,7 @@ def _blocks(share: float) -> str:
 
 def _event(event: dict[str, object]) -> str:
     when = event.get("t_wall")
-    clock = moment(when if isinstance(when, int | float) else None)
+    clock = timestamp(when if isinstance(when, int | float) else None)
     step = f" at step {event['step']}" if event.get("step") is not None else ""
     cause = f": {event['cause']}" if event.get("cause") else ""
     return f"{clock}  {event.get('kind')}{step}{cause}"

@@ -10,10 +10,10 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
-from ingot.report.formatting import moment, percent
-from ingot.report.goodput import PARTS, Goodput, Part
-from ingot.report.losses import Loss, at_steps, by_ranks
-from ingot.report.plots import Piece, strip
+from ingot.report.formatting import percent, timestamp
+from ingot.report.goodput import TIME_PARTS, Goodput, TimePart
+from ingot.report.incidents import Incident, incident_ranks, incident_steps
+from ingot.report.plots import StripSegment, strip
 
 MOST_LOSSES = 20
 _UNITS = (
@@ -24,7 +24,7 @@ _UNITS = (
 )
 
 
-SPENT_ON: dict[Part, str] = {
+PART_NAMES: dict[TimePart, str] = {
     "productive": "training",
     "waiting": "waiting for data",
     "evaluating": "evaluating",
@@ -35,15 +35,15 @@ SPENT_ON: dict[Part, str] = {
 }
 
 
-def share_of_time(account: Goodput) -> str:
+def goodput_sentence(account: Goodput) -> str:
     """`goodput 93.1 %: 1h 02m of 1h 07m were training; 2m 10s lost and repeated, 1m 02s starting`,
     the largest parts first.
     """
     rest = sorted(
-        (part for part in PARTS if part != "productive" and account.seconds[part] >= 0.5),
+        (part for part in TIME_PARTS if part != "productive" and account.seconds[part] >= 0.5),
         key=lambda part: -account.seconds[part],
     )
-    told = ", ".join(f"{duration(account.seconds[part])} {SPENT_ON[part]}" for part in rest)
+    told = ", ".join(f"{duration(account.seconds[part])} {PART_NAMES[part]}" for part in rest)
     trained, wall = duration(account.seconds["productive"]), duration(account.wall_s)
     return (
         f"goodput {percent(account.share())}: {trained} of {wall} were"
@@ -51,7 +51,7 @@ def share_of_time(account: Goodput) -> str:
     )
 
 
-def where_time_went(account: Goodput) -> dict[str, Any]:
+def time_section(account: Goodput) -> dict[str, Any]:
     """What the section of the page is filled with."""
     dearest, wall = account.dearest, account.wall_s
     remarks = []
@@ -67,12 +67,12 @@ def where_time_went(account: Goodput) -> dict[str, Any]:
         )
     return {
         "sentence": (
-            f"{share_of_time(account).capitalize()}{', and it runs' if account.running else ''}."
+            f"{goodput_sentence(account).capitalize()}{', and it runs' if account.running else ''}."
         ),
         "bar": _bar(account),
         "parts": [
-            {"name": SPENT_ON[part], "colour": part, "share": percent(account.share(part))}
-            for part in PARTS
+            {"name": PART_NAMES[part], "colour": part, "share": percent(account.share(part))}
+            for part in TIME_PARTS
             if account.seconds[part] > 0
         ],
         "timeline": _timeline(account) if account.losses or len(account.attempts) > 1 else "",
@@ -86,9 +86,9 @@ def where_time_went(account: Goodput) -> dict[str, Any]:
                 {
                     "kind": loss.kind,
                     "colour": _colour(loss.kind),
-                    "when": moment(loss.wall),
-                    "ranks": by_ranks(loss),
-                    "steps": at_steps(loss),
+                    "when": timestamp(loss.wall),
+                    "ranks": incident_ranks(loss),
+                    "steps": incident_steps(loss),
                     "cause": loss.cause,
                     "cost": _took(loss.cost_s),
                     "lost": _took(loss.lost_s),
@@ -106,15 +106,15 @@ def where_time_went(account: Goodput) -> dict[str, Any]:
 
 def _bar(account: Goodput) -> Markup:
     pieces, low = [], 0.0
-    for part in PARTS:
+    for part in TIME_PARTS:
         high = low + account.seconds[part]
         pieces.append(
-            Piece(
+            StripSegment(
                 low,
                 high,
                 part,
                 (
-                    SPENT_ON[part],
+                    PART_NAMES[part],
                     f"{duration(account.seconds[part])}, {percent(account.share(part))}",
                 ),
             )
@@ -132,7 +132,7 @@ def _timeline(account: Goodput) -> Markup:
     for span in account.attempts:
         name = f"attempt {span.number}"
         pieces.append(
-            Piece(
+            StripSegment(
                 span.made / unit_s,
                 span.began / unit_s,
                 "starting",
@@ -145,11 +145,11 @@ def _timeline(account: Goodput) -> Markup:
             f"from step {span.first:,}{last}, {duration(span.ended - span.began)}",
             f"{span.end}{f': {span.cause}' if span.cause else ''}",
         )
-        pieces.append(Piece(span.began / unit_s, span.ended / unit_s, "productive", words))
+        pieces.append(StripSegment(span.began / unit_s, span.ended / unit_s, "productive", words))
     deaths = [loss for loss in account.losses if loss.kind != "skipped"]
     for loss in deaths:
         pieces.append(
-            Piece(
+            StripSegment(
                 (loss.at - loss.lost_s) / unit_s,
                 loss.at / unit_s,
                 "lost",
@@ -157,7 +157,7 @@ def _timeline(account: Goodput) -> Markup:
             )
         )
         pieces.append(
-            Piece(
+            StripSegment(
                 loss.at / unit_s,
                 (loss.at + loss.down_s) / unit_s,
                 "down",
@@ -165,7 +165,9 @@ def _timeline(account: Goodput) -> Markup:
             )
         )
     pins = [
-        Piece(loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause))
+        StripSegment(
+            loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause)
+        )
         for loss in account.dearest
     ]
     return strip(
@@ -190,8 +192,8 @@ def _attempts(account: Goodput) -> str:
     )
 
 
-def _title(loss: Loss) -> str:
-    step = f" at step {at_steps(loss)}" if loss.step is not None else ""
+def _title(loss: Incident) -> str:
+    step = f" at step {incident_steps(loss)}" if loss.step is not None else ""
     return f"{loss.kind}{step}, {duration(loss.cost_s)}" if loss.cost_s else f"{loss.kind}{step}"
 
 

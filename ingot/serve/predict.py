@@ -17,8 +17,8 @@ from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest
-from ingot.serve.native.model import Loaded, load
+from ingot.models.generation.seq2seq import Summarizer, Summary
+from ingot.serve.native.model import LoadedModel, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 MAX_TOKENS = 64
@@ -26,7 +26,7 @@ SUMMARY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Wish:
+class PredictOptions:
     """How to answer. `max_tokens` None: MAX_TOKENS of a decoder, of a sequence-to-sequence model
     the whole text.
     """
@@ -45,7 +45,7 @@ class Wish:
             raise WrongInput("chat is for models that were trained on chats; leave it out")
         if self.beams != 1 and kind != "seq2seq":
             raise WrongInput(f"beams {self.beams} is for sequence-to-sequence models; leave it out")
-        if kind == "encoder" and self != Wish():
+        if kind == "encoder" and self != PredictOptions():
             raise WrongInput(
                 "a classifier writes no text, so that settings of texts (max_tokens, temperature,"
                 " ...) mean nothing; leave them out"
@@ -76,7 +76,7 @@ def predict(
             refuses.
         Failed: the server does not answer, or fails.
     """
-    wish = Wish(max_tokens, temperature, top_p, seed, tuple(stop), beams, chat)
+    wish = PredictOptions(max_tokens, temperature, top_p, seed, tuple(stop), beams, chat)
     if str(target).startswith(("http://", "https://")):
         return _ask(str(target), prompt, wish, api_key)
     loaded = load(Path(target), any_template=not chat)
@@ -92,7 +92,9 @@ def predict(
     return text
 
 
-def _here(loaded: Loaded, prompt: str, wish: Wish) -> tuple[str | None, dict[str, float]]:
+def _here(
+    loaded: LoadedModel, prompt: str, wish: PredictOptions
+) -> tuple[str | None, dict[str, float]]:
     """Text and scores by the model in this process; None for numbers that are not finite."""
     worker, sampling = loaded.worker(1), Sampling(wish.temperature, wish.top_p, wish.seed)
     if isinstance(worker, Classifier):
@@ -134,7 +136,7 @@ def _message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
-def _ask(url: str, prompt: str, wish: Wish, api_key: str | None) -> str:
+def _ask(url: str, prompt: str, wish: PredictOptions, api_key: str | None) -> str:
     """Through OpenAI's routes, which other servers have too; the model is the first that the server
     names. Other kinds than decoders by `/predict`.
     """
@@ -179,7 +181,7 @@ def _triton_model(client: httpx.Client) -> str | None:
         return None
 
 
-def _triton(client: httpx.Client, model: str, prompt: str, wish: Wish) -> str:
+def _triton(client: httpx.Client, model: str, prompt: str, wish: PredictOptions) -> str:
     if wish.chat or wish.beams != 1:
         raise WrongInput(
             f"{client.base_url} is a Triton, which goes on from texts and knows neither chat nor"
@@ -196,7 +198,7 @@ def _triton(client: httpx.Client, model: str, prompt: str, wish: Wish) -> str:
     )
 
 
-def _predicted(client: httpx.Client, prompt: str, wish: Wish, kind: str) -> str:
+def _predicted(client: httpx.Client, prompt: str, wish: PredictOptions, kind: str) -> str:
     parameters = {} if kind == "encoder" else {**_options(wish), "beams": wish.beams}
     (prediction,) = _json(
         client, "POST", "/predict", {"instances": [prompt], "parameters": parameters}
@@ -207,7 +209,7 @@ def _predicted(client: httpx.Client, prompt: str, wish: Wish, kind: str) -> str:
     return str(prediction["label"])
 
 
-def _options(wish: Wish) -> dict[str, Any]:
+def _options(wish: PredictOptions) -> dict[str, Any]:
     given = {"max_tokens": wish.max_tokens, "seed": wish.seed, "stop": list(wish.stop) or None}
     return {
         "temperature": wish.temperature,

@@ -23,29 +23,29 @@ from ingot.base.progress import say
 from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
-from ingot.serve.http import errors as refused
 from ingot.serve.http import openai, vertex
+from ingot.serve.http.errors import install_error_handlers
 from ingot.serve.http.listen import (
     address,
-    bound,
+    bind_error,
+    bound_socket,
+    fetched_model_folder,
     health_routes,
-    key_of,
-    model_folder,
-    refusal,
+    read_api_key,
     shown,
 )
-from ingot.serve.http.middleware import BodyLimit, Counted, KeyRequired, Metrics
+from ingot.serve.http.middleware import ApiKeyAuth, BodySizeLimit, RequestMetrics, ServerMetrics
 from ingot.serve.http.service import Service
-from ingot.serve.native.engine import Engine
-from ingot.serve.native.model import check_folder, load
+from ingot.serve.native.engine import ServingEngine
+from ingot.serve.native.model import check_model_folder, load
 
 
 def create_app(
-    service: Service, metrics: Metrics, *, key: str | None, environ: Mapping[str, str]
+    service: Service, metrics: ServerMetrics, *, key: str | None, environ: Mapping[str, str]
 ) -> FastAPI:
     """All routes of one served model. `key`: what clients must send, None when nobody is asked."""
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
-    refused.install(app)
+    install_error_handlers(app)
     routers = [openai.router(service), vertex.router(service, environ)]
     for router in routers:
         app.include_router(router)
@@ -76,10 +76,10 @@ def create_app(
         ),
     ]
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(BodySizeLimit, max_bytes=service.settings.max_body_bytes)
     if key is not None:
-        app.add_middleware(KeyRequired, key=key, open_routes=open_routes)
-    app.add_middleware(Counted, metrics=metrics, routes=routes)
+        app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
+    app.add_middleware(RequestMetrics, metrics=metrics, routes=routes)
     return app
 
 
@@ -102,13 +102,16 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
     if settings.engine == "triton":
         serve_triton(target_folder, settings, name)
         return
-    key = key_of(settings.api_key)
+    key = read_api_key(settings.api_key)
     host, port = address(settings, os.environ)
     # The port comes first: a model that takes minutes to load should not find it taken then.
-    with bound(host, port) as listener, model_folder(target_folder, os.environ) as folder:
+    with (
+        bound_socket(host, port) as listener,
+        fetched_model_folder(target_folder, os.environ) as folder,
+    ):
         loaded = load(folder, any_template=settings.any_template, engine=settings.engine)
-        metrics = Metrics()
-        engine = Engine(
+        metrics = ServerMetrics()
+        engine = ServingEngine(
             loaded.worker(settings.max_batch),
             metrics,
             max_batch=settings.max_batch,
@@ -117,7 +120,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         app = create_app(
             Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
         )
-        Server(
+        UvicornServer(
             app, engine, f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}"
         ).run(sockets=[listener])
 
@@ -133,19 +136,19 @@ def render(folder: Path, settings: Serve, name: str) -> str:
         return render_vllm(folder, settings, name)
     if settings.engine == "triton":
         return render_triton(folder, settings, name)
-    kind = check_folder(folder, any_template=settings.any_template).kind
+    kind = check_model_folder(folder, any_template=settings.any_template).kind
     return (
         f"# nothing is started: this process would serve {name}, a {kind} in {folder}, at"
         f" http://{shown(settings.host)}:{settings.port}\n"
     )
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn with our end: running requests get GRACE_S, what is left then is answered with 503,
     and the exit is clean.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, greeting: str) -> None:
+    def __init__(self, app: FastAPI, engine: ServingEngine, greeting: str) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -162,7 +165,7 @@ class Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except OSError as error:  # another server that was loading, too, listened first
-            raise refusal(error, *(sockets or [])[0].getsockname()[:2]) from None
+            raise bind_error(error, *(sockets or [])[0].getsockname()[:2]) from None
         self._engine.start()
         say(self._greeting)
 

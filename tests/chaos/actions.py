@@ -31,8 +31,8 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.registry.local import Registry
-from ingot.train.optimizers import make_optimizer
+from ingot.registry.local import LocalRegistry
+from ingot.train.optim import make_optimizer
 from tests.chaos.saving import save_up_to
 from tests.registry.models import a_model, a_report
 from tests.tokenizers.small import chatty
@@ -216,7 +216,7 @@ def result_export(folder: Path) -> Mapping[str, Any]:
 
 
 def begin_register(folder: Path) -> None:
-    registry = Registry(folder / "registry.sqlite")
+    registry = LocalRegistry(folder / "registry.sqlite")
     registry.add("words", a_model(folder / "one", "hash1"), a_report("hash1"), {"run": "one"})
     registry.point("words", 1, "first")
     a_model(folder / "two", "hash2")
@@ -226,7 +226,7 @@ def begin_register(folder: Path) -> None:
 
 
 def ready_register(folder: Path) -> Callable[[], None]:
-    registry = Registry(folder / "registry.sqlite")
+    registry = LocalRegistry(folder / "registry.sqlite")
     numbers = itertools.count()
     uuid.uuid4 = lambda: uuid.UUID(
         hex=f"{next(numbers):016d}{os.getpid():016d}"
@@ -240,7 +240,7 @@ def ready_register(folder: Path) -> Callable[[], None]:
 
 
 def state_register(folder: Path) -> str:
-    registry = Registry(folder / "registry.sqlite")
+    registry = LocalRegistry(folder / "registry.sqlite")
     versions, live = registry.versions("words"), registry.live("words")
     for version in versions:
         registry.check(version, checksums=True)
@@ -252,7 +252,7 @@ def state_register(folder: Path) -> str:
 
 
 def result_register(folder: Path) -> Mapping[str, Any]:
-    registry = Registry(folder / "registry.sqlite")
+    registry = LocalRegistry(folder / "registry.sqlite")
     versions = registry.versions("words")
     return {
         "versions": [

@@ -20,9 +20,9 @@ from ingot.data.prepare import prepare
 from ingot.data.raw import ranges
 from ingot.data.raw import store as raw
 from ingot.models.hf.folder import hash_model, read_lineage
-from ingot.pipeline.incremental import perform
-from ingot.pipeline.steps import step_of
-from ingot.train.trainer import train
+from ingot.pipeline.incremental import run_step
+from ingot.pipeline.steps import step_named
+from ingot.train.run import train
 from tests.chaos.actions import Action, everything
 from tests.small import prepared, small_recipe, write_documents
 
@@ -151,7 +151,7 @@ def make_record(folder: Path, seed: int) -> Callable[[], Any]:
             "made", str(made), f"seed {seed}", file_sizes(recipe.folder.root, [made])
         )
 
-    return lambda: perform(step_of("train"), recipe, do, {})
+    return lambda: run_step(step_named("train"), recipe, do, {})
 
 
 def begin_record(folder: Path) -> None:

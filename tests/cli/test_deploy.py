@@ -156,7 +156,7 @@ def test_what_is_wrong_is_one_line(place: Place) -> None:
         (["words", "serve.verify=true", "serve.canary=10"], 2, "nothing is registered as words"),
         (["words", *cloud, "serve.canary=100"], 2, "serve.canary"),
         (["words", "--canary", "10"], 2, "--canary and --verify are for an endpoint"),
-        (["words", *cloud, "--rollback", "--version", "1"], 2, "two wishes"),
+        (["words", *cloud, "--rollback", "--version", "1"], 2, "exclude each other"),
         (
             ["words", *cloud[:3], "cloud.project=wrong", cloud[3]],
             2,

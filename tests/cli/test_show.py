@@ -11,8 +11,8 @@ from ingot.config.load import load_recipe
 from ingot.config.presets import PRESETS
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.pipeline.incremental import perform
-from ingot.pipeline.steps import step_of
+from ingot.pipeline.incremental import run_step
+from ingot.pipeline.steps import step_named
 from tests.cli.commands import ingot as command
 from tests.report.made_up import made_up_run
 from tests.small import small_recipe, write_documents
@@ -25,8 +25,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_documents(root / "text")
     (root / "text/broken.txt").write_bytes(b"\xff\xfe not text")
     recipe = small_recipe(root)
-    perform(step_of("ingest"), recipe, lambda: ingest(recipe), {})
-    perform(step_of("prepare"), recipe, lambda: prepare(recipe), {})
+    run_step(step_named("ingest"), recipe, lambda: ingest(recipe), {})
+    run_step(step_named("prepare"), recipe, lambda: prepare(recipe), {})
     return root
 
 

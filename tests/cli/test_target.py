@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.reports import EvaluationReport, Metric
-from ingot.cli.model import find_target
-from ingot.registry.local import Registry
+from ingot.base.evaluation import EvaluationReport, Metric
+from ingot.cli.target import find_target
+from ingot.registry.local import LocalRegistry
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     shutil.copy("r.yaml", "runs/mine/recipe.yaml")
-    registry = Registry(Path("runs/registry.sqlite"))
+    registry = LocalRegistry(Path("runs/registry.sqlite"))
     metric = Metric(1.0, 0.9, 1.1, "lower", 3, "set")
     for number in (1, 2):
         registry.add(

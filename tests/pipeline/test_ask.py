@@ -68,7 +68,7 @@ def written(arguments: Sequence[str]) -> Recipe:
 )
 def test_overrides_may_come_first(server: Server, arguments: list[str]) -> None:
     recipe = written([argument for argument in arguments if argument != "--debug"])
-    ask.serve_and_ask(recipe, arguments)
+    ask.serve_and_query(recipe, arguments)
     options = ["--debug"] if "--debug" in arguments else []
     assert server.command[-3 - len(options) :] == [
         "serve",
@@ -83,7 +83,7 @@ def test_overrides_may_come_first(server: Server, arguments: list[str]) -> None:
 
 
 def test_no_more_is_asked_for_than_the_server_gives(server: Server) -> None:
-    ask.serve_and_ask(written(["r.yaml", "serve.max_tokens=8"]), ["r.yaml", "serve.max_tokens=8"])
+    ask.serve_and_query(written(["r.yaml", "serve.max_tokens=8"]), ["r.yaml", "serve.max_tokens=8"])
     assert server.asked["max_tokens"] == 8
-    ask.serve_and_ask(written(["r.yaml"]), ["r.yaml"])
+    ask.serve_and_query(written(["r.yaml"]), ["r.yaml"])
     assert server.asked["max_tokens"] == 64

@@ -66,8 +66,10 @@ def sent(root: Path, **knobs: Any) -> Recipe:
     return recipe
 
 
-def done(recipe: Recipe, verb: str, place: str = "", submission: str = "one") -> container.Done:
-    return container.do(verb, plan(recipe).address, REPLICA, place, submission)
+def done(
+    recipe: Recipe, verb: str, place: str = "", submission: str = "one"
+) -> container.StepOutputs:
+    return container.run_container_step(verb, plan(recipe).address, REPLICA, place, submission)
 
 
 def test_a_step_leaves_its_record_in_the_bucket_and_nothing_here(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_a_step_leaves_its_record_in_the_bucket_and_nothing_here(tmp_path: Path)
     pull(REPLICA, tmp_path / "seen")
     record = read_record(tmp_path / "seen/reports/steps", "ingest")
     assert record is not None
-    assert made == container.Done(REPLICA, record.outputs, "")
+    assert made == container.StepOutputs(REPLICA, record.outputs, "")
     assert list((tmp_path / "seen/data/raw").rglob("*.parquet"))
 
 

@@ -21,9 +21,9 @@ from ingot.base.reports import PipelineStepRecord, read_record
 from ingot.config.recipe import Recipe
 from ingot.pipeline import container
 from ingot.pipeline import kubeflow as compiler
-from ingot.pipeline.kubeflow import compiled, text_of
-from ingot.pipeline.plan import VERBS, Plan, plan
-from ingot.registry.local import Registry
+from ingot.pipeline.kubeflow import compile_pipeline, spec_text
+from ingot.pipeline.plan import VERBS, PipelinePlan, plan
+from ingot.registry.local import LocalRegistry
 from tests import gcs
 from tests.lazy import lazy, require
 from tests.small import small_recipe, write_documents
@@ -36,19 +36,19 @@ STUB = """
 import json, os, pathlib, sys
 from typing import NamedTuple
 
-class Done(NamedTuple):
+class StepOutputs(NamedTuple):
     replica: str
     fingerprint: str
     decision: str
 
-def do(verb, recipe, replica, place, submission):
+def run_container_step(verb, recipe, replica, place, submission):
     path = pathlib.Path(os.environ["STEPS"])
     is_first = not path.exists() or f'"{verb}"' not in path.read_text()
     with path.open("a") as file:
         file.write(json.dumps([verb, recipe, replica, place, submission]) + "\\n")
     if is_first and verb == os.environ["FAILS"]:
         sys.exit(1)
-    return Done(replica + "/" + verb, "f", os.environ["DECISION"] if verb == "gate" else "")
+    return StepOutputs(replica + "/" + verb, "f", os.environ["DECISION"] if verb == "gate" else "")
 """
 
 
@@ -86,9 +86,9 @@ def run(recipe: Recipe, root: Path) -> dict[str, PipelineStepRecord]:
     return {verb: record for verb, record in found.items() if record is not None}
 
 
-def _run(wanted: Plan, root: Path) -> None:
+def _run(wanted: PipelinePlan, root: Path) -> None:
     """Kubeflow's runner on the compiled text."""
-    pipeline = components.load_component_from_text(text_of(compiled(wanted)))
+    pipeline = components.load_component_from_text(spec_text(compile_pipeline(wanted)))
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=str(root / "outputs"),
@@ -108,7 +108,7 @@ def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_u
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(compiler, "PAUSE", "1s")
+    monkeypatch.setattr(compiler, "FIRST_DELAY", "1s")
     monkeypatch.chdir(tmp_path)
     for path in sorted(write_documents(tmp_path / "text").iterdir()):
         open_bucket("gs://bucket/text").put(path.name, path.read_bytes())
@@ -122,7 +122,7 @@ def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_u
     assert any("Task ingest failed (attempt 1/3)" in record.message for record in caplog.records)
     assert list(first) == list(VERBS)
     assert first["gate"].exit_code == 0
-    live = Registry(good.registry_path).live("small")
+    live = LocalRegistry(good.registry_path).live("small")
     assert live is not None
     assert live.number == 1
 
@@ -143,7 +143,7 @@ def test_the_pipeline_runs_both_ways_at_the_gate_tries_again_and_skips_what_is_u
         assert f"{verb}: unchanged" in said
         assert worse[verb] == first[verb]
     assert "register:" not in said
-    live = Registry(good.registry_path).live("small")
+    live = LocalRegistry(good.registry_path).live("small")
     assert live is not None
     assert live.number == 1
     assert before.keys() != bucket.objects.keys()
@@ -167,14 +167,14 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_stub_has_the_face_of_the_real_steps() -> None:
-    assert list(inspect.signature(container.do).parameters) == [
+    assert list(inspect.signature(container.run_container_step).parameters) == [
         "verb",
         "recipe",
         "replica",
         "place",
         "submission",
     ]
-    assert container.Done._fields == ("replica", "fingerprint", "decision")
+    assert container.StepOutputs._fields == ("replica", "fingerprint", "decision")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_compiled_pipeline_runs_by_what_the_gate_says(
     """The short sibling of the slow test: Kubeflow's own runner and the real specification, with
     steps that do nothing.
     """
-    monkeypatch.setattr(compiler, "PAUSE", "1s")
+    monkeypatch.setattr(compiler, "FIRST_DELAY", "1s")
     monkeypatch.setenv("DECISION", decision)
     monkeypatch.setenv("FAILS", fails)
     place = {
@@ -231,7 +231,7 @@ def _handed_on(verb: str) -> str:
 
 def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> None:
     wanted = plan(recipe_for(tmp_path))
-    text = text_of(compiled(wanted))
+    text = spec_text(compile_pipeline(wanted))
     loaded = components.load_component_from_text(text).pipeline_spec
     assert loaded.schema_version == "2.1.0"
     assert set(loaded.root.dag.tasks) == {
@@ -242,7 +242,7 @@ def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> N
         "gate",
         "condition-1",
     }
-    assert text == text_of(compiled(wanted))
+    assert text == spec_text(compile_pipeline(wanted))
     assert json.dumps(yaml.safe_load(text), sort_keys=True) == json.dumps(
-        compiled(wanted), sort_keys=True
+        compile_pipeline(wanted), sort_keys=True
     )

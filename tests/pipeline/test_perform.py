@@ -18,10 +18,10 @@ from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
-from ingot.pipeline.incremental import check, perform
-from ingot.pipeline.steps import Step, step_of
+from ingot.pipeline.incremental import check_step, run_step
+from ingot.pipeline.steps import PipelineStep, step_named
 
-INGEST = step_of("ingest")
+INGEST = step_named("ingest")
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ class Counted:
         return VerbOutcome("done", "there", self.outputs)
 
 
-def _ingest(recipe: Recipe, again: bool = False) -> PipelineStepRecord:
-    return perform(INGEST, recipe, lambda: ingest(recipe), STAMPS, again=again)
+def _ingest(recipe: Recipe, again: bool = False) -> StepRecord:
+    return run_step(INGEST, recipe, lambda: ingest(recipe), STAMPS, again=again)
 
 
-def _reasons(recipe: Recipe, step: Step = INGEST) -> tuple[str, ...]:
-    return check(step, recipe, STAMPS).reasons
+def _reasons(recipe: Recipe, step: PipelineStep = INGEST) -> tuple[str, ...]:
+    return check_step(step, recipe, STAMPS).reasons
 
 
 def test_a_step_leaves_its_record_and_its_recipe(recipe_with: Callable[..., Recipe]) -> None:
@@ -127,11 +127,11 @@ def test_a_step_follows_the_outputs_of_those_before_it_not_their_times(
     recipe_with: Callable[..., Recipe],
 ) -> None:
     recipe = recipe_with()
-    prepare, work = step_of("prepare"), Counted(recipe)
+    prepare, work = step_named("prepare"), Counted(recipe)
     _ingest(recipe)
-    perform(prepare, recipe, work, STAMPS)
+    run_step(prepare, recipe, work, STAMPS)
     _ingest(recipe, again=True)
-    perform(prepare, recipe, work, STAMPS)
+    run_step(prepare, recipe, work, STAMPS)
     assert work.times == 1
     Path(recipe.data.train[0].source).write_text('{"text": "other"}\n', encoding="utf-8")
     _ingest(recipe)
@@ -148,7 +148,7 @@ def test_a_failed_step_leaves_no_record_and_is_written_down(
         raise Failed("disk full")
 
     with pytest.raises(Failed, match="disk full"):
-        perform(INGEST, recipe, fail, STAMPS, again=True)
+        run_step(INGEST, recipe, fail, STAMPS, again=True)
     assert read_record(recipe.folder.steps, "ingest") is None
     assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
         ("failure", "ingest: disk full")
@@ -158,13 +158,13 @@ def test_a_failed_step_leaves_no_record_and_is_written_down(
 def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Recipe]) -> None:
     recipe = recipe_with()
     _ingest(recipe)
-    perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
+    run_step(step_named("prepare"), recipe, Counted(recipe), STAMPS)
     changed = recipe_with("tokenizer.vocab_size=5000")
     with pytest.raises(
         WrongInput,
         match=r"`prepare` made .*tokenizer\.vocab_size 4096 -> 5000.*run `ingot prepare` again",
     ):
-        perform(step_of("train"), changed, Counted(changed), STAMPS)
+        run_step(step_named("train"), changed, Counted(changed), STAMPS)
 
 
 def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(
@@ -172,10 +172,10 @@ def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(
 ) -> None:
     recipe = recipe_with()
     _ingest(recipe)
-    perform(step_of("prepare"), recipe, Counted(recipe), STAMPS)
+    run_step(step_named("prepare"), recipe, Counted(recipe), STAMPS)
     documents.unlink()
     work = Counted(recipe)
-    perform(step_of("train"), recipe, work, STAMPS)
+    run_step(step_named("train"), recipe, work, STAMPS)
     assert work.times == 1
 
 
@@ -184,9 +184,9 @@ def test_a_model_of_another_recipe_is_pointed_out(
 ) -> None:
     recipe = recipe_with()
     for verb in ("train", "evaluate"):
-        perform(step_of(verb), recipe, Counted(recipe), STAMPS)
+        run_step(step_named(verb), recipe, Counted(recipe), STAMPS)
     changed, work = recipe_with("seed=3", "evaluate.prompts=[a]"), Counted(recipe)
-    perform(step_of("evaluate"), changed, work, STAMPS)
+    run_step(step_named("evaluate"), changed, work, STAMPS)
     assert work.times == 1
     assert "note: `train` was done with another recipe (seed 0 -> 3)" in capsys.readouterr().err
 
@@ -197,11 +197,11 @@ def test_folders_outside_are_watched(recipe_with: Callable[..., Recipe], tmp_pat
     (folder / "config.json").write_text("{}", encoding="utf-8")
     recipe = recipe_with(f"model.source={folder}", f"tokenizer.source={folder}")
     for verb in ("prepare", "train"):
-        perform(step_of(verb), recipe, Counted(recipe), STAMPS)
-        assert _reasons(recipe, step_of(verb)) == ()
+        run_step(step_named(verb), recipe, Counted(recipe), STAMPS)
+        assert _reasons(recipe, step_named(verb)) == ()
     (folder / "config.json").write_text("{ }", encoding="utf-8")
     for verb in ("prepare", "train"):
-        assert _reasons(recipe, step_of(verb)) == (f"{folder} changed",)
+        assert _reasons(recipe, step_named(verb)) == (f"{folder} changed",)
 
 
 def test_one_writer_at_a_time(recipe_with: Callable[..., Recipe]) -> None:
@@ -220,6 +220,6 @@ def test_ranks_other_than_the_first_write_nothing(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     work = Counted(recipe)
-    perform(step_of("train"), recipe, work, STAMPS)
+    run_step(step_named("train"), recipe, work, STAMPS)
     assert work.times == 1
     assert not recipe.folder.root.exists()

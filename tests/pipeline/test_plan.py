@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ingot.config.recipe import Recipe
-from ingot.pipeline.plan import Planned, Resources, plan, reasons
+from ingot.pipeline.plan import ContainerResources, PlannedStep, plan, submission_problems
 from tests.small import small_recipe
 
 IMAGE = "us-docker.pkg.dev/proj/ingot/ingot-train:latest"
@@ -21,7 +21,7 @@ def _recipe(**knobs: Any) -> Recipe:
     )
 
 
-def planned(verb: str, **knobs: Any) -> Planned:
+def planned(verb: str, **knobs: Any) -> PlannedStep:
     return next(step for step in plan(_recipe(**knobs)).steps if step.verb == verb)
 
 
@@ -64,7 +64,7 @@ def test_a_place_is_told_to_the_command_line_and_its_image_is_not_that_of_who_wa
             ),
         },
     )
-    assert step == Planned(
+    assert step == PlannedStep(
         "train",
         IMAGE,
         (
@@ -81,18 +81,18 @@ def test_a_step_has_its_own_image_and_machine() -> None:
         "prepare",
         **{"pipeline.steps": "{prepare: {image: eu.gcr.io/x/y, machine: {type: n1-standard-16}}}"},
     )
-    assert step == Planned("prepare", "eu.gcr.io/x/y", (), Resources(16, 60.0))
-    assert planned("gate") == Planned("gate", IMAGE)
+    assert step == PlannedStep("prepare", "eu.gcr.io/x/y", (), ContainerResources(16, 60.0))
+    assert planned("gate") == PlannedStep("gate", IMAGE)
 
 
 def test_accelerators_are_spelt_as_vertex_ai_spells_them() -> None:
     machine = "{type: n1-standard-8, accelerator: nvidia-tesla-t4, accelerators: 2}"
-    assert planned("evaluate", **{"launch.machine": machine}).resources == Resources(
+    assert planned("evaluate", **{"launch.machine": machine}).resources == ContainerResources(
         8, 30.0, "NVIDIA_TESLA_T4", 2
     )
-    assert planned("train", **{"launch.machine.type": "a2-highgpu-8g"}).resources == Resources(
-        96, 680, "NVIDIA_TESLA_A100", 8
-    )
+    assert planned(
+        "train", **{"launch.machine.type": "a2-highgpu-8g"}
+    ).resources == ContainerResources(96, 680, "NVIDIA_TESLA_A100", 8)
 
 
 def test_processes_of_a_step_are_told_to_the_command_line_and_nothing_where_they_are_the_recipes() -> (
@@ -250,7 +250,7 @@ LOCAL = {"launch.machine.type": "a2-highgpu-2g", "launch.processes": 2}
 )
 def test_a_place_that_a_step_cannot_have_is_told(knobs: dict[str, Any], told: list[str]) -> None:
     assert (
-        reasons(
+        submission_problems(
             _recipe(
                 **{
                     "registry.kind": "vertex",

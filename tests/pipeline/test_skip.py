@@ -22,11 +22,11 @@ require("gcsfs", reason="gcsfs is not installed")
 SCRIPT = """
 import json, sys
 from ingot.config.load import load_recipe
-from ingot.pipeline.incremental import what_it_reads
-from ingot.pipeline.steps import step_of
+from ingot.pipeline.incremental import step_inputs
+from ingot.pipeline.steps import step_named
 
 recipe = load_recipe((), ("name=r", "data.train=[{source: a.jsonl}]", f"evaluate.tasks=[{{kind: choice, source: '{sys.argv[1]}'}}]"), environ={}, dotenv=None)
-print(json.dumps(what_it_reads(step_of("evaluate"), recipe, {})))
+print(json.dumps(step_inputs(step_named("evaluate"), recipe, {})))
 """
 
 

@@ -14,7 +14,7 @@ from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.serving import _LIMITS, container_of
-from ingot.pipeline.steps import DEPLOY, STEPS, before, step_of
+from ingot.pipeline.steps import DEPLOY, STEPS, step_named, upstream_steps
 
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Knobs that change no result: where and how the work is done, saved, logged, served.
@@ -171,9 +171,12 @@ def test_a_version_in_vertex_is_its_container_too(
 @pytest.mark.parametrize("knob", _LIMITS)
 def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None:
     changes = {"any_template": "true"}
-    before, after = _recipe(*VERTEX), _recipe(*VERTEX, f"serve.{knob}={changes.get(knob, '7')}")
+    before, after = (
+        _recipe(*VERTEX),
+        _recipe(*VERTEX, f"serve.{knob}={changes.get(knob, '7')}"),
+    )
     assert container_of(before) != container_of(after)
-    assert step_of("register").knobs(before) != step_of("register").knobs(after)
+    assert step_named("register").knobs(before) != step_named("register").knobs(after)
 
 
 def test_knobs_that_matter_only_with_others() -> None:
@@ -255,7 +258,7 @@ def _plain(name: str) -> str:
 def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("{}")
-    folders = step_of("evaluate").folders(
+    folders = step_named("evaluate").folders(
         _recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]")
     )
     assert folders == [str(items)]
@@ -271,15 +274,17 @@ def test_steps_rest_on_the_steps_before_them() -> None:
     assert verbs == ["ingest", "prepare", "train", "evaluate", "gate", "register", "serve"]
     for number, step in enumerate(STEPS):
         assert set(step.after(_recipe())) <= set(verbs[:number])
-    assert [step.verb for step in before(step_of("register"), _recipe())] == [
+    assert [step.verb for step in upstream_steps(step_named("register"), _recipe())] == [
         "ingest",
         "prepare",
         "train",
         "evaluate",
         "gate",
     ]
-    assert [step.verb for step in before(step_of("evaluate"), _recipe("evaluate.model=x"))] == [
+    assert [
+        step.verb for step in upstream_steps(step_named("evaluate"), _recipe("evaluate.model=x"))
+    ] == [
         "ingest",
         "prepare",
     ]
-    assert before(step_of("ingest"), _recipe()) == []
+    assert upstream_steps(step_named("ingest"), _recipe()) == []

@@ -25,7 +25,7 @@ from ingot.cloud import clients
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.pipeline import submit
-from ingot.pipeline.submit import prepared, rendered
+from ingot.pipeline.submit import prepare_submission, render_submission
 from tests import gcs, golden
 from tests.fakes import google, pipelines
 from tests.lazy import require
@@ -37,7 +37,7 @@ require("kfp", reason="kfp is not installed")
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(submit, "LOOK_S", 0.01)
+    monkeypatch.setattr(submit, "POLL_S", 0.01)
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -94,10 +94,10 @@ def test_the_same_recipe_gives_the_same_bytes(
     """With the name of the recipe's object set aside, since that changes with every knob there
     is.
     """
-    submission = prepared(recipe_for(Path("root"), None, **knobs))
-    text = rendered(submission)
-    assert text == rendered(
-        prepared(
+    submission = prepare_submission(recipe_for(Path("root"), None, **knobs))
+    text = render_submission(submission)
+    assert text == render_submission(
+        prepare_submission(
             recipe_for(
                 Path("elsewhere"),
                 None,
@@ -119,8 +119,8 @@ def test_memory_is_told_in_whole_numbers_which_is_all_that_kfp_takes(
     machine: str, megabytes: str
 ) -> None:
     knobs = {"pipeline.steps": f"{{gate: {{machine: {{type: {machine}}}}}}}"}
-    assert f"resourceMemoryLimit: {megabytes}" in rendered(
-        prepared(recipe_for(Path("root"), None, **knobs))
+    assert f"resourceMemoryLimit: {megabytes}" in render_submission(
+        prepare_submission(recipe_for(Path("root"), None, **knobs))
     )
 
 
@@ -128,11 +128,12 @@ def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = (
-        prepared(recipe_for(Path("/home/me"), None, **{"train.steps": steps})) for steps in (6, 7)
+        prepare_submission(recipe_for(Path("/home/me"), None, **{"train.steps": steps}))
+        for steps in (6, 7)
     )
     assert one.plan.address != other.plan.address
     assert one.plan.address.endswith(f"{fingerprint(one.plan.recipe)}.yaml")
-    assert "/home/me" not in rendered(one) + one.plan.recipe
+    assert "/home/me" not in render_submission(one) + one.plan.recipe
     read = yaml.safe_load(one.plan.recipe)
     assert (read["output"], read["launch"]["kind"], read["checkpoint"]["upload"]) == (
         "runs",
@@ -143,8 +144,8 @@ def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_
 
 def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    submission = prepared(recipe_for(Path("root"), None, **ELSEWHERE))
-    assert "hf_very_secret" not in rendered(submission) + submission.plan.recipe
+    submission = prepare_submission(recipe_for(Path("root"), None, **ELSEWHERE))
+    assert "hf_very_secret" not in render_submission(submission) + submission.plan.recipe
     assert "secret:hf-token" in submission.plan.recipe
 
 
@@ -213,7 +214,7 @@ def test_what_cannot_be_a_pipeline_is_told_before_anything_is_asked(
     knobs: dict[str, Any], told: str, service: pipelines.State
 ) -> None:
     with pytest.raises(WrongInput, match=told) as refused:
-        prepared(recipe_for(Path("root"), service.server.address, **knobs))
+        prepare_submission(recipe_for(Path("root"), service.server.address, **knobs))
     assert "\n" not in str(refused.value)
     assert not service.server.calls
 
@@ -222,7 +223,7 @@ def submitted(
     root: Path, service: pipelines.State, **knobs: Any
 ) -> tuple[Recipe, submit.Submission, str]:
     recipe = recipe_for(root, service.server.address, **knobs)
-    submission = prepared(recipe)
+    submission = prepare_submission(recipe)
     return recipe, submission, submit.submit(recipe, submission)[0]
 
 
@@ -454,24 +455,27 @@ def test_one_schedule_a_run_made_and_then_replaced(
     tmp_path: Path, service: pipelines.State
 ) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
-    first = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
+    first = submit.schedule(recipe, prepare_submission(recipe), "0 3 * * 1")
     changed = recipe_for(tmp_path, service.server.address, **{"train.steps": 9})
-    second = submit.schedule(changed, prepared(changed), "TZ=Europe/Berlin 30 4 * * *")
+    second = submit.schedule(changed, prepare_submission(changed), "TZ=Europe/Berlin 30 4 * * *")
     assert first.name == second.name
     (kept,) = service.schedules.values()
     assert kept.cron == "TZ=Europe/Berlin 30 4 * * *"
     assert kept.max_concurrent_run_count == 1
     started = service.start_scheduled(first.name)
-    assert started.runtime_config.parameter_values["recipe"] == prepared(changed).plan.address
+    assert (
+        started.runtime_config.parameter_values["recipe"]
+        == prepare_submission(changed).plan.address
+    )
 
 
 def test_a_schedule_that_was_made_twice_is_made_one(
     tmp_path: Path, service: pipelines.State
 ) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
-    made = submit.schedule(recipe, prepared(recipe), "0 3 * * 1")
+    made = submit.schedule(recipe, prepare_submission(recipe), "0 3 * * 1")
     service._keep("projects/proj/locations/us-central1/schedules/77", service.schedules[made.name])
-    submit.schedule(recipe, prepared(recipe), "0 4 * * 1")
+    submit.schedule(recipe, prepare_submission(recipe), "0 4 * * 1")
     assert [schedule.cron for schedule in service.schedules.values()] == ["0 4 * * 1"]
 
 
@@ -491,14 +495,14 @@ def test_a_schedule_that_was_made_twice_is_made_one(
 )
 def test_a_time_that_is_none_is_refused(cron: str) -> None:
     with pytest.raises(WrongInput, match='such as "0 3'):
-        submit.checked(cron)
+        submit.check_cron(cron)
 
 
 @pytest.mark.parametrize(
     "cron", ["0 3 * * 1", "*/15 0-6,22 1 */2 1-5", "CRON_TZ=Asia/Tokyo 0 0 * * *"]
 )
 def test_a_time_is_taken(cron: str) -> None:
-    assert submit.checked(cron) == cron
+    assert submit.check_cron(cron) == cron
 
 
 def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> subprocess.Popen[str]:
@@ -541,7 +545,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
     process = _command(tmp_path, recipe, "--dry-run")
     out, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, "")
-    assert out == rendered(prepared(recipe))
+    assert out == render_submission(prepare_submission(recipe))
     assert not service.server.calls
     assert not bucket.objects
 

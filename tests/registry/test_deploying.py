@@ -14,8 +14,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cloud.vertex import endpoints, models
 from ingot.config.recipe import Recipe
 from ingot.registry import deploy as deploying
-from ingot.registry.deploy import Wish, deploy, rehearse
+from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.verbs import register
+from ingot.registry.vertexai import objects
 from ingot.registry.vertexai import probe as verification
 from tests.fakes.google import Refused
 from tests.lazy import lazy
@@ -36,7 +37,7 @@ CHANGES = (
 
 def own(recipe: Recipe, **wishes: Any) -> int:
     """Deploy the version of a run, as `ingot deploy RECIPE.yaml` does."""
-    return deploy(recipe, "words", Wish(**wishes), is_run=True).number
+    return deploy(recipe, "words", DeployRequest(**wishes), is_run=True).number
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def test_an_endpoint_with_models_of_others_is_left_alone(place: Place) -> None:
         place.deploy()
     assert list(place.state.endpoints) == [name]
     with pytest.raises(WrongInput, match="no version of words"):
-        rehearse(place.recipe(), "words", Wish())
+        render_deploy(place.recipe(), "words", DeployRequest())
     place.is_quiet(served=False)
 
 
@@ -246,13 +247,13 @@ def test_an_error_once_the_pointer_moved_goes_forward_and_one_before_goes_back(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(place)
-    move = deploying.pointer.move
+    move = objects.move_pointer
 
     def lost(*arguments: Any, **more: Any) -> None:
         move(*arguments, **more)
         raise Failed("the answer was lost")
 
-    monkeypatch.setattr(deploying.pointer, "move", lost)
+    monkeypatch.setattr(objects, "move_pointer", lost)
     with pytest.raises(
         Failed,
         match=(
@@ -266,10 +267,10 @@ def test_an_error_once_the_pointer_moved_goes_forward_and_one_before_goes_back(
     def refused(*_: Any, **__: Any) -> None:
         raise Failed("no")
 
-    monkeypatch.setattr(deploying.pointer, "move", refused)
+    monkeypatch.setattr(objects, "move_pointer", refused)
     with pytest.raises(Failed, match="words v1 is not deployed, the version before serves on: no"):
         place.deploy(1)
-    monkeypatch.setattr(deploying.pointer, "move", move)
+    monkeypatch.setattr(objects, "move_pointer", move)
     place.is_whole(2)
 
 
@@ -323,7 +324,7 @@ def _words(place: Place, engine: str) -> Recipe:
 def test_an_engine_is_asked_in_its_own_words(
     place: Place, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploying, "answer_of", lambda folder, prompt: "said by 2")
+    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "said by 2")
     recipe = _words(place, engine)
     place.state.raw = lambda deployed, body: (
         200,
@@ -336,7 +337,7 @@ def test_an_engine_is_asked_in_its_own_words(
     assert asked.get("prompt", asked.get("text_input")) == "once"
     assert asked.get("model", "words") == "words"
     assert not place.google.requests("PredictionService.Predict")
-    assert "RawPredict: 'once'" in rehearse(recipe, "words", Wish(2, verify=True))
+    assert "RawPredict: 'once'" in render_deploy(recipe, "words", DeployRequest(2, verify=True))
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_an_engine_is_asked_in_its_own_words(
 def test_an_engine_that_answers_wrongly_is_taken_away_again(
     place: Place, raw: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploying, "answer_of", lambda folder, prompt: "said")
+    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "said")
     recipe = _words(place, "vllm")
     place.state.raw = raw
     with pytest.raises(Failed, match=f"the version before serves on: {says}"):
@@ -392,7 +393,9 @@ def test_the_versions_engine_is_asked_and_not_the_recipes(place: Place) -> None:
     place.state.raw = lambda deployed, body: (200, ENGINES["vllm"]("said"))
     assert (
         deploy(
-            place.recipe(serve={"machine": {"type": "g2-standard-12"}}), "words", Wish(2, canary=10)
+            place.recipe(serve={"machine": {"type": "g2-standard-12"}}),
+            "words",
+            DeployRequest(2, canary=10),
         ).number
         == 2
     )

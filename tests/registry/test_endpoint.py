@@ -16,7 +16,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import lease
 from ingot.cloud.vertex import endpoints
 from ingot.registry import deploy as deploying
-from ingot.registry.deploy import Wish, deploy, rehearse
+from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.vertexai import probe as verification
 from tests import golden
 from tests.fakes.google import Refused
@@ -148,17 +148,17 @@ def test_verify_compares_with_what_the_folder_says(
         asked.append((folder.parent.name, prompt))
         return "what the folder says"
 
-    monkeypatch.setattr(deploying, "answer_of", says)
+    monkeypatch.setattr(deploying, "local_answer", says)
     recipe = place.recipe("two", serve={"prompt": "once"})
     with pytest.raises(
         Failed,
         match=r"the new version answers 'once from v2', its folder here 'what the folder says'",
     ):
-        deploy(recipe, "words", Wish(verify=True), is_run=True)
+        deploy(recipe, "words", DeployRequest(verify=True), is_run=True)
     place.is_whole(1)
     assert asked == [("two", "once")]
-    monkeypatch.setattr(deploying, "answer_of", lambda folder, prompt: "once from v2")
-    deploy(recipe, "words", Wish(verify=True), is_run=True)
+    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "once from v2")
+    deploy(recipe, "words", DeployRequest(verify=True), is_run=True)
     place.is_whole(2)
     assert shares(place)[-2:] == [{1: 90, 2: 10}, {2: 100}]
     request = place.google.requests("PredictionService.Predict")[-1]
@@ -411,13 +411,13 @@ def test_an_endpoint_of_somebody_elses_making_is_used_and_never_deleted_while_it
 def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place) -> None:
     one, _ = place.registered("one", "a", 2.5)
     two, _ = place.registered("two", "b", 2.4)
-    assert deploy(one, "words", Wish(), is_run=True).number == 1
+    assert deploy(one, "words", DeployRequest(), is_run=True).number == 1
     place.is_whole(1)
     worse, _ = place.registered("three", "c", 2.6)
     with pytest.raises(
         WrongInput, match=r"the gate says keep \(loss/bits_per_byte .*`--version V` deploys"
     ):
-        deploy(worse, "words", Wish(), is_run=True)
+        deploy(worse, "words", DeployRequest(), is_run=True)
     with pytest.raises(
         WrongInput,
         match=(
@@ -425,11 +425,11 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
             " gate` again"
         ),
     ):
-        deploy(two, "words", Wish(), is_run=True)
+        deploy(two, "words", DeployRequest(), is_run=True)
     place.is_whole(1)
     (two.folder.reports / "gate.json").unlink()
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
-        deploy(two, "words", Wish(), is_run=True)
+        deploy(two, "words", DeployRequest(), is_run=True)
     place.is_whole(1)
 
 
@@ -438,27 +438,27 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
     [
         (
             {"serve": {"machine": {"type": "n1-standard-4", "accelerator": "nvidia-tesla-t5"}}},
-            Wish(),
+            DeployRequest(),
             r"nearest is nvidia-tesla-t4 \(serve\.machine",
         ),
         (
             {"serve": {"machine": {"type": "n1-standart-4"}}},
-            Wish(),
+            DeployRequest(),
             r"n1-standart-4 is not known; the nearest is n1-standard-4 \(serve\.machine\.type\)",
         ),
-        ({"serve": {"machine": {"type": "ct5lp-hightpu-1t"}}}, Wish(), "has TPUs"),
-        ({"serve": {"machine": {"flex_start": True}}}, Wish(), "flex_start"),
-        ({"serve": {"replicas": [3, 1]}}, Wish(), "turn them round"),
-        ({"serve": {"machine": {"reservation": "mine"}}}, Wish(), "set cloud.zone"),
-        ({}, Wish(canary=0), "--canary 0 is no share"),
-        ({}, Wish(canary=100), "--canary 100 is no share"),
-        ({}, Wish(7), "words has no version 7 in the Model Registry of .* it has 1"),
-        ({}, Wish(1, back=True), "two wishes"),
-        ({"registry": {"name": "other", "kind": "vertex"}}, Wish(), "nothing"),
+        ({"serve": {"machine": {"type": "ct5lp-hightpu-1t"}}}, DeployRequest(), "has TPUs"),
+        ({"serve": {"machine": {"flex_start": True}}}, DeployRequest(), "flex_start"),
+        ({"serve": {"replicas": [3, 1]}}, DeployRequest(), "swap them"),
+        ({"serve": {"machine": {"reservation": "mine"}}}, DeployRequest(), "set cloud.zone"),
+        ({}, DeployRequest(canary=0), "--canary 0 is no share"),
+        ({}, DeployRequest(canary=100), "--canary 100 is no share"),
+        ({}, DeployRequest(7), "words has no version 7 in the Model Registry of .* it has 1"),
+        ({}, DeployRequest(1, back=True), "exclude each other"),
+        ({"registry": {"name": "other", "kind": "vertex"}}, DeployRequest(), "nothing"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(
-    place: Place, sections: Any, wish: Wish, says: str
+    place: Place, sections: Any, wish: DeployRequest, says: str
 ) -> None:
     place.registered("one", "a")
     name = "other" if "registry" in sections else "words"
@@ -486,7 +486,7 @@ def test_what_would_be_sent(place: Place) -> None:
     two(place)
     recipe = place.recipe(**T4, cloud={"service_account": "server@proj.iam.gserviceaccount.com"})
     before = len(place.google.calls)
-    text = rehearse(recipe, "words", Wish(canary=10, verify=True))
+    text = render_deploy(recipe, "words", DeployRequest(canary=10, verify=True))
     assert not [
         call.method
         for call in place.google.calls[before:]
@@ -495,4 +495,4 @@ def test_what_would_be_sent(place: Place) -> None:
     (old,) = place.state.endpoint.deployed_models
     golden.check("deploy_beside.txt", text.replace(old.id, "OLD"))
     place.state.endpoints.clear()
-    golden.check("deploy_first.txt", rehearse(recipe, "words", Wish()))
+    golden.check("deploy_first.txt", render_deploy(recipe, "words", DeployRequest()))

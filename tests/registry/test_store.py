@@ -20,18 +20,18 @@ from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import shared_lock
 from ingot.registry import database
-from ingot.registry.local import MARKER, Registry
+from ingot.registry.local import MARKER, LocalRegistry
 from tests.registry.models import a_model, a_report
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(tmp_path / "registry.sqlite")
+def registry(tmp_path: Path) -> LocalRegistry:
+    return LocalRegistry(tmp_path / "registry.sqlite")
 
 
-def add(registry: Registry, model: str, name: str = "words", value: float = 2.5) -> int:
+def add(registry: LocalRegistry, model: str, name: str = "words", value: float = 2.5) -> int:
     """Register a made-up model from a folder that is gone afterwards."""
     folder = a_model(registry.path.parent / f"run-{model}-{os.getpid()}", model)
     number = registry.add(name, folder, a_report(model, value), {"run": "r"}).number
@@ -39,7 +39,7 @@ def add(registry: Registry, model: str, name: str = "words", value: float = 2.5)
     return number
 
 
-def test_an_empty_registry_knows_nothing_and_creates_nothing(registry: Registry) -> None:
+def test_an_empty_registry_knows_nothing_and_creates_nothing(registry: LocalRegistry) -> None:
     assert registry.names() == []
     assert registry.versions("words") == []
     assert registry.live("words") is None
@@ -52,7 +52,7 @@ def test_an_empty_registry_knows_nothing_and_creates_nothing(registry: Registry)
         registry.version("words", 1)
 
 
-def test_versions_count_up_per_name_and_come_back_whole(registry: Registry) -> None:
+def test_versions_count_up_per_name_and_come_back_whole(registry: LocalRegistry) -> None:
     assert [add(registry, "a"), add(registry, "b"), add(registry, "c", "other")] == [1, 2, 1]
     assert registry.names() == ["other", "words"]
     first, second = registry.versions("words")
@@ -71,7 +71,7 @@ def test_versions_count_up_per_name_and_come_back_whole(registry: Registry) -> N
 
 
 def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(
-    registry: Registry,
+    registry: LocalRegistry,
 ) -> None:
     assert add(registry, "a") == add(registry, "a") == 1
     assert add(registry, "a", value=2.25) == 1
@@ -80,7 +80,7 @@ def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(
 
 
 def test_weights_are_shared_not_copied_and_an_export_cannot_change_a_version(
-    registry: Registry, tmp_path: Path
+    registry: LocalRegistry, tmp_path: Path
 ) -> None:
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
@@ -92,7 +92,7 @@ def test_weights_are_shared_not_copied_and_an_export_cannot_change_a_version(
     assert (version.folder / "model.safetensors").read_bytes() == b"weights of a"
 
 
-def test_links_as_in_the_hubs_cache_are_followed(registry: Registry, tmp_path: Path) -> None:
+def test_links_as_in_the_hubs_cache_are_followed(registry: LocalRegistry, tmp_path: Path) -> None:
     blobs = a_model(tmp_path / "blobs", "a")
     (tmp_path / "snapshot").mkdir()
     for path in blobs.iterdir():
@@ -102,7 +102,7 @@ def test_links_as_in_the_hubs_cache_are_followed(registry: Registry, tmp_path: P
     registry.check(version, checksums=True)
 
 
-def test_a_missing_and_a_changed_file_of_a_version_are_named(registry: Registry) -> None:
+def test_a_missing_and_a_changed_file_of_a_version_are_named(registry: LocalRegistry) -> None:
     add(registry, "a")
     version = registry.version("words", 1)
     registry.check(version)
@@ -140,7 +140,7 @@ def _damage(path: Path, data: bytes | None) -> None:
     ],
 )
 def test_a_damaged_version_is_mended_by_registering_it_again(
-    registry: Registry, tmp_path: Path, name: str, data: bytes | None
+    registry: LocalRegistry, tmp_path: Path, name: str, data: bytes | None
 ) -> None:
     folder = a_model(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
@@ -156,14 +156,14 @@ def test_a_damaged_version_is_mended_by_registering_it_again(
     assert [path.name for path in (registry.home / "words").iterdir()] == ["v1"]
 
 
-def test_a_whole_version_is_left_alone(registry: Registry, tmp_path: Path) -> None:
+def test_a_whole_version_is_left_alone(registry: LocalRegistry, tmp_path: Path) -> None:
     folder = a_model(tmp_path / "model", "a")
     before = registry.add("words", folder, a_report("a"), {}).folder.stat().st_ino
     assert registry.add("words", folder, a_report("a"), {}).folder.stat().st_ino == before
 
 
 def test_a_version_is_not_mended_from_what_is_damaged_itself(
-    registry: Registry, tmp_path: Path
+    registry: LocalRegistry, tmp_path: Path
 ) -> None:
     """Weights lie on the disk once for the run and the registry."""
     folder = a_model(tmp_path / "model", "a")
@@ -187,7 +187,7 @@ def test_a_version_is_not_mended_from_what_is_damaged_itself(
 
 
 def test_a_version_that_is_mended_is_never_missing(
-    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: LocalRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed right before the new files take the place of the old ones, these still lie there."""
     folder = a_model(tmp_path / "model", "a")
@@ -207,7 +207,7 @@ def test_a_version_that_is_mended_is_never_missing(
     assert [path.name for path in (registry.home / "words").iterdir()] == ["v1"]
 
 
-def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: Registry) -> None:
+def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: LocalRegistry) -> None:
     for model in "abc":
         registry.point("words", add(registry, model), f"deploy {model}")
     live = registry.live("words")
@@ -235,7 +235,7 @@ def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: Regis
     ]
 
 
-def test_the_pointer_moves_only_from_where_it_was_seen(registry: Registry) -> None:
+def test_the_pointer_moves_only_from_where_it_was_seen(registry: LocalRegistry) -> None:
     for model in "abc":
         add(registry, model)
     registry.point("words", 1, "first", instead_of=None)
@@ -255,7 +255,7 @@ def test_the_pointer_moves_only_from_where_it_was_seen(registry: Registry) -> No
     assert [turn.version for turn in registry.history("words")] == [1, 2]
 
 
-def test_nothing_live_cannot_be_rolled_back(registry: Registry) -> None:
+def test_nothing_live_cannot_be_rolled_back(registry: LocalRegistry) -> None:
     add(registry, "a")
     with pytest.raises(
         WrongInput,
@@ -268,7 +268,7 @@ def test_nothing_live_cannot_be_rolled_back(registry: Registry) -> None:
 @given(moves=st.lists(st.integers(1, 3) | st.none(), max_size=12))
 def test_rollback_is_a_stack_whatever_happened(moves: list[int | None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        registry = Registry(Path(folder, "r.sqlite"))
+        registry = LocalRegistry(Path(folder, "r.sqlite"))
         for model in "abc":
             add(registry, model)
         stack: list[int] = []
@@ -287,7 +287,7 @@ def test_rollback_is_a_stack_whatever_happened(moves: list[int | None]) -> None:
 
 
 def _register_many(path: Path, writer: int, start: Any, count: int) -> None:
-    registry = Registry(path)
+    registry = LocalRegistry(path)
     start.wait()
     for number in range(count):
         # Every second model is one that the other writer registers too.
@@ -296,7 +296,7 @@ def _register_many(path: Path, writer: int, start: Any, count: int) -> None:
 
 
 def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps(
-    registry: Registry,
+    registry: LocalRegistry,
 ) -> None:
     count = 40
     start = FORK.Barrier(2)
@@ -328,21 +328,21 @@ def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps
 DIE = """
 import os, signal, sys
 from pathlib import Path
-from ingot.registry import store
+from ingot.registry import local
 from tests.registry.models import a_report
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "before":
-    store.os.replace = die
+    local.os.replace = die
 else:
-    store.Registry._insert = die
-store.Registry(Path(sys.argv[1])).add("words", Path(sys.argv[2]), a_report("b"), {})
+    local.LocalRegistry._insert = die
+local.LocalRegistry(Path(sys.argv[1])).add("words", Path(sys.argv[2]), a_report("b"), {})
 """
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_between_copy_and_insert_leaves_nothing_registered_and_the_next_register_is_right(
-    registry: Registry, tmp_path: Path, when: str
+    registry: LocalRegistry, tmp_path: Path, when: str
 ) -> None:
     """Killed before or after the copy got its final name."""
     add(registry, "a")
@@ -362,7 +362,9 @@ def test_a_crash_between_copy_and_insert_leaves_nothing_registered_and_the_next_
         registry.check(version, checksums=True)
 
 
-def test_what_a_killed_writer_left_is_removed_when_nobody_else_writes(registry: Registry) -> None:
+def test_what_a_killed_writer_left_is_removed_when_nobody_else_writes(
+    registry: LocalRegistry,
+) -> None:
     add(registry, "a")
     left = [registry.home / "words" / name for name in (".incoming-b", "..incoming-c.partial-1")]
     for folder in left:
@@ -374,7 +376,7 @@ def test_what_a_killed_writer_left_is_removed_when_nobody_else_writes(registry: 
     assert not any(folder.exists() for folder in left)
 
 
-def test_a_folder_of_a_lost_registry_is_never_overwritten(registry: Registry) -> None:
+def test_a_folder_of_a_lost_registry_is_never_overwritten(registry: LocalRegistry) -> None:
     add(registry, "a")
     for path in registry.path.parent.glob("registry.sqlite*"):
         path.unlink()
@@ -386,27 +388,29 @@ def test_a_folder_of_a_lost_registry_is_never_overwritten(registry: Registry) ->
     assert registry.versions("words") == []
 
 
-def test_a_moved_registry_still_finds_its_models(registry: Registry, tmp_path: Path) -> None:
+def test_a_moved_registry_still_finds_its_models(registry: LocalRegistry, tmp_path: Path) -> None:
     add(registry, "a")
     (tmp_path / "elsewhere").mkdir()
     for path in [*tmp_path.glob("registry*")]:
         path.rename(tmp_path / "elsewhere" / path.name)
-    moved = Registry(tmp_path / "elsewhere" / "registry.sqlite")
+    moved = LocalRegistry(tmp_path / "elsewhere" / "registry.sqlite")
     moved.check(moved.version("words", 1), checksums=True)
-    assert Registry(tmp_path / "models").home == tmp_path / "models-versions"
+    assert LocalRegistry(tmp_path / "models").home == tmp_path / "models-versions"
 
 
-def test_the_file_uses_a_write_ahead_log_so_that_readers_never_wait(registry: Registry) -> None:
+def test_the_file_uses_a_write_ahead_log_so_that_readers_never_wait(
+    registry: LocalRegistry,
+) -> None:
     add(registry, "a")
-    with database.opened(registry.path, writing=True) as db:
+    with database.open_database(registry.path, writing=True) as db:
         db.execute("UPDATE versions SET created = 0")
         assert registry.version("words", 1).created > 0
     assert registry.version("words", 1).created == 0
 
 
-def test_an_error_inside_a_transaction_changes_nothing(registry: Registry) -> None:
+def test_an_error_inside_a_transaction_changes_nothing(registry: LocalRegistry) -> None:
     add(registry, "a")
-    with pytest.raises(KeyError), database.opened(registry.path, writing=True) as db:
+    with pytest.raises(KeyError), database.open_database(registry.path, writing=True) as db:
         raise KeyError(db.execute("DELETE FROM versions").rowcount)
     assert len(registry.versions("words")) == 1
 
@@ -416,23 +420,23 @@ def test_a_file_that_is_no_registry_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"text\.sqlite is damaged or no registry .* set registry\.path"
     ):
-        Registry(tmp_path / "text.sqlite").names()
+        LocalRegistry(tmp_path / "text.sqlite").names()
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("CREATE TABLE things (a)")
     with pytest.raises(WrongInput, match=r"other\.sqlite is a database of something else"):
-        add(Registry(tmp_path / "other.sqlite"), "a")
+        add(LocalRegistry(tmp_path / "other.sqlite"), "a")
     (tmp_path / "folder.sqlite").mkdir()
     with pytest.raises(WrongInput, match=r"folder\.sqlite cannot be used as a registry"):
-        Registry(tmp_path / "folder.sqlite").names()
+        LocalRegistry(tmp_path / "folder.sqlite").names()
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(WrongInput, match="in the way"),
-        database.opened(tmp_path / "file" / "r.sqlite", writing=True),
+        database.open_database(tmp_path / "file" / "r.sqlite", writing=True),
     ):
         pass
 
 
-def test_a_newer_registry_is_refused_in_words(registry: Registry) -> None:
+def test_a_newer_registry_is_refused_in_words(registry: LocalRegistry) -> None:
     add(registry, "a")
     with sqlite3.connect(registry.path) as db:
         db.execute("PRAGMA user_version = 99")
@@ -441,20 +445,20 @@ def test_a_newer_registry_is_refused_in_words(registry: Registry) -> None:
 
 
 def test_a_writer_that_holds_the_file_is_waited_for_and_then_named(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
+    registry: LocalRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(registry, "a")
     monkeypatch.setattr(database, "WAIT_S", 0.2)
     with (
-        database.opened(registry.path, writing=True),
+        database.open_database(registry.path, writing=True),
         pytest.raises(Failed, match=r"was in use by another process for 0\.2 s"),
     ):
         add(registry, "b")
 
 
-def test_a_full_disk_is_named_and_nothing_is_registered(registry: Registry) -> None:
+def test_a_full_disk_is_named_and_nothing_is_registered(registry: LocalRegistry) -> None:
     add(registry, "a")
-    with database.opened(registry.path) as db:
+    with database.open_database(registry.path) as db:
         pages = db.execute("PRAGMA page_count").fetchone()[0]
 
     def fill(db: sqlite3.Connection) -> None:
@@ -463,7 +467,7 @@ def test_a_full_disk_is_named_and_nothing_is_registered(registry: Registry) -> N
 
     with (
         pytest.raises(Failed, match=r"disk full while writing .*registry"),
-        database.opened(registry.path, writing=True) as db,
+        database.open_database(registry.path, writing=True) as db,
     ):
         fill(db)
     assert len(registry.versions("words")) == 1

@@ -12,9 +12,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.registry.deploy import Wish, deploy
-from ingot.registry.local import Registry
-from ingot.registry.verbs import approved, gate, gate_stamp, register, resolve
+from ingot.registry.deploy import DeployRequest, deploy
+from ingot.registry.local import LocalRegistry
+from ingot.registry.verbs import approved_report, gate, gate_stamp, register, registered_folder
 from tests.registry.models import a_model, a_recipe, a_report, trained
 
 
@@ -23,8 +23,8 @@ def decision(recipe: Recipe) -> dict[str, Any]:
     return value
 
 
-def registry(root: Path) -> Registry:
-    return Registry(root / "registry.sqlite")
+def registry(root: Path) -> LocalRegistry:
+    return LocalRegistry(root / "registry.sqlite")
 
 
 def live(root: Path) -> int | None:
@@ -124,14 +124,14 @@ def test_training_on_does_not_change_what_is_registered(tmp_path: Path) -> None:
     both(recipe)
     trained(recipe, "b", 2.4)
     assert (
-        resolve(registry(tmp_path), "words") / "model.safetensors"
+        registered_folder(registry(tmp_path), "words") / "model.safetensors"
     ).read_bytes() == b"weights of a"
     both(recipe)
     assert (
-        resolve(registry(tmp_path), "words") / "model.safetensors"
+        registered_folder(registry(tmp_path), "words") / "model.safetensors"
     ).read_bytes() == b"weights of b"
     assert (
-        resolve(registry(tmp_path), "words", 1) / "model.safetensors"
+        registered_folder(registry(tmp_path), "words", 1) / "model.safetensors"
     ).read_bytes() == b"weights of a"
 
 
@@ -204,7 +204,7 @@ def test_of_another_run_it_is_the_exported_model(tmp_path: Path) -> None:
     write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
     assert both(recipe)[1].result == "words v1, live"
     assert (
-        resolve(registry(tmp_path), "words") / "model.safetensors"
+        registered_folder(registry(tmp_path), "words") / "model.safetensors"
     ).read_bytes() == b"weights of a"
 
 
@@ -215,14 +215,14 @@ def test_a_decision_holds_for_one_name_in_one_registry(
     tmp_path: Path, elsewhere: dict[str, str]
 ) -> None:
     there = {key: value.replace("PLACE", str(tmp_path)) for key, value in elsewhere.items()}
-    other = Registry(Path(there.get("path", tmp_path / "registry.sqlite")))
+    other = LocalRegistry(Path(there.get("path", tmp_path / "registry.sqlite")))
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
     both(trained(a_recipe(tmp_path, "two", registry=there), "b", 2.0))
     here = trained(a_recipe(tmp_path, "new"), "c", 2.4)
     assert gate(here).exit_code == 0
     stamp = gate_stamp(here)
     wrong = a_recipe(tmp_path, "new", registry=there)
-    for act in (register, approved):
+    for act in (register, approved_report):
         with pytest.raises(
             WrongInput,
             match=(
@@ -297,9 +297,9 @@ def test_a_model_that_was_rolled_back_does_not_come_back_by_itself(tmp_path: Pat
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
     second = trained(a_recipe(tmp_path, "two"), "b", 2.4)
     both(second)
-    assert deploy(a_recipe(tmp_path), "words", Wish(back=True)).number == 1
+    assert deploy(a_recipe(tmp_path), "words", DeployRequest(back=True)).number == 1
     assert register(second).result == "words v2, v1 stays live"
-    assert deploy(a_recipe(tmp_path), "words", Wish(2)).number == 2
+    assert deploy(a_recipe(tmp_path), "words", DeployRequest(2)).number == 2
     assert register(second).result == "words v2, live"
 
 
@@ -319,7 +319,7 @@ def test_after_another_evaluation_set_the_reason_leads_on(tmp_path: Path) -> Non
     """The way that the reason names is walked to its end."""
     both(trained(a_recipe(tmp_path, "one"), "a", 2.5, on="old set"))
     recipe = trained(a_recipe(tmp_path, "two"), "b", 2.4, on="new set")
-    folder = resolve(registry(tmp_path), "words")
+    folder = registered_folder(registry(tmp_path), "words")
     decided = gate(recipe)
     assert decided.exit_code == 3
     assert decision(recipe)["reason"].endswith(f"(the live model lies in {folder})")
@@ -354,16 +354,16 @@ def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registerin
         assert gate_stamp(recipe) == before
     assert live(tmp_path) == 4
     before = gate_stamp(two)
-    deploy(a_recipe(tmp_path), "words", Wish(back=True))
+    deploy(a_recipe(tmp_path), "words", DeployRequest(back=True))
     assert gate_stamp(two) != before
     assert gate_stamp(two) is not None
 
 
 def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"nothing is registered as words .* it knows no name"):
-        resolve(registry(tmp_path), "words")
+        registered_folder(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="nothing is registered as words"):
-        deploy(a_recipe(tmp_path), "words", Wish())
+        deploy(a_recipe(tmp_path), "words", DeployRequest())
     recipe = trained(a_recipe(tmp_path, gate={"override": "keep"}), "a")
     assert both(recipe)[1].result == "words v1, nothing is live"
     with pytest.raises(
@@ -373,22 +373,22 @@ def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
             r" live"
         ),
     ):
-        resolve(registry(tmp_path), "words")
+        registered_folder(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words has no version 2"):
-        deploy(a_recipe(tmp_path), "words", Wish(2))
-    assert deploy(a_recipe(tmp_path), "words", Wish()).number == 1
-    assert resolve(registry(tmp_path), "words") == tmp_path / "registry" / "words" / "v1"
+        deploy(a_recipe(tmp_path), "words", DeployRequest(2))
+    assert deploy(a_recipe(tmp_path), "words", DeployRequest()).number == 1
+    assert registered_folder(registry(tmp_path), "words") == tmp_path / "registry" / "words" / "v1"
     with pytest.raises(WrongInput, match=r"nothing is registered as other .* it knows words"):
-        resolve(registry(tmp_path), "other")
+        registered_folder(registry(tmp_path), "other")
 
 
 def test_a_damaged_version_is_neither_deployed_nor_resolved(tmp_path: Path) -> None:
     both(trained(a_recipe(tmp_path), "a"))
     os.truncate(tmp_path / "registry" / "words" / "v1" / "model.safetensors", 3)
     with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors has 3 bytes"):
-        resolve(registry(tmp_path), "words")
+        registered_folder(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words v1 is damaged"):
-        deploy(a_recipe(tmp_path), "words", Wish(1))
+        deploy(a_recipe(tmp_path), "words", DeployRequest(1))
 
 
 def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> None:
@@ -398,5 +398,5 @@ def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> 
     weights.unlink()
     weights.write_bytes(b"wei")
     assert register(recipe).result == "words v1, live"
-    assert resolve(registry(tmp_path), "words") == weights.parent
+    assert registered_folder(registry(tmp_path), "words") == weights.parent
     assert weights.read_bytes() == b"weights of a"

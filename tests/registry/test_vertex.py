@@ -19,12 +19,18 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import lease
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.cloud import clients
-from ingot.registry.local import Registry
-from ingot.registry.verbs import gate, register, resolve
-from ingot.registry.vertexai import objects as pointer
+from ingot.registry.local import LocalRegistry
+from ingot.registry.verbs import gate, register, registered_folder
+from ingot.registry.vertexai import objects
 from ingot.registry.vertexai import resources as labels
 from ingot.registry.vertexai.registry import VertexRegistry
-from ingot.registry.vertexai.resources import container_of, key_of, labels_of, number, resource_id
+from ingot.registry.vertexai.resources import (
+    container_of,
+    model_key,
+    label_number,
+    resource_id,
+    version_labels,
+)
 from tests.fakes import vertex_models
 from tests.registry.models import a_model, a_report, trained
 from tests.registry.vertex_place import IMAGE, Place, killed_at
@@ -215,19 +221,19 @@ def test_two_processes_that_register_the_same_model_do_it_once(place: Place) -> 
 
 def test_of_two_writers_of_the_live_pointer_one_is_refused(place: Place) -> None:
     bucket = open_bucket("gs://bucket/somewhere")
-    seen = pointer.read(bucket)
-    pointer.move(bucket, seen, 1, "the first")
+    seen = objects.read_pointer(bucket)
+    objects.move_pointer(bucket, seen, 1, "the first")
     with pytest.raises(Failed, match="another version went live at the same time"):
-        pointer.move(bucket, seen, 2, "the second")
-    assert [turn.reason for turn in pointer.read(bucket).history] == ["the first"]
+        objects.move_pointer(bucket, seen, 2, "the second")
+    assert [turn.reason for turn in objects.read_pointer(bucket).history] == ["the first"]
     place.storage.fault("insert", code=503, lose=True)
-    pointer.move(bucket, pointer.read(bucket), 3, "an answer that is lost")
-    assert pointer.read(bucket).now == 3
-    assert len(pointer.read(bucket).turns) == 2
+    objects.move_pointer(bucket, objects.read_pointer(bucket), 3, "an answer that is lost")
+    assert objects.read_pointer(bucket).now == 3
+    assert len(objects.read_pointer(bucket).turns) == 2
 
 
 def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path) -> None:
-    local, cloud = Registry(tmp_path / "registry.sqlite"), place.registry()
+    local, cloud = LocalRegistry(tmp_path / "registry.sqlite"), place.registry()
     told = []
     kinds: list[Any] = [local, cloud]
     for registry in kinds:
@@ -315,16 +321,16 @@ def test_a_version_is_fetched_once(place: Place) -> None:
     with pytest.raises(
         WrongInput, match=r"nothing is live as words in the Model Registry .*--version 1`"
     ):
-        resolve(place.registry(), "words")
-    folder = resolve(place.registry(), "words", 1)
+        registered_folder(place.registry(), "words")
+    folder = registered_folder(place.registry(), "words", 1)
     assert (folder / "model.safetensors").read_bytes() == b"weights of a"
     before = place.storage.counts["media"]
     (folder / "config.json").unlink()
-    assert resolve(place.registry(), "words", 1) == folder
+    assert registered_folder(place.registry(), "words", 1) == folder
     assert (folder / "config.json").exists(), "a folder that lost a file is fetched anew"
     again = place.storage.counts["media"]
     assert again > before + 2
-    resolve(place.registry(), "words", 1)
+    registered_folder(place.registry(), "words", 1)
     assert place.storage.counts["media"] == again + 2, "the record and the marker alone"
 
 
@@ -476,7 +482,8 @@ def test_an_engine_of_others_needs_its_image_where_endpoints_look(
     place: Place, engine: str
 ) -> None:
     with pytest.raises(
-        WrongInput, match=rf"serve\.engine {engine} is not in Artifact Registry.*set serve\.image"
+        WrongInput,
+        match=rf"serve\.engine {engine} is not in Artifact Registry.*set serve\.image",
     ):
         container_of(place.recipe(serve={"engine": engine, "machine": {"type": "g2-standard-12"}}))
 
@@ -603,11 +610,11 @@ def test_labels_keep_to_their_alphabet_and_their_number() -> None:
         for index in range(15)
     ]
     report = EvaluationReport("m", "t", dict.fromkeys(keys, metric))
-    made = labels_of(report, {"ingot-key": "k"}, {"Team": "Größe XXL"})
-    assert len(made) == labels.MOST_LABELS
+    made = version_labels(report, {"ingot-key": "k"}, {"Team": "Größe XXL"})
+    assert len(made) == labels.MAX_LABELS
     assert made["ingot-key"] == "k"
     vertex_models._check_labels(made)
-    assert [number(value) for value in (0.8123, 12345678.0, -0.5, 1e20)] == [
+    assert [label_number(value) for value in (0.8123, 12345678.0, -0.5, 1e20)] == [
         "0_8123",
         "1_23457e07",
         "-0_5",
@@ -636,5 +643,5 @@ def test_ids_are_such_as_google_takes_and_no_two_names_share_one() -> None:
         and set(one) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
         for one in found
     )
-    assert key_of("a" * 16, "b" * 16) == f"{'a' * 16}-{'b' * 16}"
-    assert len(key_of("a" * 64, "b" * 64)) <= 63
+    assert model_key("a" * 16, "b" * 16) == f"{'a' * 16}-{'b' * 16}"
+    assert len(model_key("a" * 64, "b" * 64)) <= 63

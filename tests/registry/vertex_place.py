@@ -20,7 +20,7 @@ from ingot.base.reports import VerbOutcome
 from ingot.cloud import clients
 from ingot.cloud.vertex import jobs as operations
 from ingot.config.recipe import Recipe
-from ingot.registry.deploy import Wish, deploy
+from ingot.registry.deploy import DeployRequest, deploy
 from ingot.registry.verbs import gate, register
 from ingot.registry.vertexai import probe as verification
 from ingot.registry.vertexai import rollout as endpoint
@@ -72,7 +72,7 @@ class Place:
         return None if found is None else found.number
 
     def deploy(self, number: int | None = None, recipe: Recipe | None = None, **wishes: Any) -> int:
-        return deploy(recipe or self.recipe(), "words", Wish(number, **wishes)).number
+        return deploy(recipe or self.recipe(), "words", DeployRequest(number, **wishes)).number
 
     def is_whole(self, number: int) -> None:
         """Version `number` serves everything, is live by pointer and alias, nothing else is

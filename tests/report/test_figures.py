@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.report.formatting import count, rounded, short, smooth, thin, ticks
+from ingot.report.formatting import count, downsample, rounded, short, smooth, ticks
 
 FINITE = st.floats(-1e12, 1e12)
 
@@ -79,7 +79,7 @@ def test_thinned_points_keep_both_ends_the_lowest_and_the_highest(
     values: list[float], most: int
 ) -> None:
     steps = [float(index) for index in range(len(values))]
-    xs, ys = thin(steps, values, most)
+    xs, ys = downsample(steps, values, most)
     assert len(xs) <= max(most + 2, 4)
     assert (xs[0], xs[-1]) == (steps[0], steps[-1])
     assert (min(ys), max(ys)) == (min(values), max(values))

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.base.heartbeat import PHASES, Heartbeat
-from ingot.base.runlog import read_lines
-from ingot.report.goodput import PARTS, Goodput, Part, goodput
-from ingot.report.losses import DEADLY, Kind
+from ingot.base.heartbeat import PHASES, Beat
+from ingot.report.goodput import TIME_PARTS, Goodput, TimePart, goodput
+from ingot.report.incidents import FAILURE_EVENTS, IncidentKind
 from tests import tolerances
 from tests.report.told import Told, a_beat
 
@@ -24,11 +23,11 @@ def counted(
 ) -> Goodput:
     found = goodput(told.events if isinstance(told, Told) else told, beat, alive=alive)
     assert found is not None
-    assert sum(found.share(part) for part in PARTS) == pytest.approx(1, rel=tolerances.EXACT)
+    assert sum(found.share(part) for part in TIME_PARTS) == pytest.approx(1, rel=tolerances.EXACT)
     return found
 
 
-def parts(found: Goodput) -> dict[Part, float]:
+def parts(found: Goodput) -> dict[TimePart, float]:
     """Without those that are 0."""
     return {part: amount for part, amount in found.seconds.items() if amount > 1e-6}
 
@@ -407,7 +406,7 @@ SPENT = (
     | ODD
 )
 NAMES = st.sampled_from(
-    ["start", "save", "finish", "stop", "skip", "straggler", "changed", *DEADLY, "odd"]
+    ["start", "save", "finish", "stop", "skip", "straggler", "changed", *FAILURE_EVENTS, "odd"]
 )
 EVENTS = st.lists(
     st.fixed_dictionaries(
@@ -463,7 +462,7 @@ def test_whatever_the_order_the_shares_are_shares(
 def check(found: Goodput | None) -> None:
     if found is None:
         return
-    shares = [found.share(part) for part in PARTS]
+    shares = [found.share(part) for part in TIME_PARTS]
     assert all(0 <= share <= 1 for share in shares)
     assert sum(shares) == pytest.approx(1 if found.wall_s > 0 else 0, rel=tolerances.EXACT)
     assert math.isfinite(found.wall_s)
@@ -472,7 +471,7 @@ def check(found: Goodput | None) -> None:
     ends = [time for span in found.attempts for time in (span.made, span.ended)]
     assert ends == sorted(ends)
     assert all(
-        loss.kind in get_args(Kind)
+        loss.kind in get_args(IncidentKind)
         and loss.lost_s >= 0
         and loss.down_s >= 0
         and loss.starting_s >= 0

@@ -10,9 +10,9 @@ from markupsafe import Markup
 from ingot.report.plots import (
     MOST_POINTS,
     MOST_PROBES,
-    Line,
-    Panel,
-    Piece,
+    PlotLine,
+    PlotPanel,
+    StripSegment,
     bars,
     curves,
     share_bar,
@@ -26,8 +26,8 @@ SERIES = st.dictionaries(
 LOOKS = st.sampled_from(["line", "faint", "area", "dots"])
 
 
-def a_line(points: list[tuple[float, float]], look: str = "line", name: str = "a") -> Line:
-    return Line(name, "train", [x for x, _ in points], [y for _, y in points], look)
+def a_line(points: list[tuple[float, float]], look: str = "line", name: str = "a") -> PlotLine:
+    return PlotLine(name, "train", [x for x, _ in points], [y for _, y in points], look)
 
 
 def tree(markup: Markup) -> ElementTree.Element:
@@ -40,7 +40,7 @@ def test_any_finite_numbers_give_a_plot_within_its_frame(
     lines: list[tuple[list[tuple[float, float]], str]], floor: bool
 ) -> None:
     drawn = curves(
-        [Panel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label"
+        [PlotPanel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label"
     )
     for path in tree(drawn).iter("path"):
         numbers = [
@@ -55,7 +55,7 @@ def test_any_finite_numbers_give_a_plot_within_its_frame(
 
 def test_nothing_to_draw_draws_nothing() -> None:
     assert curves([], "x") == ""
-    assert curves([Panel([a_line([])], 100)], "x") == ""
+    assert curves([PlotPanel([a_line([])], 100)], "x") == ""
     assert bars([]) == ""
     assert bars([("a", 0.0, "0", "own")]) == ""
     assert bars([("a", float("nan"), "0", "own")]) == ""
@@ -66,19 +66,19 @@ def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
         a_line([(1, 9.0), (2, 8.0), (3, 7.5)], name="train"),
         a_line([(2, 8.25)], "dots", name="validation"),
     )
-    drawn = tree(curves([Panel([loss, checked], 100)], "loss"))
+    drawn = tree(curves([PlotPanel([loss, checked], 100)], "loss"))
     tips = [" ".join("".join(tip.itertext()).split()) for tip in drawn.iter("b")]
     assert tips == ["step 1train 9.000", "step 2train 8.000validation 8.250", "step 3train 7.500"]
     widths = [
         float(match)
-        for match in re.findall(r"width:([\d.]+)%", str(curves([Panel([loss], 100)], "loss")))
+        for match in re.findall(r"width:([\d.]+)%", str(curves([PlotPanel([loss], 100)], "loss")))
     ]
     assert sum(widths) == 100.0
 
 
 def test_many_points_make_a_plot_of_bounded_size() -> None:
     points = [(float(step), float(step % 97)) for step in range(100_000)]
-    drawn = tree(curves([Panel([a_line(points)], 100)], "x"))
+    drawn = tree(curves([PlotPanel([a_line(points)], 100)], "x"))
     (path,) = [path for path in drawn.iter("path") if "line" in path.attrib["class"]]
     assert path.attrib["d"].count("L") <= MOST_POINTS + 2
     assert len(list(drawn.iter("b"))) <= MOST_PROBES + 2
@@ -96,7 +96,9 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_names_are_escaped() -> None:
-    drawn = str(curves([Panel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], '"<u>'))
+    drawn = str(
+        curves([PlotPanel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], '"<u>')
+    )
     assert "<b>&" not in drawn
     assert "<i>" not in drawn.replace("<i style", "")
     assert "&lt;b&gt;&amp;" in drawn
@@ -106,12 +108,16 @@ def test_names_are_escaped() -> None:
 def test_a_strip_has_its_pieces_where_they_belong() -> None:
     drawn = tree(
         strip(
-            [Piece(0, 1, "a", ("one", "<x>")), Piece(1, 4, "b", ("three",)), Piece(3, 3, "empty")],
+            [
+                StripSegment(0, 1, "a", ("one", "<x>")),
+                StripSegment(1, 4, "b", ("three",)),
+                StripSegment(3, 3, "empty"),
+            ],
             4,
             20,
             "label",
             unit="hours",
-            pins=[Piece(2, 2, "c", ("here", "why"))],
+            pins=[StripSegment(2, 2, "c", ("here", "why"))],
         )
     )
     pieces = [
@@ -142,13 +148,13 @@ def test_a_strip_has_its_pieces_where_they_belong() -> None:
         "3",
         "4",
     ]
-    assert "across" not in strip([Piece(0, 1, "a")], 1, 20, "label")
+    assert "across" not in strip([StripSegment(0, 1, "a")], 1, 20, "label")
 
 
 def test_a_strip_of_no_length_is_none_and_one_of_very_many_pieces_is_bounded() -> None:
     assert strip([], 0, 20, "x") == ""
-    assert strip([Piece(0, 1, "a")], float("nan"), 20, "x") == ""
-    many = [Piece(number, number + 1, "a", ("x",)) for number in range(20_000)]
+    assert strip([StripSegment(0, 1, "a")], float("nan"), 20, "x") == ""
+    many = [StripSegment(number, number + 1, "a", ("x",)) for number in range(20_000)]
     assert len(strip(many, 20_000, 20, "x", pins=many)) < 40_000
-    few = strip([*many, Piece(100, 1000, "wide", ("z",))], 20_000, 20, "x")
+    few = strip([*many, StripSegment(100, 1000, "wide", ("z",))], 20_000, 20, "x")
     assert "piece wide" in few

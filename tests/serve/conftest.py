@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.serve.native.model import Loaded, load
+from ingot.serve.native.model import LoadedModel, load
 from tests.serve.forked import Forks, forks
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_folder
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def loaded(folder: Path) -> Loaded:
+def loaded(folder: Path) -> LoadedModel:
     """The served model in this process, to know what the answers must be."""
     torch.set_num_threads(1)
     return load(folder)

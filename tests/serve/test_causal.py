@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.causal import Causal, CausalWriter
-from ingot.serve.native.model import Loaded, load
+from ingot.serve.native.causal import CausalModel, TransformersGenerator
+from ingot.serve.native.model import LoadedModel, load
 from tests.serve.running import running
 from tests.serve.tiny import changed_config, make_folder
 
@@ -32,7 +32,7 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def by_transformers(folder: Path) -> Loaded:
+def by_transformers(folder: Path) -> LoadedModel:
     torch.set_num_threads(1)
     return load(folder, engine="transformers")
 
@@ -57,10 +57,10 @@ def theirs(folder: Path, ids: list[int], tokens: int) -> list[int]:
 
 
 def test_greedy_answers_are_transformers_own_and_our_decoders(
-    folder: Path, loaded: Loaded, by_transformers: Loaded
+    folder: Path, loaded: LoadedModel, by_transformers: LoadedModel
 ) -> None:
     """All prompts in one batch, of different lengths, against each alone."""
-    assert isinstance(by_transformers.model, Causal)
+    assert isinstance(by_transformers.model, CausalModel)
     requests = [Request(by_transformers.encode(prompt), 24) for prompt in PROMPTS]
     answers = by_transformers.worker(8).run(requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -72,7 +72,7 @@ def test_greedy_answers_are_transformers_own_and_our_decoders(
 
 
 def test_sampling_log_probabilities_and_stop_strings_are_those_of_our_decoder(
-    loaded: Loaded, by_transformers: Loaded
+    loaded: LoadedModel, by_transformers: LoadedModel
 ) -> None:
     requests = [
         Request(loaded.encode("the"), 30, Sampling(1.0, 0.9, seed, 2), ("o", "xq"))
@@ -91,9 +91,11 @@ def test_sampling_log_probabilities_and_stop_strings_are_those_of_our_decoder(
         )
 
 
-def test_tokens_come_one_by_one_and_a_cancelled_request_ends_alone(by_transformers: Loaded) -> None:
+def test_tokens_come_one_by_one_and_a_cancelled_request_ends_alone(
+    by_transformers: LoadedModel,
+) -> None:
     worker = by_transformers.worker(2)
-    assert isinstance(worker, CausalWriter)
+    assert isinstance(worker, TransformersGenerator)
     endless, long, waiting = (
         worker.add(Request(by_transformers.encode(prompt), tokens))
         for prompt, tokens in (("the", 3000), ("fox", 40), ("dog", 40))
@@ -114,7 +116,7 @@ def test_tokens_come_one_by_one_and_a_cancelled_request_ends_alone(by_transforme
     assert worker.busy == 0
 
 
-def test_an_answer_is_not_over_before_its_end_is_read(by_transformers: Loaded) -> None:
+def test_an_answer_is_not_over_before_its_end_is_read(by_transformers: LoadedModel) -> None:
     """However far ahead the thread is that generates."""
     worker = by_transformers.worker(1)
     job = worker.add(Request(by_transformers.encode("the"), 6))
@@ -130,7 +132,7 @@ def test_an_answer_is_not_over_before_its_end_is_read(by_transformers: Loaded) -
 
 
 def test_wishes_that_lie_beside_the_weights_change_nothing(
-    folder: Path, tmp_path: Path, by_transformers: Loaded
+    folder: Path, tmp_path: Path, by_transformers: LoadedModel
 ) -> None:
     wishing = changed_config(folder, tmp_path / "wishing")
     (wishing / "generation_config.json").write_text(
@@ -144,7 +146,7 @@ def test_wishes_that_lie_beside_the_weights_change_nothing(
 
 
 def test_an_answer_ends_at_eos_and_at_the_last_position(
-    tmp_path: Path, by_transformers: Loaded
+    tmp_path: Path, by_transformers: LoadedModel
 ) -> None:
     ids = by_transformers.encode("the")
     (plain,) = by_transformers.worker(1).run([Request(ids, 10)])
@@ -159,9 +161,11 @@ def test_an_answer_ends_at_eos_and_at_the_last_position(
     assert (cut.finish, cut.generated) == ("length", 16 - len(ids))
 
 
-def test_numbers_that_are_not_finite_are_an_error_of_that_request(by_transformers: Loaded) -> None:
+def test_numbers_that_are_not_finite_are_an_error_of_that_request(
+    by_transformers: LoadedModel,
+) -> None:
     worker = by_transformers.worker(1)
-    assert isinstance(by_transformers.model, Causal)
+    assert isinstance(by_transformers.model, CausalModel)
     weight = by_transformers.model.inner.model.norm.weight
     kept = weight.detach().clone()
     with torch.no_grad():
@@ -239,7 +243,7 @@ def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
         load(adapter, engine="transformers")
 
 
-def test_the_server_streams_what_it_says_whole(folder: Path, loaded: Loaded) -> None:
+def test_the_server_streams_what_it_says_whole(folder: Path, loaded: LoadedModel) -> None:
     (expected,) = loaded.worker(1).run([Request(loaded.encode("fox"), 20)])
     body = {"prompt": "fox", "max_tokens": 20, "temperature": 0}
     with running(folder, engine="transformers") as server, server.client() as client:

@@ -26,10 +26,10 @@ import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import serve_model
-from ingot.config.sections.deployment import Serve
-from ingot.serve.engines.child import GRACE_S, Command, serve_child
-from ingot.serve.engines.proxy import fronted
-from ingot.serve.http.listen import bound
+from ingot.config.place import Serve
+from ingot.serve.engines.child import GRACE_S, ServerCommand, run_server_process
+from ingot.serve.engines.proxy import running_proxy
+from ingot.serve.http.listen import bound_socket
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment, ingot
@@ -198,7 +198,7 @@ def test_a_stranger_who_answers_at_the_port_is_not_taken_for_the_engine(tmp_path
     asked: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
         threading.Thread(target=stranger.serve_forever, daemon=True).start()
-        engine = Command(
+        engine = ServerCommand(
             "vLLM",
             ("/bin/sh", "-c", f"while [ ! -e '{done}' ]; do sleep 0.1; done; exit 3"),
             f"http://127.0.0.1:{stranger.server_port}/health",
@@ -207,7 +207,7 @@ def test_a_stranger_who_answers_at_the_port_is_not_taken_for_the_engine(tmp_path
             Failed,
             match=r"vLLM ended while loading \(exit 3\): it has said nothing; its whole log is .*",
         ) as failed:
-            serve_child(engine, "serving")
+            run_server_process(engine, "serving")
         Path(str(failed.value).rpartition(" ")[2]).unlink()
         assert len(asked) >= 2
         stranger.shutdown()
@@ -323,12 +323,15 @@ def test_a_limit_below_the_default_is_what_is_meant_where_nobody_says_how_many(
 def test_the_front_takes_connections_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even while its thread does not run yet."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
-    with bound("127.0.0.1", 0) as listener, bound("127.0.0.1", listener.getsockname()[1]) as late:
-        with fronted(listener, "http://127.0.0.1:9", Serve(), "model", None, {}):
+    with (
+        bound_socket("127.0.0.1", 0) as listener,
+        bound_socket("127.0.0.1", listener.getsockname()[1]) as late,
+    ):
+        with running_proxy(listener, "http://127.0.0.1:9", Serve(), "model", None, {}):
             socket.create_connection(listener.getsockname()).close()
         with (
             pytest.raises(Failed, match="is taken"),
-            fronted(late, "http://127.0.0.1:9", Serve(), "model", None, {}),
+            running_proxy(late, "http://127.0.0.1:9", Serve(), "model", None, {}),
         ):
             pass
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ingot.models.generation.generator import Generator
-from ingot.models.generation.request import Completion, Request
-from ingot.serve.http.errors import Refused
-from ingot.serve.http.middleware import Metrics
-from ingot.serve.native.engine import FAILURES, Engine, Ticket
-from ingot.serve.native.model import Loaded
+from ingot.models.generation.generator import Completion, Generator, Request
+from ingot.serve.http.errors import ApiError
+from ingot.serve.http.middleware import ServerMetrics
+from ingot.serve.native.engine import MAX_FAILURES, ServingEngine, Ticket
+from ingot.serve.native.model import LoadedModel
 
 
 class Failing:
@@ -32,17 +31,17 @@ class Failing:
 
 
 @pytest.fixture
-def failing(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Failing:
+def failing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Failing:
     made = Failing(loaded.model.hidden)
     monkeypatch.setattr(loaded.model, "hidden", made)
     return made
 
 
 @pytest.fixture
-def engine(loaded: Loaded, failing: Failing) -> Iterator[Engine]:
-    made = Engine(
+def engine(loaded: LoadedModel, failing: Failing) -> Iterator[ServingEngine]:
+    made = ServingEngine(
         Generator(loaded.model, decode=loaded.tokenizer.decode, max_rows=2),
-        Metrics(),
+        ServerMetrics(),
         max_batch=2,
         max_queue=3,
     )
@@ -62,7 +61,7 @@ async def answers(ticket: Ticket) -> list[Completion]:
 
 
 def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
-    engine: Engine, failing: Failing, capsys: pytest.CaptureFixture[str]
+    engine: ServingEngine, failing: Failing, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def story() -> None:
         failing.fails = True
@@ -70,7 +69,7 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
         tickets = [engine.submit([request(), request()]), engine.submit([request()])]
         failing.gate.set()
         for ticket in tickets:
-            with pytest.raises(Refused, match="the model failed on this batch") as caught:
+            with pytest.raises(ApiError, match="the model failed on this batch") as caught:
                 await answers(ticket)
             assert caught.value.status == 500
         failing.fails = False
@@ -83,13 +82,13 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
 
 
 def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
-    engine: Engine, failing: Failing
+    engine: ServingEngine, failing: Failing
 ) -> None:
     async def story() -> None:
         failing.fails = True
-        for attempt in range(FAILURES):
+        for attempt in range(MAX_FAILURES):
             assert engine.healthy, attempt
-            with pytest.raises(Refused):
+            with pytest.raises(ApiError):
                 await answers(engine.submit([request()]))
         assert not engine.healthy
         failing.fails = False
@@ -99,18 +98,18 @@ def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
     asyncio.run(story())
 
 
-def test_the_queue_is_all_or_none(engine: Engine, failing: Failing) -> None:
+def test_the_queue_is_all_or_none(engine: ServingEngine, failing: Failing) -> None:
     async def story() -> None:
         failing.gate.clear()
         first = engine.submit([request()] * 3)
         with pytest.raises(
-            Refused, match=r"3 requests are running or waiting, 5 fit; try again in [12] s"
+            ApiError, match=r"3 requests are running or waiting, 5 fit; try again in [12] s"
         ) as caught:
             engine.submit([request()] * 3)
         assert caught.value.status == 429
         assert caught.value.headers["Retry-After"] in ("1", "2")
         with pytest.raises(
-            Refused, match="6 prompts in one request; this server takes at most 5"
+            ApiError, match="6 prompts in one request; this server takes at most 5"
         ) as caught:
             engine.submit([request()] * 6)
         assert caught.value.status == 400
@@ -127,7 +126,7 @@ def test_the_queue_is_all_or_none(engine: Engine, failing: Failing) -> None:
     asyncio.run(story())
 
 
-def test_what_is_cancelled_frees_its_place(engine: Engine, failing: Failing) -> None:
+def test_what_is_cancelled_frees_its_place(engine: ServingEngine, failing: Failing) -> None:
     async def story() -> None:
         failing.gate.clear()
         running, waiting = engine.submit([request(8000)] * 2), engine.submit([request(8000)] * 3)
@@ -142,24 +141,24 @@ def test_what_is_cancelled_frees_its_place(engine: Engine, failing: Failing) -> 
 
 
 def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(
-    engine: Engine, failing: Failing
+    engine: ServingEngine, failing: Failing
 ) -> None:
     async def story() -> None:
         failing.gate.clear()
         tickets = [engine.submit([request()] * 2), engine.submit([request()] * 2)]
         engine.abort()
         for ticket in tickets:
-            with pytest.raises(Refused, match="the server is stopping") as caught:
+            with pytest.raises(ApiError, match="the server is stopping") as caught:
                 await answers(ticket)
             assert caught.value.status == 503
-        with pytest.raises(Refused, match="the server is stopping"):
+        with pytest.raises(ApiError, match="the server is stopping"):
             engine.submit([request()])
 
     asyncio.run(story())
 
 
 def test_numbers_that_are_not_finite_fail_their_request_alone(
-    engine: Engine, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    engine: ServingEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden = loaded.model.hidden
 
@@ -171,7 +170,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
 
     async def story() -> None:
         broken, fine = engine.submit([Request([300], 4)]), engine.submit([Request([5], 4)])
-        with pytest.raises(Refused, match="not finite") as caught:
+        with pytest.raises(ApiError, match="not finite") as caught:
             await answers(broken)
         assert caught.value.status == 500
         assert len(await answers(fine)) == 1
@@ -179,7 +178,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
     asyncio.run(story())
 
 
-def test_a_loop_that_is_gone_harms_nobody(engine: Engine, failing: Failing) -> None:
+def test_a_loop_that_is_gone_harms_nobody(engine: ServingEngine, failing: Failing) -> None:
     async def leave() -> None:
         failing.gate.clear()
         engine.submit([request()])

@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 
 from ingot.config.sections.deployment import Serve
 from ingot.serve.http.bodies import (
-    IGNORED,
-    NEUTRAL,
-    Body,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
     ChatBody,
     ClassifyBody,
     CompletionBody,
     PredictBody,
+    RequestBody,
     SummaryBody,
 )
-from ingot.serve.http.middleware import Metrics
+from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
-from ingot.serve.native.engine import Engine
-from ingot.serve.native.model import Loaded, load
+from ingot.serve.native.engine import ServingEngine
+from ingot.serve.native.model import LoadedModel, load
 from ingot.serve.server import create_app
 from tests.serve.tiny import make_classifier, make_summarizer
 
@@ -75,13 +75,13 @@ good: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-9, 9),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
-    **{name: st.sampled_from(values) for name, values in NEUTRAL.items()},
+    **{name: st.sampled_from(values) for name, values in NEUTRAL_VALUES.items()},
 }
 routes = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 
 @st.composite
-def calls(draw: st.DrawFn, predict: type[Body] = PredictBody) -> tuple[str, Any]:
+def calls(draw: st.DrawFn, predict: type[RequestBody] = PredictBody) -> tuple[str, Any]:
     """A route and a body: mostly its own fields with values that may be right, sometimes fields of
     elsewhere, values of all kinds, or no object.
     """
@@ -96,24 +96,26 @@ def calls(draw: st.DrawFn, predict: type[Body] = PredictBody) -> tuple[str, Any]
     ]
     names += draw(st.lists(st.sampled_from(list(kind.model_fields)), max_size=4))
     if draw(rarely):
-        names += draw(st.lists(st.sampled_from([*NEUTRAL, *IGNORED]) | texts, max_size=2))
+        names += draw(
+            st.lists(st.sampled_from([*NEUTRAL_VALUES, *IGNORED_FIELDS]) | texts, max_size=2)
+        )
     return route, {
         name: draw(anything if name not in good or draw(rarely) else good[name]) for name in names
     }
 
 
 @contextlib.contextmanager
-def serving(loaded: Loaded) -> Iterator[FastAPI]:
+def serving(loaded: LoadedModel) -> Iterator[FastAPI]:
     limits = Serve(max_tokens=4, max_body_bytes=2000)
-    metrics = Metrics()
-    engine = Engine(loaded.worker(4), metrics, max_batch=4, max_queue=8)
+    metrics = ServerMetrics()
+    engine = ServingEngine(loaded.worker(4), metrics, max_batch=4, max_queue=8)
     engine.start()
     yield create_app(Service("tiny", loaded, engine, limits), metrics, key=None, environ={})
     engine.stop()
 
 
 @pytest.fixture(scope="module")
-def app(loaded: Loaded) -> Iterator[FastAPI]:
+def app(loaded: LoadedModel) -> Iterator[FastAPI]:
     with serving(loaded) as made:
         yield made
 

@@ -27,7 +27,7 @@ from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest, generate
 from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.decoder import Decoder
-from ingot.serve.native.model import Loaded, load
+from ingot.serve.native.model import LoadedModel, load
 from ingot.serve.predict import SUMMARY_TOKENS, predict
 from tests import tolerances
 from tests.models.hf.tiny import LABELS, write
@@ -54,7 +54,7 @@ def summary_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def summarizer(summary_folder: Path) -> Loaded:
+def summarizer(summary_folder: Path) -> LoadedModel:
     return load(summary_folder)
 
 
@@ -70,7 +70,7 @@ def class_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def classifier(class_folder: Path) -> Loaded:
+def classifier(class_folder: Path) -> LoadedModel:
     return load(class_folder)
 
 
@@ -80,7 +80,7 @@ def judging(class_folder: Path) -> Iterator[Running]:
         yield made
 
 
-def text_of(loaded: Loaded, prompt: str, max_tokens: int = LIMIT, **more: Any) -> str:
+def text_of(loaded: LoadedModel, prompt: str, max_tokens: int = LIMIT, **more: Any) -> str:
     """What the model writes alone, from ids put together by hand."""
     assert isinstance(loaded.model, Seq2Seq)
     ids = [0, *loaded.tokenizer.encode(f"sum: {prompt}"), 1]
@@ -92,7 +92,7 @@ def post(server: Running, route: str, body: Any) -> httpx.Response:
         return client.post(route, json=body)
 
 
-def test_an_article_gives_its_whole_summary(writing: Running, summarizer: Loaded) -> None:
+def test_an_article_gives_its_whole_summary(writing: Running, summarizer: LoadedModel) -> None:
     wanted = [text_of(summarizer, prompt) for prompt in PROMPTS]
     lengths = [len(summarizer.tokenizer.encode(text)) for text in wanted]
     assert max(lengths) > 100, (
@@ -109,7 +109,7 @@ def test_an_article_gives_its_whole_summary(writing: Running, summarizer: Loaded
     assert mapped.json() == {"predictions": [text_of(summarizer, PROMPTS[1], 9)]}
 
 
-def test_settings_of_a_prediction(writing: Running, summarizer: Loaded) -> None:
+def test_settings_of_a_prediction(writing: Running, summarizer: LoadedModel) -> None:
     def ask(**parameters: Any) -> str:
         text: str = post(
             writing,
@@ -129,7 +129,7 @@ def test_settings_of_a_prediction(writing: Running, summarizer: Loaded) -> None:
     assert ask(stop=[stop]) == greedy[: greedy.find(stop)]
 
 
-def test_completions_answer_whole_texts(writing: Running, summarizer: Loaded) -> None:
+def test_completions_answer_whole_texts(writing: Running, summarizer: LoadedModel) -> None:
     wanted = [text_of(summarizer, prompt) for prompt in PROMPTS[:3]]
     with openai.OpenAI(base_url=f"{writing.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.completions.create(model="tiny", prompt=PROMPTS[:3], temperature=0)
@@ -165,7 +165,7 @@ def test_completions_answer_whole_texts(writing: Running, summarizer: Loaded) ->
 
 
 def test_usage_and_metrics_count_the_tokens_that_were_written(
-    writing: Running, summarizer: Loaded
+    writing: Running, summarizer: LoadedModel
 ) -> None:
     (answer,) = summarizer.worker(1).run([Seq2SeqRequest(summarizer.encode("the"), LIMIT)])  # type: ignore[union-attr]
     before = writing.metric("ingot_tokens_total", kind="completion")
@@ -222,7 +222,7 @@ def test_eight_together_get_what_each_gets_alone(writing: Running, judging: Runn
 
 
 def test_a_text_gives_label_and_scores(
-    judging: Running, classifier: Loaded, class_folder: Path
+    judging: Running, classifier: LoadedModel, class_folder: Path
 ) -> None:
     """transformers' own probabilities, of the ids with what the tokenizer puts around a text."""
     opened = transformers.AutoModelForSequenceClassification.from_pretrained(class_folder)
@@ -324,7 +324,7 @@ def narrow(summary_folder: Path) -> Iterator[Running]:
         yield made
 
 
-def endless(loaded: Loaded) -> dict[str, Any]:
+def endless(loaded: LoadedModel) -> dict[str, Any]:
     """A request whose text does not end."""
     runs = loaded.worker(8).run([Seq2SeqRequest(loaded.encode(prompt), 1000) for prompt in PROMPTS])  # type: ignore[union-attr]
     return {
@@ -339,7 +339,7 @@ def endless(loaded: Loaded) -> dict[str, Any]:
 
 
 def test_a_long_text_can_be_left_waited_for_and_stopped(
-    narrow: Running, summarizer: Loaded
+    narrow: Running, summarizer: LoadedModel
 ) -> None:
     body = endless(summarizer)
     with narrow.client() as client:
@@ -370,7 +370,7 @@ def test_a_long_text_can_be_left_waited_for_and_stopped(
 def test_predict_says_the_same_from_a_folder_and_a_server(
     summary_folder: Path,
     writing: Running,
-    summarizer: Loaded,
+    summarizer: LoadedModel,
     class_folder: Path,
     judging: Running,
     capfd: pytest.CaptureFixture[str],
@@ -400,7 +400,10 @@ def test_predict_says_the_same_from_a_folder_and_a_server(
 
 
 def test_predict_prints_the_answer_and_nothing_else(
-    class_folder: Path, summary_folder: Path, summarizer: Loaded, capfd: pytest.CaptureFixture[str]
+    class_folder: Path,
+    summary_folder: Path,
+    summarizer: LoadedModel,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert predict_once(str(class_folder), "the dog", []) == 0
     told = capfd.readouterr()
@@ -435,7 +438,7 @@ def test_the_end_of_a_text_is_what_targets_were_framed_with(
     assert load(folder).prefix == "sum: "
 
 
-def test_plain_sampling_is_not_shared(writing: Running, summarizer: Loaded) -> None:
+def test_plain_sampling_is_not_shared(writing: Running, summarizer: LoadedModel) -> None:
     body = {
         "instances": ["the", "the"],
         "parameters": {"max_tokens": 20, "temperature": 1.0, "seed": 5},
@@ -448,7 +451,7 @@ def test_plain_sampling_is_not_shared(writing: Running, summarizer: Loaded) -> N
 
 
 @torch.no_grad()
-def last_hidden(loaded: Loaded, ids: list[int]) -> torch.Tensor:
+def last_hidden(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     tokens = torch.tensor([ids])
     if isinstance(loaded.model, Seq2Seq):
         return loaded.model.hidden(tokens, None, tokens)

@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
-from ingot.config.sections.deployment import Serve
-from ingot.serve.http.middleware import Metrics
+from ingot.config.place import Serve
+from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
-from ingot.serve.native.engine import Engine
-from ingot.serve.native.model import Loaded
+from ingot.serve.native.engine import ServingEngine
+from ingot.serve.native.model import LoadedModel
 from ingot.serve.server import create_app
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
@@ -162,10 +162,10 @@ def test_who_hangs_up_while_waiting_leaves_the_queue(strict: Running) -> None:
     ],
 )
 def test_a_limit_below_the_default_is_what_is_meant_where_nobody_says_how_many(
-    loaded: Loaded, route: str, body: dict[str, Any]
+    loaded: LoadedModel, route: str, body: dict[str, Any]
 ) -> None:
-    metrics = Metrics()
-    engine = Engine(loaded.worker(1), metrics, max_batch=1, max_queue=1)
+    metrics = ServerMetrics()
+    engine = ServingEngine(loaded.worker(1), metrics, max_batch=1, max_queue=1)
     engine.start()
 
     async def ask() -> httpx.Response:

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from ingot.models.generation.request import GeneratedToken
-from ingot.serve.http.openai import LogprobWriter
+from ingot.models.generation.generator import Token
+from ingot.serve.http.openai import LogprobFormatter
 from ingot.tokenizers.tokenizer import Tokenizer
 
 WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁fox", "es"]
@@ -45,7 +45,7 @@ def test_tokens_read_as_they_do_in_their_place(tokenizer: Tokenizer) -> None:
         GeneratedToken(half, 6, -3.0, ((other, -1.0), (half, -3.0))),
         GeneratedToken(es, 7, -4.0, ((ids("</s>")[0], -0.1),)),
     ]
-    told = LogprobWriter(tokenizer, ids("▁the")).completions(tokens)
+    told = LogprobFormatter(tokenizer, ids("▁the")).completions(tokens)
     assert told["tokens"] == [" fox", "es", "\ufffd", "es"]
     assert told["top_logprobs"] == [
         {" fox": -0.5, "es": -2.0},
@@ -62,7 +62,10 @@ def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
         GeneratedToken(token, 0, -1.0, ((token, -1.0),))
         for token in ids("▁fox", "▁the", "es", "▁fox")
     ]
-    whole, parts = LogprobWriter(tokenizer, ids("▁the")), LogprobWriter(tokenizer, ids("▁the"))
+    whole, parts = (
+        LogprobFormatter(tokenizer, ids("▁the")),
+        LogprobFormatter(tokenizer, ids("▁the")),
+    )
     together = whole.chat(tokens)["content"]
     assert [item for token in tokens for item in parts.chat([token])["content"]] == together
     assert [item["token"] for item in together] == [" fox", " the", "es", " fox"]
@@ -73,7 +76,5 @@ def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:
-    (item,) = LogprobWriter(tokenizer, []).chat([GeneratedToken(ids("<0xC3>")[0], 0, -1.0)])[
-        "content"
-    ]
+    (item,) = LogprobFormatter(tokenizer, []).chat([Token(ids("<0xC3>")[0], 0, -1.0)])["content"]
     assert (item["token"], item["bytes"]) == ("\ufffd", None)

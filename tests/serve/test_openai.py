@@ -13,7 +13,7 @@ import pytest
 
 from ingot.models.generation.request import Completion, Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.model import Loaded
+from ingot.serve.native.model import LoadedModel
 from tests import tolerances
 from tests.serve.running import Running
 
@@ -42,7 +42,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def expected(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompt: list[int],
     count: int,
     sampling: Sampling = Sampling(),  # noqa: B008
@@ -59,7 +59,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_completion(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_completion(client: openai.OpenAI, loaded: LoadedModel) -> None:
     prompt = loaded.tokenizer.encode_prompt(PROMPTS[1])
     answer = client.completions.create(
         model="tiny", prompt=PROMPTS[1], max_tokens=20, temperature=0
@@ -88,7 +88,7 @@ def test_default_is_sixteen_tokens_sampled(client: openai.OpenAI) -> None:
     assert len({answer.choices[0].text for answer in answers}) > 1
 
 
-def test_seed_temperature_and_top_p(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_seed_temperature_and_top_p(client: openai.OpenAI, loaded: LoadedModel) -> None:
     def text(**options: Any) -> str:
         return (
             client.completions.create(model="tiny", prompt="the", max_tokens=30, **options)
@@ -105,7 +105,7 @@ def test_seed_temperature_and_top_p(client: openai.OpenAI, loaded: Loaded) -> No
     assert text(temperature=2, top_p=1e-6) == text(temperature=0)
 
 
-def test_many_prompts_and_ids(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_many_prompts_and_ids(client: openai.OpenAI, loaded: LoadedModel) -> None:
     ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in PROMPTS[:3]]
     wanted = [expected(loaded, prompt, 12).text for prompt in ids]
     for prompts in (PROMPTS[:3], ids):
@@ -122,7 +122,7 @@ def test_many_prompts_and_ids(client: openai.OpenAI, loaded: Loaded) -> None:
     )
 
 
-def test_stop(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_stop(client: openai.OpenAI, loaded: LoadedModel) -> None:
     whole = expected(loaded, loaded.tokenizer.encode_prompt("the"), 30).text
     stop = whole[10:14]
     place = whole.find(stop)
@@ -139,7 +139,7 @@ def test_stop(client: openai.OpenAI, loaded: Loaded) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole[:place]
 
 
-def test_logprobs(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_logprobs(client: openai.OpenAI, loaded: LoadedModel) -> None:
     prompt = loaded.tokenizer.encode_prompt("the")
     wanted = expected(loaded, prompt, 20, Sampling(logprobs=3))
     (choice,) = client.completions.create(
@@ -191,7 +191,7 @@ def test_streaming_gives_the_same_in_many_pieces(client: openai.OpenAI) -> None:
     assert usage == answer.usage
 
 
-def test_chat(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_chat(client: openai.OpenAI, loaded: LoadedModel) -> None:
     prompt = loaded.tokenizer.encode_chat(CHAT)
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=20, temperature=0, logprobs=True, top_logprobs=2
@@ -228,7 +228,9 @@ def test_chat(client: openai.OpenAI, loaded: Loaded) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_chat_takes_parts_and_what_clients_send_back(client: openai.OpenAI, loaded: Loaded) -> None:
+def test_chat_takes_parts_and_what_clients_send_back(
+    client: openai.OpenAI, loaded: LoadedModel
+) -> None:
     messages: list[Any] = [
         {
             "role": "user",
@@ -264,7 +266,7 @@ def test_chat_takes_parts_and_what_clients_send_back(client: openai.OpenAI, load
 
 
 def test_together_each_gets_what_it_gets_alone(
-    server: Running, client: openai.OpenAI, loaded: Loaded
+    server: Running, client: openai.OpenAI, loaded: LoadedModel
 ) -> None:
     wanted = [
         expected(loaded, loaded.tokenizer.encode_prompt(prompt), 200 + 10 * index).text

@@ -10,14 +10,16 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.model import Loaded
+from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
 from tests.serve.running import Running
 from tests.serve.test_openai import expected
 from tests.serve.tiny import make_folder
 
 
-def test_a_folder_and_a_server_say_the_same(folder: Path, server: Running, loaded: Loaded) -> None:
+def test_a_folder_and_a_server_say_the_same(
+    folder: Path, server: Running, loaded: LoadedModel
+) -> None:
     prompt = loaded.tokenizer.encode_prompt("the dog")
     wanted = expected(loaded, prompt, 64).text
     for target in (folder, server.url, f"{server.url}/v1/"):
@@ -38,7 +40,7 @@ def test_a_folder_and_a_server_say_the_same(folder: Path, server: Running, loade
         )
 
 
-def test_it_stops_at_the_end_of_text(tmp_path: Path, folder: Path, loaded: Loaded) -> None:
+def test_it_stops_at_the_end_of_text(tmp_path: Path, folder: Path, loaded: LoadedModel) -> None:
     tokens = [
         token.id for token in expected(loaded, loaded.tokenizer.encode_prompt("the"), 40).tokens
     ]

@@ -25,9 +25,9 @@ from ingot.base.server import ask
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import answered, question, triton_route
 from ingot.models.generation.request import Request
-from ingot.serve.engines.triton import Installation, command, find_triton, gather
-from ingot.serve.engines.triton_backend import Answering
-from ingot.serve.native.model import Loaded
+from ingot.serve.engines.triton import TritonInstallation, assemble_backend, command, find_triton
+from ingot.serve.engines.triton_backend import TritonBackend
+from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment
@@ -54,7 +54,7 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    made = Answering()
+    made = TritonBackend()
     made.utils = utils
     told = {
         "folder": str(folder),
@@ -92,7 +92,9 @@ def said(sender: Any) -> list[str]:
     ]
 
 
-def test_answers_are_those_of_our_own_server_whole_and_streamed(model: Any, loaded: Loaded) -> None:
+def test_answers_are_those_of_our_own_server_whole_and_streamed(
+    model: Any, loaded: LoadedModel
+) -> None:
     senders = [
         asked(model, prompt, stream=stream, max_tokens=20)
         for prompt, stream in (("fox", None), ("the quick", True), ("Straße", False))
@@ -123,7 +125,7 @@ def test_what_a_request_must_not_ask_for_is_told(model: Any) -> None:
 
 
 def test_a_full_queue_refuses_and_who_goes_away_makes_room(
-    model: Any, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    model: Any, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, step = threading.Event(), model._worker.step
     monkeypatch.setattr(
@@ -145,7 +147,7 @@ def test_a_full_queue_refuses_and_who_goes_away_makes_room(
 
 
 def test_a_failing_step_answers_and_the_next_request_is_tried(
-    model: Any, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    model: Any, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> Any:
         raise RuntimeError("the device is lost")
@@ -169,7 +171,7 @@ def served(forked: Forks, folder: Path, on_path: str, log: Path) -> Iterator[Pro
 
 
 def test_served_asked_by_predict_and_stopped(
-    folder: Path, loaded: Loaded, on_path: str, forked: Forks, tmp_path: Path
+    folder: Path, loaded: LoadedModel, on_path: str, forked: Forks, tmp_path: Path
 ) -> None:
     (expected,) = loaded.worker(1).run([Request(loaded.encode("fox"), 12)])
     with served(forked, folder, on_path, tmp_path / "log") as process:
@@ -286,7 +288,7 @@ def test_the_wheel_of_triton_is_put_together(
     python.chmod(0o755)
     found = find_triton(str(python))
     assert found.program == root / "bin" / "tritonserver"
-    gather(found, tmp_path / "place" / "backends" / "python")
+    assemble_backend(found, tmp_path / "place" / "backends" / "python")
     made = {
         file.name: file.stat().st_mode & 0o111
         for file in (tmp_path / "place" / "backends" / "python").iterdir()
@@ -312,7 +314,7 @@ def test_the_wheel_of_triton_is_put_together(
     ):
         find_triton(str(python))
     assert (
-        command("python", Installation(Path("tritonserver")), tmp_path, "m", "::", 5).health
+        command("python", TritonInstallation(Path("tritonserver")), tmp_path, "m", "::", 5).health
         == "http://[::1]:5/v2/models/m/ready"
     )
 

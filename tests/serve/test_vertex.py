@@ -10,15 +10,15 @@ import fsspec
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.sections.deployment import Serve
-from ingot.serve.http.listen import address, model_folder
-from ingot.serve.native.model import Loaded, load
+from ingot.config.place import Serve
+from ingot.serve.http.listen import address, fetched_model_folder
+from ingot.serve.native.model import LoadedModel, load
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
 from tests.serve.test_openai import expected
 
 
-def test_predictions(strict: Running, loaded: Loaded) -> None:
+def test_predictions(strict: Running, loaded: LoadedModel) -> None:
     """Instances are texts or mappings; numbers may be floats, as protocol buffers send them."""
     prompts = ["the lazy", "Straße", "box"]
     wanted = [
@@ -34,7 +34,7 @@ def test_predictions(strict: Running, loaded: Loaded) -> None:
         assert client.post("/predict", json=body).status_code == 404
 
 
-def test_without_its_environment_the_routes_are_plain(server: Running, loaded: Loaded) -> None:
+def test_without_its_environment_the_routes_are_plain(server: Running, loaded: LoadedModel) -> None:
     with server.client() as client:
         answer = client.post("/predict", json={"instances": ["the"]})
         assert answer.json() == {
@@ -83,7 +83,7 @@ def test_the_port_comes_from_the_environment() -> None:
 def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:
     storage = fsspec.filesystem("memory")
     storage.put(str(folder) + "/", "/bucket/artifacts/model/", recursive=True)
-    with model_folder(
+    with fetched_model_folder(
         tmp_path / "elsewhere", {"AIP_STORAGE_URI": "memory://bucket/artifacts/model"}
     ) as fetched:
         assert {path.name for path in fetched.iterdir()} == {path.name for path in folder.iterdir()}
@@ -92,20 +92,20 @@ def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:
         )
         load(fetched)
     assert not fetched.exists()
-    with model_folder(tmp_path, {"AIP_STORAGE_URI": ""}) as given:
+    with fetched_model_folder(tmp_path, {"AIP_STORAGE_URI": ""}) as given:
         assert given == tmp_path
-    with model_folder(tmp_path, {"AIP_STORAGE_URI": str(folder)}) as given:
+    with fetched_model_folder(tmp_path, {"AIP_STORAGE_URI": str(folder)}) as given:
         assert given == folder
 
 
 def test_storage_that_holds_nothing_or_cannot_be_read(tmp_path: Path) -> None:
     with (
         pytest.raises(WrongInput, match=r"memory://bucket/empty holds no file"),
-        model_folder(tmp_path, {"AIP_STORAGE_URI": "memory://bucket/empty"}),
+        fetched_model_folder(tmp_path, {"AIP_STORAGE_URI": "memory://bucket/empty"}),
     ):
         pass
     with (
         pytest.raises(Failed, match=r"nosuch://a/b cannot be read"),
-        model_folder(tmp_path, {"AIP_STORAGE_URI": "nosuch://a/b"}),
+        fetched_model_folder(tmp_path, {"AIP_STORAGE_URI": "nosuch://a/b"}),
     ):
         pass

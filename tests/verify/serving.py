@@ -14,10 +14,10 @@ from pathlib import Path
 import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.sections.deployment import Serve
-from ingot.serve.http.middleware import Metrics
+from ingot.config.place import Serve
+from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
-from ingot.serve.native.engine import Engine
+from ingot.serve.native.engine import ServingEngine
 from ingot.serve.native.model import load
 from ingot.serve.server import create_app
 
@@ -32,8 +32,8 @@ def served_here(folder: Path) -> Iterator[str]:
         loaded = load(folder)
     except WrongInput as error:
         raise Failed(f"the server ended before it listened (exit 2): error: {error}") from None
-    metrics = Metrics()
-    engine = Engine(
+    metrics = ServerMetrics()
+    engine = ServingEngine(
         loaded.worker(settings.max_batch),
         metrics,
         max_batch=settings.max_batch,

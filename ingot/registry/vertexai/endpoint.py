@@ -11,20 +11,20 @@ from ingot.cloud.vertex import endpoints
 from ingot.cloud.vertex.endpoints import DeployedModel, EndpointResources, VertexEndpoint
 from ingot.config.serving import RAW
 from ingot.registry.versions import VertexVersion
-from ingot.registry.vertexai.probe import Check
+from ingot.registry.vertexai.probe import AnswerCheck
 from ingot.registry.vertexai.resources import label, resource_id
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to serve, on what, and how it gets there. `share`: percent that it gets first, None
-    for all at once; `check`: what it is asked then.
+class RolloutPlan:
+    """What a rollout does: the version, its machines, and the way there. `share`: percent of the
+    traffic it gets first, None for all at once; `check`: the prediction it must answer then.
     """
 
     version: VertexVersion
     resources: EndpointResources
     share: int | None
-    check: Check | None
+    check: AnswerCheck | None
     labels: dict[str, str]
 
     @property
@@ -35,29 +35,31 @@ class Plan:
     def called(self) -> str:
         return f"{self.name} v{self.version.number}"
 
-    def check_ours(self, there: VertexEndpoint) -> None:
-        """Raises WrongInput where the endpoint serves a model that is not a version of this name:
-        no other's traffic is taken away.
+    def check_only_ours(self, endpoint: Endpoint) -> None:
+        """Raises WrongInput where the endpoint also serves a model that is not a version of this
+        name, whose traffic must not be taken away.
         """
         ours = _in_project(self.version.resource)
-        for deployed in there.deployed:
+        for deployed in endpoint.deployed:
             if _in_project(deployed.model) != ours:
                 raise WrongInput(
-                    f"the endpoint {there.name} serves {deployed.model} too, which is no version of"
-                    f" {self.name}; take it away there, rename the endpoint, or set registry.name"
-                    " to another name"
+                    f"the endpoint {endpoint.name} serves {deployed.model} too, which is no"
+                    f" version of {self.name}; take it away there, rename the endpoint, or set"
+                    " registry.name to another name"
                 )
 
-    def runs(self, deployed: DeployedModel) -> bool:
-        """Is it this version on these machines?"""
+    def runs(self, deployed: Deployed) -> bool:
+        """Whether a deployed model is this version on these machines."""
         return (
             f"{deployed.model}@{deployed.number}" == self.version.resource
             and deployed.resources == self.resources
         )
 
 
-def find(google: GoogleClients, name: str) -> VertexEndpoint | None:
-    """The endpoint that serves a registered name. Raises WrongInput when there are two."""
+def find_endpoint(google: Google, name: str) -> Endpoint | None:
+    """The endpoint that serves a registered name, or None. Raises WrongInput where there are
+    two.
+    """
     found = endpoints.find(google, name)
     if len(found) > 1:
         names = " and ".join(endpoint.name for endpoint in found)
@@ -68,16 +70,18 @@ def find(google: GoogleClients, name: str) -> VertexEndpoint | None:
     return found[0] if found else None
 
 
-def render(google: GoogleClients, plan: Plan) -> str:
-    """What would be sent, as text; looks at the endpoint and changes nothing."""
-    there, parts = find(google, plan.name), list[str]()
-    if there is not None:
-        plan.check_ours(there)
+def render_rollout(google: Google, plan: RolloutPlan) -> str:
+    """The requests of a rollout as text. Reads the endpoint and changes nothing."""
+    endpoint, parts = find_endpoint(google, plan.name), list[str]()
+    if endpoint is not None:
+        plan.check_only_ours(endpoint)
     else:
         parts += ["CreateEndpoint", _text(create_request(google, plan))]
-    name = there.name if there else f"{google.parent}/endpoints/{resource_id(plan.name)}"
-    old = [deployed for deployed in there.deployed if not plan.runs(deployed)] if there else []
-    if there is None or len(old) == len(there.deployed):
+    name = endpoint.name if endpoint else f"{google.parent}/endpoints/{resource_id(plan.name)}"
+    old = (
+        [deployed for deployed in endpoint.deployed if not plan.runs(deployed)] if endpoint else []
+    )
+    if endpoint is None or len(old) == len(endpoint.deployed):
         parts += ["DeployModel", _text(deploy_request(google, plan, name, own_id="0"))]
     if old and plan.share is not None:
         parts.append(f"UpdateEndpoint: {plan.share} % of the traffic to {plan.called}")
@@ -91,19 +95,19 @@ def render(google: GoogleClients, plan: Plan) -> str:
 
 
 def _in_project(model: str) -> str:
-    """A model without its version and its project, which the service writes by name here and by
-    number there.
+    """A model's resource name without version and project, which the service writes sometimes by
+    name and sometimes by number.
     """
     return model.partition("@")[0].partition("/locations/")[2]
 
 
-def create_request(google: GoogleClients, plan: Plan) -> Any:
+def create_request(google: Google, plan: RolloutPlan) -> Any:
     return endpoints.create_request(
         google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
     )
 
 
-def deploy_request(google: GoogleClients, plan: Plan, endpoint: str, own_id: str) -> Any:
+def deploy_request(google: Google, plan: RolloutPlan, endpoint: str, own_id: str) -> Any:
     return endpoints.deploy_request(
         google,
         endpoint,

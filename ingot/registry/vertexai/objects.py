@@ -1,8 +1,9 @@
-"""Which version is live, and was before: one object of the bucket, written anew under a condition
-on its generation.
+"""What the registry keeps in the bucket: the live pointer, and the files of each model.
 
-Of two writers that saw the same state one is refused, which no alias of a model version could do:
-aliases are set blindly. So this object alone decides, and the alias `live` follows it.
+The pointer is one object that is replaced under a generation condition, so that of two writers that
+read the same state one fails. Aliases of model versions offer no such condition; the alias `live`
+only follows the pointer. A model's files are listed with sizes and checksums in a marker written
+last.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import Bucket, crc32c
 from ingot.base.remote.service import Conflict, Missing
 from ingot.registry.local import MARKER
-from ingot.registry.versions import Turn
+from ingot.registry.versions import LiveChange
 
 SCHEMA = 1
-NAME = "live.json"
+POINTER = "live.json"
 
 
 @dataclass(frozen=True)
-class Pointer:
-    """All turns of the pointer, each `{version, before, time, reason}`; `before` is the index of
-    the turn that a rollback returns to.
+class LivePointer:
+    """All changes of the pointer, each `{version, before, time, reason}`; `before` is the index of
+    the change that a rollback returns to.
     """
 
     turns: tuple[dict[str, Any], ...]
@@ -34,51 +35,51 @@ class Pointer:
 
     @property
     def now(self) -> int | None:
+        """The live version, or None."""
         return self.turns[-1]["version"] if self.turns else None
 
     @property
     def previous(self) -> int | None:
-        """The version that a rollback makes live."""
+        """The version that a rollback makes live, or None."""
         before = self.turns[-1]["before"] if self.turns else None
         return None if before is None else self.turns[before]["version"]
 
     @property
-    def history(self) -> list[Turn]:
-        return [Turn(turn["version"], turn["time"], turn["reason"]) for turn in self.turns]
+    def history(self) -> list[LiveChange]:
+        """All changes, oldest first."""
+        return [LiveChange(turn["version"], turn["time"], turn["reason"]) for turn in self.turns]
 
 
-def read(bucket: Bucket) -> Pointer:
-    """Raises WrongInput when a newer ingot wrote it, or it is not to be understood."""
-    for _ in range(3):  # it may be written anew between the two requests
-        found = bucket.stat(NAME)
+def read_pointer(bucket: Bucket) -> LivePointer:
+    """The pointer as it stands. Raises WrongInput where it is damaged or a newer ingot wrote it."""
+    for _ in range(3):  # it may be replaced between the requests
+        found = bucket.stat(POINTER)
         if found is None:
-            return Pointer((), 0)
+            return LivePointer((), 0)
         try:
-            value = json.loads(bucket.get(NAME))
+            value = json.loads(bucket.get(POINTER))
         except Missing:
             continue
         except ValueError:
             raise WrongInput(
-                f"{bucket.url_of(NAME)} is damaged; restore an older version of the object"
+                f"{bucket.url_of(POINTER)} is damaged; restore an older version of the object"
             ) from None
         if value.get("schema", 0) > SCHEMA:
             raise WrongInput(
-                f"{bucket.url_of(NAME)} has schema {value['schema']}, newer than this ingot's"
+                f"{bucket.url_of(POINTER)} has schema {value['schema']}, newer than this ingot's"
                 f" {SCHEMA}; upgrade ingot"
             )
-        again = bucket.stat(NAME)
+        again = bucket.stat(POINTER)
         if again is not None and again.generation == found.generation:
-            return Pointer(tuple(value["turns"]), found.generation)
+            return LivePointer(tuple(value["turns"]), found.generation)
     raise Failed(
-        f"{bucket.url_of(NAME)} does not stand still; see who else deploys, and run the same"
+        f"{bucket.url_of(POINTER)} keeps changing; see who else deploys, and run the same"
         " command again"
     )
 
 
-def check(name: str, live: int | None, instead_of: int | None) -> None:
-    """Raises WrongInput where another version is live than the one that was compared with; -1: any
-    will do.
-    """
+def check_expected_live(name: str, live: int | None, instead_of: int | None) -> None:
+    """Raises WrongInput unless version `instead_of` is live (None: none; -1: any)."""
     if instead_of not in (-1, live):
         now, then = (
             f"{name} v{version}" if version is not None else f"nothing as {name}"
@@ -89,11 +90,14 @@ def check(name: str, live: int | None, instead_of: int | None) -> None:
         )
 
 
-def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bool = False) -> None:
-    """Add a turn to version `number`; `back`: it is a rollback, and the next one goes further back.
+def move_pointer(
+    bucket: Bucket, pointer: LivePointer, number: int, reason: str, *, back: bool = False
+) -> None:
+    """Make version `number` live. `back`: this is a rollback, so that the next one goes further
+    back.
 
     Raises:
-        Failed: somebody else moved it since it was read.
+        Failed: somebody else changed the pointer after it was read.
     """
     last = len(pointer.turns) - 1
     before = (
@@ -108,20 +112,20 @@ def move(bucket: Bucket, pointer: Pointer, number: int, reason: str, *, back: bo
         {"schema": SCHEMA, "turns": [*pointer.turns, turn]}, indent=1, ensure_ascii=False
     )
     try:
-        bucket.put(NAME, text.encode(), generation=pointer.generation)
+        bucket.put(POINTER, text.encode(), generation=pointer.generation)
     except Conflict:
         raise Failed(
-            f"another version went live at the same time ({bucket.url_of(NAME)} changed); run the"
-            " same command again"
+            f"another version went live at the same time ({bucket.url_of(POINTER)} changed);"
+            " run the same command again"
         ) from None
 
 
-def put_files(folder: Path, bucket: Bucket) -> None:
-    """The folder into the bucket, the marker last. Nothing is sent where all is as its marker says,
-    else only what differs.
+def upload_files(folder: Path, bucket: Bucket) -> None:
+    """Upload a model folder, its marker last. Only files that differ are sent, none where all match
+    the marker.
     """
-    there = {blob.name: blob for blob in bucket.list()}
-    if MARKER in there and _is_whole(bucket):
+    stored = {blob.name: blob for blob in bucket.list()}
+    if MARKER in stored and _is_whole(bucket):
         return
     files = []
     for path in sorted(
@@ -132,15 +136,17 @@ def put_files(folder: Path, bucket: Bucket) -> None:
             path.stat().st_size,
             crc32c(path),
         )
-        if name not in there or (there[name].bytes, there[name].crc32c) != (size, checksum):
+        if name not in stored or (stored[name].bytes, stored[name].crc32c) != (size, checksum):
             bucket.put(name, path)
         files.append({"path": name, "bytes": size, "crc32c": checksum})
     text = json.dumps({"schema": SCHEMA, "files": files}, indent=1)
-    bucket.put(MARKER, text.encode(), generation=there[MARKER].generation if MARKER in there else 0)
+    bucket.put(
+        MARKER, text.encode(), generation=stored[MARKER].generation if MARKER in stored else 0
+    )
 
 
-def marked(bucket: Bucket) -> list[dict[str, Any]]:
-    """The files that the marker vouches for. Raises WrongInput where there is none."""
+def listed_files(bucket: Bucket) -> list[dict[str, Any]]:
+    """The entries of the marker. Raises WrongInput where there is none, or it is damaged."""
     try:
         files: list[dict[str, Any]] = json.loads(bucket.get(MARKER))["files"]
     except (Missing, ValueError, KeyError):
@@ -150,26 +156,26 @@ def marked(bucket: Bucket) -> list[dict[str, Any]]:
     return files
 
 
-def damaged(bucket: Bucket) -> list[str]:
-    """Addresses of files that are missing or changed, by the checksums that the service keeps: no
-    byte is read. Raises as `marked` does.
+def damaged_files(bucket: Bucket) -> list[str]:
+    """URLs of files that are missing or changed, by the checksums the service keeps; nothing is
+    downloaded. Raises as `listed_files` does.
     """
-    there = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
+    stored = {blob.name: (blob.bytes, blob.crc32c) for blob in bucket.list()}
     return [
         bucket.url_of(file["path"])
-        for file in marked(bucket)
-        if there.get(file["path"]) != (file["bytes"], file["crc32c"])
+        for file in listed_files(bucket)
+        if stored.get(file["path"]) != (file["bytes"], file["crc32c"])
     ]
 
 
-def classifies(folder: Path) -> bool:
-    """Does the model give labels rather than text?"""
+def is_classifier(folder: Path) -> bool:
+    """Whether the model in `folder` is a classifier."""
     config = json.loads((folder / "config.json").read_bytes())
     return any("Classification" in name for name in config.get("architectures") or [])
 
 
 def _is_whole(bucket: Bucket) -> bool:
     try:
-        return not damaged(bucket)
+        return not damaged_files(bucket)
     except WrongInput:
         return False

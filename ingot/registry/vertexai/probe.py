@@ -1,8 +1,8 @@
-"""Does a deployed model answer, and as its folder does?
+"""Checks that a deployed model answers, and gives the same answer as its local folder.
 
-Vertex AI's predictions go by the traffic, and nothing but an explanation can be asked of one
-deployed model by its id. But each answer says who made it. So a new version is given a small share
-of the traffic, and predictions are asked until one of them is its.
+Vertex AI routes predictions by the traffic split; a request cannot name one deployed model. But
+each answer names the model that made it. So the new version gets a small share of the traffic, and
+predictions are requested until one of them is its.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ from ingot.cloud.vertex import endpoints
 from ingot.config.serving import RAW, answered, question
 
 SHARE = 10
-"""Percent of the traffic that a version gets to be asked, unless told otherwise."""
+"""Percent of the traffic that a version gets for the check, by default."""
 TOKENS = 8
-_MISSED = 1e-6
-"""How unlikely it may be that a version with its share of the traffic is not among those who
-answer.
-"""
+_MISS_PROBABILITY = 1e-6
+"""The accepted probability that a working version is in none of the answers."""
 SPREAD_S, PAUSE_S = 60.0, 1.0
-"""How long a new share of the traffic may take to be kept to, and how long is waited between two
-questions once they should have been enough.
+"""How long a new traffic split may take to be applied, and the seconds between two requests once
+their number should have sufficed.
 """
 _ANSWER_S = 1800.0
 
 
 @dataclass(frozen=True)
-class Check:
-    """What is asked, and what should come: `expected` is the folder's own answer, None where only
-    the form can be judged.
+class AnswerCheck:
+    """The prediction to request, and its expected answer. `expected` is the local folder's answer,
+    None where only the form of the answer is checked.
 
-    `engine` is what answers, and `name` what it calls the model.
+    `engine` is the serving engine, `name` its name of the model.
     """
 
     prompt: str
@@ -49,12 +47,12 @@ class Check:
     name: str = ""
 
 
-def answer_of(folder: Path, prompt: str) -> str:
-    """What the model in `folder` says to `prompt`, greedily, on this machine: by our own command
-    line, in a process of its own.
+def local_answer(folder: Path, prompt: str) -> str:
+    """The greedy answer of the model in `folder` to `prompt` on this machine, from `ingot predict`
+    in a process of its own.
 
     Raises:
-        Failed: it says nothing.
+        Failed: it gives no answer.
     """
     command = [
         sys.executable,
@@ -88,51 +86,53 @@ def answer_of(folder: Path, prompt: str) -> str:
     return done.stdout.removesuffix("\n")
 
 
-def probe(google: GoogleClients, endpoint: str, deployed: str, share: int, check: Check) -> None:
-    """Ask until the deployed model `deployed`, which has `share` percent of the traffic, has
-    answered.
+def probe_endpoint(
+    google: Google, endpoint: str, deployed: str, share: int, check: AnswerCheck
+) -> None:
+    """Request predictions until the deployed model `deployed`, which has `share` percent of the
+    traffic, has answered, and check its answer.
 
     Raises:
         WrongInput: a prediction is refused.
-        Failed: it does not answer, or not as it should, or nobody says who answered.
+        Failed: it does not answer, its answer is wrong, or answers do not name their model.
     """
-    enough = 10 if share >= 100 else math.ceil(math.log(_MISSED) / math.log(1 - share / 100))
+    enough = (
+        10 if share >= 100 else math.ceil(math.log(_MISS_PROBABILITY) / math.log(1 - share / 100))
+    )
     tries, deadline = 0, time.monotonic() + SPREAD_S
     while tries < enough or time.monotonic() < deadline:
         if tries >= enough:
             time.sleep(PAUSE_S)
         tries += 1
-        answers = _asked(google, endpoint, deployed, check)
+        answers = _predict(google, endpoint, deployed, check)
         if answers is not None:
-            if wrong := _wrong(answers, check):
-                raise Failed(wrong)
+            if error := _find_error(answers, check):
+                raise Failed(error)
             return
     raise Failed(
         f"of {tries} predictions none came from the new version, which has {share} % of the traffic"
     )
 
 
-def _asked(google: GoogleClients, endpoint: str, deployed: str, check: Check) -> list[Any] | None:
-    """The answers to one prompt; None where they are another deployed model's, whose words may be
-    others.
-    """
+def _predict(google: Google, endpoint: str, deployed: str, check: AnswerCheck) -> list[Any] | None:
+    """The answers to one prompt; None where another deployed model gave them."""
     if check.engine not in RAW:
         parameters = {} if check.classifies else {"max_tokens": TOKENS, "temperature": 0}
-        answers, by = endpoints.predict(google, endpoint, [check.prompt], parameters)
-        return answers if by == deployed else None
-    answer, said_by = endpoints.raw_predict(
+        answers, model = endpoints.predict(google, endpoint, [check.prompt], parameters)
+        return answers if model == deployed else None
+    answer, answered_by = endpoints.raw_predict(
         google, endpoint, question(check.engine, check.name, check.prompt, TOKENS)
     )
-    if said_by is None:
+    if answered_by is None:
         raise Failed(
             "the endpoint does not say which of its models answered; deploy without --canary and"
             " --verify (serve.canary, serve.verify)"
         )
-    return [answered(check.engine, answer)] if said_by == deployed else None
+    return [answered(check.engine, answer)] if answered_by == deployed else None
 
 
-def _wrong(answers: list[Any], check: Check) -> str | None:
-    """What is wrong with the answer to one prompt."""
+def _find_error(answers: list[Any], check: AnswerCheck) -> str | None:
+    """What is wrong with the answers to one prompt; None where they are right."""
     answer = answers[0] if len(answers) == 1 else None
     if check.classifies:
         scores = answer.get("scores") if isinstance(answer, dict) else None

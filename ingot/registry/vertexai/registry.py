@@ -1,9 +1,9 @@
-"""Versions in the Model Registry of Vertex AI: one model of a registered name, its files and exact
-numbers in the bucket.
+"""The registry in Vertex AI: versions in its Model Registry, their files and reports in the bucket.
 
-Under `gs://BUCKET/ingot/models/NAME/`: a folder for each model with its files and a marker written
-last, a record beside it (the whole report and lineage; the service's labels are too narrow for
-them), and `live.json`. A version that died half-way is gone on with by the next.
+Under `gs://BUCKET/ingot/models/NAME/` lie a folder for each model with its files and a marker
+written last, a record beside it (report and lineage in full, for which the service's labels are too
+short), and the live pointer `live.json`. A registration that was killed is completed by the next
+one.
 """
 
 from __future__ import annotations
@@ -28,27 +28,33 @@ from ingot.cloud.vertex import models
 from ingot.cloud.vertex.jobs import http_status_of
 from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
-from ingot.registry.versions import Turn, VertexVersion
-from ingot.registry.vertexai import objects as pointer
-from ingot.registry.vertexai.objects import SCHEMA, classifies, damaged, marked, put_files
+from ingot.registry.versions import LiveChange, VertexVersion
+from ingot.registry.vertexai import objects
+from ingot.registry.vertexai.objects import (
+    SCHEMA,
+    damaged_files,
+    is_classifier,
+    listed_files,
+    upload_files,
+)
 from ingot.registry.vertexai.resources import (
     CONTAINER,
     ENGINE,
     KEY,
-    Wanted,
-    key_of,
+    ServingSpec,
     label,
-    labels_of,
+    model_key,
     resource_id,
-    wanted_by,
+    serving_spec,
+    version_labels,
 )
 
-BESIDE = "-repository/"
-"""Ends the name of the folder of a model repository beside the model and for the container that it
-is of, for engines that want one.
+REPOSITORY_SUFFIX = "-repository/"
+"""Suffix of the folder of a model repository beside the model, for engines that need one; the name
+includes the mark of the container.
 """
 LIVE = "live"
-"""The alias of the live version, for whoever asks the service rather than ingot."""
+"""The alias of the live version, for users of the service's own tools."""
 
 
 class VertexRegistry:
@@ -74,7 +80,7 @@ class VertexRegistry:
         return [self._version(name, found) for found in self._listed(name)]
 
     def version(self, name: str, number: int) -> VertexVersion:
-        """Raises WrongInput naming the versions that there are."""
+        """One version. Raises WrongInput, naming the existing versions, where it is unknown."""
         known = self._listed(name)
         if not known:
             raise WrongInput(
@@ -90,45 +96,43 @@ class VertexRegistry:
         return self._version(name, found)
 
     def live(self, name: str) -> VertexVersion | None:
-        """The version that is live under `name`. Its alias is put right where it is not, as after a
-        writer that died.
-        """
-        now, known = pointer.read(self._bucket(name)).now, self._listed(name)
-        self._follow(known, now)
+        """The live version of `name`. Its alias is corrected if a killed process left it wrong."""
+        now, known = objects.read_pointer(self._bucket(name)).now, self._listed(name)
+        self._update_alias(known, now)
         return None if now is None else self.version(name, now)
 
     def find(self, name: str, report: EvaluationReport) -> VertexVersion | None:
-        """The version with the model that `report` is about: in the recipe's container, else the
+        """The version of the model that `report` measured: in the recipe's container, else the
         newest.
 
-        None too where its record is missing or damaged, which registering it again mends.
+        None also where its record is missing or damaged, so that it is registered again.
         """
-        key = key_of(report.model_hash, report.tokenizer_hash)
+        key = model_key(report.model_hash, report.tokenizer_hash)
         known = [version for version in self._listed(name) if version.labels[KEY] == key]
         if not known or self._record(name, key) is None:
             return None
-        wanted = self._wanted(name, key).mark
+        mark = self._spec(name, key).mark
         return self._version(
             name,
             next(
-                (version for version in known if version.labels.get(CONTAINER) == wanted), known[-1]
+                (version for version in known if version.labels.get(CONTAINER) == mark), known[-1]
             ),
         )
 
-    def is_served_so(self, version: VertexVersion) -> bool:
-        """Has the version the container that the recipe asks for?"""
+    def has_container(self, version: VertexVersion) -> bool:
+        """Whether the version has the container that the recipe asks for."""
         return (
             version.container
-            == self._wanted(version.name, key_of(version.model_hash, version.tokenizer_hash)).mark
+            == self._spec(version.name, model_key(version.model_hash, version.tokenizer_hash)).mark
         )
 
-    def history(self, name: str) -> Sequence[Turn]:
-        """All moves of the live pointer, oldest first."""
-        return pointer.read(self._bucket(name)).history
+    def history(self, name: str) -> Sequence[LiveChange]:
+        """All changes of the live pointer, oldest first."""
+        return objects.read_pointer(self._bucket(name)).history
 
     def previous(self, name: str) -> VertexVersion:
-        """The version that was live before. Raises WrongInput when there is none."""
-        found = pointer.read(self._bucket(name))
+        """The previously live version. Raises WrongInput where there is none."""
+        found = objects.read_pointer(self._bucket(name))
         if found.now is None:
             raise WrongInput(
                 f"nothing is live as {name} in {self.place}; `ingot deploy {name}` makes the newest"
@@ -144,26 +148,26 @@ class VertexRegistry:
     def add(
         self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
     ) -> VertexVersion:
-        """Upload the model in `folder` and register it with its report. A version that there is
-        already takes the new report, and is mended.
+        """Upload the model in `folder` and register it with its report. An existing version gets
+        the new report, and damaged files are replaced.
 
         Raises:
-            WrongInput: bucket or image are missing or lie elsewhere, a right is missing, or
-                somebody else's model has the id.
-            Failed: another process registers the very same model.
+            WrongInput: bucket or image are missing or in another region, a permission is missing,
+                or somebody else's model has the id.
+            Failed: another process is registering the same model.
         """
         self._check_region()
-        key, bucket = key_of(report.model_hash, report.tokenizer_hash), self._bucket(name)
-        wanted = self._wanted(name, key)
+        key, bucket = model_key(report.model_hash, report.tokenizer_hash), self._bucket(name)
+        spec = self._spec(name, key)
         with lease(bucket, f"ingot register {name}", name=f"locks/{key}", wait=True):
-            put_files(folder, open_bucket(bucket.url_of(key)))
-            for path, text in wanted.files.items():
-                bucket.put(f"{key}-{wanted.mark}{BESIDE}{path}", text.encode())
+            upload_files(folder, open_bucket(bucket.url_of(key)))
+            for path, text in spec.files.items():
+                bucket.put(f"{key}-{spec.mark}{REPOSITORY_SUFFIX}{path}", text.encode())
             self._write_record(name, key, folder, report, lineage)
-            found = self._found(name, key, wanted.mark)
+            found = self._found(name, key, spec.mark)
             if found is None:
-                self._upload(name, key, report, wanted)
-                found = self._found(name, key, wanted.mark)
+                self._upload(name, key, report, spec)
+                found = self._found(name, key, spec.mark)
             else:
                 self._relabel(found, report)
         if found is None:
@@ -174,52 +178,54 @@ class VertexRegistry:
         return self._version(name, found)
 
     def point(self, name: str, number: int, reason: str, *, instead_of: int | None = -1) -> None:
-        """Make version `number` live; see `store.Registry.point`. Raises Failed when another
-        process moved the pointer at the same time.
+        """Make version `number` live; see `LocalRegistry.point`. Raises Failed where another
+        process changed the pointer at the same time.
         """
         known = self._listed(name)
         self.version(name, number)
-        found = pointer.read(self._bucket(name))
+        found = objects.read_pointer(self._bucket(name))
         if found.now != number:
-            pointer.check(name, found.now, instead_of)
-            pointer.move(self._bucket(name), found, number, reason)
-        self._follow(known, number)
+            objects.check_expected_live(name, found.now, instead_of)
+            objects.move_pointer(self._bucket(name), found, number, reason)
+        self._update_alias(known, number)
 
     def rollback(self, name: str, reason: str, *, to: int | None = None) -> VertexVersion:
-        """Make the version live that was live before this one; again goes one further back. `to`:
-        only if it is this one.
-
-        Raises as `previous` and `point` do.
+        """Make the previously live version live again; repeated calls go further back. `to`: only
+        if it is that version. Raises as `previous` and `point` do.
         """
         version = self.previous(name)
         if to not in (None, version.number):
             raise Failed(
                 f"another version of {name} went live meanwhile; run the same command again"
             )
-        pointer.move(
-            self._bucket(name), pointer.read(self._bucket(name)), version.number, reason, back=True
+        objects.move_pointer(
+            self._bucket(name),
+            objects.read_pointer(self._bucket(name)),
+            version.number,
+            reason,
+            back=True,
         )
-        self._follow(self._listed(name), version.number)
+        self._update_alias(self._listed(name), version.number)
         return version
 
     def check(self, version: VertexVersion, *, checksums: bool = False) -> None:
-        """Raises WrongInput when objects of a version are missing or changed, by the checksums that
-        the service keeps: no byte is read.
+        """Raises WrongInput where objects of a version are missing or changed, by the checksums the
+        service keeps; nothing is downloaded.
         """
-        if wrong := damaged(open_bucket(version.where)):
+        if damaged := damaged_files(open_bucket(version.where)):
             raise WrongInput(
-                f"{version.name} v{version.number} is damaged: {wrong[0]} is missing or changed;"
+                f"{version.name} v{version.number} is damaged: {damaged[0]} is missing or changed;"
                 " register it again, or deploy another version"
             )
 
     def fetch(self, version: VertexVersion) -> Path:
-        """The version's files in a folder of this disk, downloaded where they are not there yet."""
-        bucket, files = open_bucket(version.where), marked(open_bucket(version.where))
+        """The version's files in a local folder, downloaded unless they are there already."""
+        bucket, files = open_bucket(version.where), listed_files(open_bucket(version.where))
         folder = (
             Path(self._recipe.output)
             / "registry-vertex"
             / version.name
-            / key_of(version.model_hash, version.tokenizer_hash)
+            / model_key(version.model_hash, version.tokenizer_hash)
         )
         if not all(
             (folder / file["path"]).is_file()
@@ -234,7 +240,7 @@ class VertexRegistry:
         return folder
 
     def _bucket(self, name: str) -> Bucket:
-        """What lies under the name; objects of several names share no connection."""
+        """The bucket folder of a name, opened once."""
         return self._buckets.setdefault(
             name, open_bucket(f"{self._google.bucket}/ingot/models/{name}")
         )
@@ -244,9 +250,7 @@ class VertexRegistry:
         return {}
 
     def _listed(self, name: str) -> list[ModelVersion]:
-        """The versions that ingot registered, oldest first; of one that another upload doubled, the
-        first.
-        """
+        """The versions that ingot registered, oldest first; of duplicates only the first."""
         found: dict[tuple[str, str | None], ModelVersion] = {}
         for version in models.versions(self._google, resource_id(name)):
             if KEY in version.labels:
@@ -263,8 +267,8 @@ class VertexRegistry:
             None,
         )
 
-    def _wanted(self, name: str, key: str) -> Wanted:
-        return wanted_by(self._recipe, self._bucket(name).url_of(key))
+    def _spec(self, name: str, key: str) -> ServingSpec:
+        return serving_spec(self._recipe, self._bucket(name).url_of(key))
 
     def _version(self, name: str, found: ModelVersion) -> VertexVersion:
         bucket, value = self._bucket(name), self._record(name, found.labels[KEY])
@@ -296,7 +300,7 @@ class VertexRegistry:
         )
 
     def _record(self, name: str, key: str) -> dict[str, Any] | None:
-        """The exact numbers of a model; None where they are missing or damaged."""
+        """The stored record of a model; None where it is missing or damaged."""
         try:
             value: dict[str, Any] = json.loads(self._bucket(name).get(f"{key}.json"))
         except (Missing, ValueError):
@@ -311,26 +315,26 @@ class VertexRegistry:
         report: EvaluationReport,
         lineage: Mapping[str, Any],
     ) -> None:
-        """Of a model that is there already only the report is new."""
+        """Write the record of a model; of an existing one only the report changes."""
         value = self._record(name, key) or {
             "schema": SCHEMA,
             "lineage": dict(lineage),
-            "classifies": classifies(folder),
+            "classifies": is_classifier(folder),
         }
         text = json.dumps(
             {**value, "report": asdict(report)}, indent=1, ensure_ascii=False, allow_nan=False
         )
         self._bucket(name).put(f"{key}.json", text.encode())
 
-    def _upload(self, name: str, key: str, report: EvaluationReport, wanted: Wanted) -> None:
-        """Make the version, after whatever a process that died began has ended."""
+    def _upload(self, name: str, key: str, report: EvaluationReport, spec: ServingSpec) -> None:
+        """Create the version, once uploads that a killed process started have ended."""
         model_id = resource_id(name)
         for operation in models.being_uploaded(self._google, model_id):
             models.await_upload(self._google, operation)
-        if self._found(name, key, wanted.mark) is not None:
+        if self._found(name, key, spec.mark) is not None:
             return
         artifacts = self._bucket(name).url_of(
-            f"{key}-{wanted.mark}{BESIDE}".rstrip("/") if wanted.files else key
+            f"{key}-{spec.mark}{REPOSITORY_SUFFIX}".rstrip("/") if spec.files else key
         )
         for first in (not models.versions(self._google, model_id), False):
             request = models.upload_request(
@@ -339,8 +343,8 @@ class VertexRegistry:
                 first=first,
                 display_name=name,
                 artifacts=artifacts,
-                container=wanted.container,
-                labels=self._labels(report, key, wanted.mark),
+                container=spec.container,
+                labels=self._labels(report, key, spec.mark),
                 description=_description(report),
             )
             try:
@@ -348,8 +352,8 @@ class VertexRegistry:
                 return
             except WrongInput as error:
                 if (
-                    not first or http_status_of(error) != 409
-                ):  # another process made the first version of this name meanwhile
+                    not first or code_of(error) != 409
+                ):  # another process created the first version of this name meanwhile
                     raise
 
     def _labels(self, report: EvaluationReport, key: str, mark: str) -> dict[str, str]:
@@ -360,18 +364,18 @@ class VertexRegistry:
             "ingot-run": label(self._recipe.name),
             "ingot-verb": "register",
         }
-        return labels_of(report, ours, self._recipe.cloud.labels)
+        return version_labels(report, ours, self._recipe.cloud.labels)
 
     def _relabel(self, found: ModelVersion, report: EvaluationReport) -> None:
-        wanted = {
+        labels = {
             **self._labels(report, found.labels[KEY], found.labels[CONTAINER]),
             "ingot-run": found.labels.get("ingot-run", ""),
         }
-        if wanted != found.labels:
-            models.update_labels(self._google, found, wanted)
+        if labels != found.labels:
+            models.update_labels(self._google, found, labels)
 
-    def _follow(self, known: Sequence[ModelVersion], now: int | None) -> None:
-        """The alias `live` on the version that the pointer means, and on no other."""
+    def _update_alias(self, known: Sequence[ModelVersion], now: int | None) -> None:
+        """Set the alias `live` on the version of the pointer, and on no other."""
         try:
             for version in known:
                 if LIVE in version.aliases and version.number != now:
@@ -391,7 +395,7 @@ class VertexRegistry:
 
 
 def _description(report: EvaluationReport) -> str:
-    """One line for the console."""
+    """One line for the cloud console."""
     metrics = ", ".join(
         f"{key} {metric.value:.6g}" for key, metric in sorted(report.metrics.items())[:5]
     )

@@ -1,5 +1,5 @@
-"""What a container of an endpoint runs: what `config/serving.py` says for `serve.engine`, with an
-image that Vertex AI can take. Only text.
+"""What a recipe asks of Vertex AI for serving: the container, the machines, and resource names and
+labels. Pure functions of the recipe.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _REGISTRY = re.compile(r"(?:([a-z]+-[a-z]+\d+)|[a-z]+)-docker\.pkg\.dev/")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a recipe asks to be served with. `files` lie beside the model; `mark` tells both from
-    what else the model is served with.
+class ServingSpec:
+    """How a recipe serves a model: the container, and the files beside the model that it reads.
+    `mark` is a fingerprint of both.
     """
 
     container: ServingContainer
@@ -33,13 +33,16 @@ class Wanted:
     mark: str
 
 
-def container_of(recipe: Recipe) -> ServingContainer:
-    """Raises WrongInput: no image is named, it lies outside Artifact Registry or in another region,
-    or the engine cannot use the machine.
+def container_of(recipe: Recipe) -> Container:
+    """The container of `serve.engine`, in Vertex AI's terms.
+
+    Raises:
+        WrongInput: no image is set, it is outside Artifact Registry or in another region, or the
+            engine cannot use the machine.
     """
-    engine, wanted = recipe.serve.engine, serving.container_of(recipe)
+    engine, container = recipe.serve.engine, serving.container_of(recipe)
     image = recipe.serve.image or (
-        image_of(recipe.cloud, "serve") if wanted.image is None else wanted.image
+        image_of(recipe.cloud, "serve") if container.image is None else container.image
     )
     found = _REGISTRY.match(image)
     if found is None:
@@ -54,29 +57,29 @@ def container_of(recipe: Recipe) -> ServingContainer:
         )
     return ServingContainer(
         image,
-        wanted.args,
-        wanted.command,
-        dict(wanted.env),
-        wanted.ports[0],
-        wanted.health_route,
-        wanted.predict_route,
-        shared_memory_mb=wanted.shared_memory_mb,
+        container.args,
+        container.command,
+        dict(container.env),
+        container.ports[0],
+        container.health_route,
+        container.predict_route,
+        shared_memory_mb=container.shared_memory_mb,
     )
 
 
-def wanted_by(recipe: Recipe, model: str) -> Wanted:
-    """What the recipe asks for the model that lies at `model` (gs://). Raises as `container_of`
-    does.
-    """
+def serving_spec(recipe: Recipe, model: str) -> ServingSpec:
+    """How the recipe serves the model at the URL `model`. Raises as `container_of` does."""
     container, files = container_of(recipe), serving.artifact_of(recipe, model)
-    return Wanted(container, files, fingerprint({"container": asdict(container), "files": files}))
+    return ServingSpec(
+        container, files, fingerprint({"container": asdict(container), "files": files})
+    )
 
 
-def resources_of(recipe: Recipe) -> EndpointResources:
-    """The machines behind an endpoint.
+def machine_resources(recipe: Recipe) -> Resources:
+    """The machines of an endpoint.
 
     Raises:
-        WrongInput: there is no such machine (names the nearest), or it is none for an endpoint.
+        WrongInput: there is no such machine type (names the nearest), or endpoints cannot use it.
     """
     machine, (least, most) = recipe.serve.machine, recipe.serve.replicas
     if machine.flex_start:
@@ -86,7 +89,7 @@ def resources_of(recipe: Recipe) -> EndpointResources:
         )
     if least > most:
         raise WrongInput(
-            f"serve.replicas [{least}, {most}]: the least is above the most; turn them round"
+            f"serve.replicas [{least}, {most}]: the least is above the most; swap them"
         )
     if reasons := check_machine(machine):
         raise WrongInput("; ".join(reasons).replace("launch.machine", "serve.machine"))
@@ -114,28 +117,28 @@ def _reservation(recipe: Recipe) -> str | None:
     return f"projects/{GoogleClients(cloud).project}/zones/{cloud.zone}/reservations/{name}"
 
 
-MOST_LABELS, MOST_CHARACTERS = 64, 63
+MAX_LABELS, MAX_CHARACTERS = 64, 63
 KEY = "ingot-key"
-"""The label of a version that says which model it is, by `key_of`."""
+"""The label of a version with its model's key, from `model_key`."""
 CONTAINER, ENGINE = "ingot-container", "ingot-engine"
-"""The labels of a version that say in which container it is, by `container.Wanted.mark`, and what
-answers there.
-"""
+"""The labels of a version with the mark of its container (`ServingSpec.mark`) and its engine."""
 _ID_CHARACTERS = 45
 
 
 def label(text: str) -> str:
-    """`text` as the value of a label; where that loses something it ends in a hash of the whole."""
+    """`text` as a label value: lower case letters, digits, hyphens and underscores. A value that
+    had to be changed ends in a hash of the text.
+    """
     plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
     return (
         plain
-        if plain == text and len(plain) <= MOST_CHARACTERS
+        if plain == text and len(plain) <= MAX_CHARACTERS
         else f"{plain[:_ID_CHARACTERS]}-{fingerprint(text)[:8]}"
     )
 
 
 def resource_id(name: str) -> str:
-    """The id of the model and the endpoint of a registered name. No two names have the same."""
+    """The id of model and endpoint of a registered name, unique per name."""
     plain = re.sub(r"[^a-z0-9-]", "-", name.lower())
     same = plain == name and len(plain) <= _ID_CHARACTERS and not plain.endswith("-")
     return (
@@ -145,35 +148,35 @@ def resource_id(name: str) -> str:
     )
 
 
-def key_of(model_hash: str, tokenizer_hash: str) -> str:
-    """Which model it is, with which tokenizer: a folder in the bucket, and a label."""
+def model_key(model_hash: str, tokenizer_hash: str) -> str:
+    """The key of a model with its tokenizer: the name of its folder in the bucket, and a label."""
     return label(f"{model_hash}-{tokenizer_hash}")
 
 
-def labels_of(
+def version_labels(
     report: EvaluationReport, ours: Mapping[str, str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Labels of a version: `ours`, then those of the recipe, then as many metrics as there is room
-    for, to look at: `loss_bits_per_byte: 0_8123`.
+    """Labels of a version: `ours`, those of the recipe, and as many metrics as fit, such as
+    `loss_bits_per_byte: 0_8123`.
     """
     labels = {**{label(key): label(value) for key, value in given.items()}, **ours}
     for key, metric in sorted(report.metrics.items()):
-        name = _metric(key)
-        if len(labels) < MOST_LABELS and name not in labels:
-            labels[name] = number(metric.value)
+        name = _metric_label(key)
+        if len(labels) < MAX_LABELS and name not in labels:
+            labels[name] = label_number(metric.value)
     return labels
 
 
-def number(value: float) -> str:
-    """Six digits of a number, its point an underscore."""
+def label_number(value: float) -> str:
+    """A number with six significant digits, its decimal point an underscore."""
     return f"{value:.6g}".replace(".", "_").replace("+", "")
 
 
-def _metric(key: str) -> str:
+def _metric_label(key: str) -> str:
     plain = re.sub(r"[^a-z0-9_-]", "_", key.lower())
     plain = plain if plain[:1].isalpha() else f"m_{plain}"
     return (
         plain
-        if len(plain) <= MOST_CHARACTERS
+        if len(plain) <= MAX_CHARACTERS
         else f"{plain[:_ID_CHARACTERS]}_{fingerprint(key)[:8]}"
     )

@@ -1,10 +1,9 @@
-"""A new version behind an endpoint without an outage: beside the old one, a share of the traffic,
-all of it, and only then the old one goes.
+"""Rolls a version out to an endpoint without an outage: deploys it beside the old one, moves a
+share of the traffic, then all of it, and undeploys the old one last.
 
-At each moment either the old or the new version serves. One command at a time: a lease in the
-bucket. What a command left that died is found in
-the endpoint itself, by the next one: traffic goes back to the version that is live, and what gets
-none is taken away or gone on with.
+At every moment the old or the new version serves. A lease in the bucket lets one command run at a
+time. A command that was killed leaves its state in the endpoint; the next one gives the traffic
+back to the live version and undeploys or reuses what gets none.
 """
 
 from __future__ import annotations
@@ -17,74 +16,80 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import Lease, lease
-from ingot.cloud.clients import GoogleClients
-from ingot.cloud.vertex import endpoints
-from ingot.cloud.vertex.endpoints import VertexEndpoint
-from ingot.cloud.vertex.jobs import http_status_of
-from ingot.registry.vertexai.endpoint import Plan, create_request, deploy_request, find
-from ingot.registry.vertexai.probe import probe
+from ingot.cloud import endpoints
+from ingot.cloud.clients import Google
+from ingot.cloud.endpoints import Endpoint
+from ingot.cloud.operations import code_of
+from ingot.registry.vertexai.endpoint import (
+    RolloutPlan,
+    create_request,
+    deploy_request,
+    find_endpoint,
+)
+from ingot.registry.vertexai.probe import probe_endpoint
 
 LEASE_S = 60.0
-"""How long a command that died keeps the next one waiting, where it ran on another machine."""
-TRIES, PAUSE_S = 5, 2.0
-"""How often a change of the endpoint is tried that did not come off, and how long is waited between
-two tries.
-"""
+"""How long the lease of a killed command blocks the next one on another machine."""
+ATTEMPTS, PAUSE_S = 5, 2.0
+"""How often a failed change of the endpoint is tried, and the seconds between two tries."""
 _OURS = ("ingot-verb", "deploy")
-"""The label of an endpoint that was made here, and that may be deleted here again."""
-_AT_IT = "other operation"
-"""What a refusal says that is due to what somebody else does to the endpoint at that moment."""
+"""The label of endpoints that ingot created and may delete."""
+_BUSY = "other operation"
+"""Part of the error message while somebody else is changing the endpoint."""
 
 
 def roll_out(
-    google: GoogleClients,
-    plan: Plan,
+    google: Google,
+    plan: RolloutPlan,
     live: Callable[[], int | None],
     allow: Callable[[int | None], None],
     commit: Callable[[], None],
 ) -> None:
-    """Make `plan` serve all of the traffic; `live` says which version should until then, `commit`
-    makes it the live one once it does.
+    """Make `plan` serve all of the traffic. `live` returns the live version's number; `commit`
+    makes the new version the live one once it serves.
 
-    `allow` raises where that is not wanted any more: it is told what is live while nobody else can
-    change it, before anything is touched.
+    `allow` is called with the live version while the lease is held, before anything is changed, and
+    raises if the rollout is no longer wanted.
+
 
     Raises:
-        WrongInput: there are two endpoints of the name, it serves what is not ours, or the service
-            refuses machine, image or rights.
-        Failed: another command deploys this name, or the new version does not come up or does not
-            answer as it should. The old one then serves.
+        WrongInput: there are two endpoints of the name, the endpoint serves other models, or the
+            service refuses machine, image or permissions.
+        Failed: another command deploys this name, or the new version does not start or gives a
+            wrong answer. The old one then keeps serving.
     """
     bucket = open_bucket(f"{google.bucket}/ingot/endpoints/{plan.name}")
     with lease(bucket, f"ingot deploy {plan.name}", life_s=LEASE_S, wait=True) as held:
         before = live()
         allow(before)
-        _RollOut(google, plan, before, held).run(live, commit)
+        _Rollout(google, plan, before, held).run(live, commit)
 
 
-class _RollOut:
-    """One run of `roll_out`, while it holds the lease. `stable` serves until the new one does."""
+class _Rollout:
+    """One run of `roll_out` while it holds the lease. `_stable` is the deployed model that serves
+    until the new one does.
+    """
 
-    def __init__(self, google: GoogleClients, plan: Plan, live: int | None, held: Lease) -> None:
+    def __init__(self, google: Google, plan: RolloutPlan, live: int | None, held: Lease) -> None:
         self._google, self._plan, self._live, self._held = google, plan, live, held
         self._name, self._created = "", False
         self._stable: str | None = None
-        self._is_right = False  # whether `_put_right` knows what is to serve
+        self._is_recovered = False  # whether `_recover` has decided what `_stable` is
         self._operation: str | None = None
 
     def run(self, live: Callable[[], int | None], commit: Callable[[], None]) -> None:
-        there, has_begun = find(self._google, self._plan.name), False
+        endpoint, has_begun = find_endpoint(self._google, self._plan.name), False
         finish = (
             f"`ingot deploy {self._plan.name} --version {self._plan.version.number}` finishes it"
         )
         try:
-            self._created = there is None
+            self._created = endpoint is None
             self._name = (
-                there.name
-                if there
+                endpoint.name
+                if endpoint
                 else endpoints.create(self._google, create_request(self._google, self._plan))
             )
-            new = self._put_right()
+            new = self._recover()
             if new is None:
                 new = self._deploy()
             self._move_traffic(new)
@@ -94,7 +99,7 @@ class _RollOut:
         except BaseException as error:
             if has_begun and self._is_live(
                 live
-            ):  # back again would leave an endpoint that serves another version than the live one
+            ):  # undoing would leave an endpoint that serves another version than the live one
                 if isinstance(error, IngotError):
                     raise Failed(
                         f"{self._plan.called} serves all of the traffic, but {error}; {finish}"
@@ -104,7 +109,7 @@ class _RollOut:
             if isinstance(error, Failed | WrongInput) and self._name:
                 undone = (
                     "nothing is deployed"
-                    if self._is_right or self._created
+                    if self._is_recovered or self._created
                     else "nothing was changed"
                 )
                 state = "the version before serves on" if self._stable else undone
@@ -121,61 +126,61 @@ class _RollOut:
             ) from error
 
     def _is_live(self, live: Callable[[], int | None]) -> bool:
-        """Whether the pointer moved before `commit` broke off; where nobody can say, too: what
-        serves now may stay so.
+        """Whether the pointer moved before `commit` failed. True as well where it cannot be read,
+        so that what serves now keeps serving.
         """
         try:
             return live() == self._plan.version.number
         except IngotError:
             return True
 
-    def _put_right(self) -> str | None:
-        """Undo or keep what a command left that died: one version serves all of the traffic
-        afterwards, and beside it is at most the new one.
+    def _recover(self) -> str | None:
+        """Clean up after a killed command: afterwards one version serves all of the traffic, and at
+        most the new one is deployed beside it.
 
-        Returns the id of the new one where it is deployed already.
+        Returns the id of the new one if it is deployed already.
         """
-        there = self._settled()
+        endpoint = self._settled()
         serving = [
             deployed
-            for deployed in there.deployed
-            if there.traffic.get(deployed.id) or deployed.number == self._live
+            for deployed in endpoint.deployed
+            if endpoint.traffic.get(deployed.id) or deployed.number == self._live
         ]
-        # The live version goes first, then whichever serves most; the new one of a name of which
-        # nothing is live yet has proved nothing.
-        proved = [
+        # The live version is preferred, then whichever serves most. Where nothing is live yet, the
+        # new version does not count: it has not been verified.
+        verified = [
             deployed
             for deployed in serving
             if self._live is not None or not self._plan.runs(deployed)
         ]
         best = max(
-            proved,
+            verified,
             key=lambda deployed: (
                 deployed.number == self._live,
-                there.traffic.get(deployed.id, 0),
+                endpoint.traffic.get(deployed.id, 0),
                 deployed.id,
             ),
             default=None,
         )
-        self._stable, self._is_right = best.id if best else None, True
+        self._stable, self._is_recovered = best.id if best else None, True
         if self._stable is not None:
             self._set_traffic({self._stable: 100})
         new = next(
             (
                 deployed.id
-                for deployed in sorted(there.deployed, key=lambda one: one.id != self._stable)
+                for deployed in sorted(endpoint.deployed, key=lambda one: one.id != self._stable)
                 if self._plan.runs(deployed)
             ),
             None,
         )
-        for deployed in there.deployed:
+        for deployed in endpoint.deployed:
             if deployed.id not in (self._stable, new):
                 self._undeploy(deployed.id)
         return new
 
     def _deploy(self) -> str:
-        """Put the new version behind the endpoint, without traffic; its id is ours, so that a lost
-        answer is found out about.
+        """Deploy the new version without traffic. Its id is chosen here, so that it can be found
+        even if the service's answer is lost.
         """
         own_id = str(random.SystemRandom().randrange(10**8, 10**9))
         request = deploy_request(self._google, self._plan, self._name, own_id)
@@ -191,8 +196,8 @@ class _RollOut:
         return own_id
 
     def _move_traffic(self, new: str) -> None:
-        """A share, an answer, all of it. Where nothing serves yet, nobody asks but us: it gets all
-        at once.
+        """Give the new version a share of the traffic, check its answer, then give it all. Where
+        nothing serves yet, it gets all at once.
         """
         share, check = self._plan.share, self._plan.check
         if new == self._stable:
@@ -204,33 +209,33 @@ class _RollOut:
             self._set_traffic({self._stable: 100 - share, new: share})
         if check is not None:
             say(f"{self._plan.called} has {share} % of the traffic; asking it")
-            probe(self._google, self._name, new, share, check)
+            probe_endpoint(self._google, self._name, new, share, check)
         self._set_traffic({new: 100})
 
     def _undo(self, error: BaseException) -> None:
-        """The traffic back to what served before, nothing else left, and no endpoint of our making
-        that never served.
+        """Give the traffic back to what served before, undeploy everything else, and delete an
+        endpoint that this command created.
         """
         if not self._name:
             return
         try:
             if self._operation is not None and not isinstance(
                 error, Exception
-            ):  # stopped by a signal: do not wait for what nobody wants
+            ):  # stopped by a signal: cancel the deployment instead of waiting for it
                 endpoints.give_up(self._google, self._operation)
             if self._stable is not None:
                 self._keep_only(self._stable)
                 return
-            if self._is_right:
+            if self._is_recovered:
                 for deployed in self._settled().deployed:
                     self._undeploy(deployed.id)
             elif not self._created:
-                return  # it was not looked at, and nothing was done to it
-            there = endpoints.get(self._google, self._name)
+                return  # nothing was changed yet
+            endpoint = endpoints.get(self._google, self._name)
             if (
                 (self._created or self._live is None)
-                and _OURS in there.labels.items()
-                and not there.deployed
+                and _OURS in endpoint.labels.items()
+                and not endpoint.deployed
             ):
                 endpoints.delete(self._google, self._name)
         except IngotError as wrong:
@@ -245,55 +250,53 @@ class _RollOut:
             if deployed.id != one:
                 self._undeploy(deployed.id)
 
-    def _settled(self) -> VertexEndpoint:
-        """The endpoint, when nothing is being done to it any more."""
+    def _settled(self) -> Endpoint:
+        """The endpoint, once its running operations have ended."""
         endpoints.settle(self._google, self._name)
-        return self._seen()
+        return self._read()
 
-    def _seen(self) -> VertexEndpoint:
-        """The endpoint, if all that it serves is ours: looked at before each change, since others
-        may use it.
+    def _read(self) -> Endpoint:
+        """The endpoint, checked to serve only versions of this name. Read before each change,
+        because others may use it.
         """
-        there = endpoints.get(self._google, self._name)
-        self._plan.check_ours(there)
-        return there
+        endpoint = endpoints.get(self._google, self._name)
+        self._plan.check_only_ours(endpoint)
+        return endpoint
 
     def _set_traffic(self, traffic: dict[str, int]) -> None:
-        def act() -> bool:
-            there = self._seen()
-            if {key: share for key, share in there.traffic.items() if share} == traffic:
+        def change() -> bool:
+            endpoint = self._read()
+            if {key: share for key, share in endpoint.traffic.items() if share} == traffic:
                 return True
             self._held.check()
-            endpoints.set_traffic(self._google, there, traffic)
+            endpoints.set_traffic(self._google, endpoint, traffic)
             return True
 
-        _insist(act)
+        _retry(change)
 
     def _undeploy(self, deployed: str) -> None:
-        def act() -> bool:
+        def change() -> bool:
             if deployed not in {one.id for one in self._settled().deployed}:
                 return True
             self._held.check()
             endpoints.undeploy(self._google, self._name, deployed)
             return True
 
-        _insist(act)
+        _retry(change)
 
 
-def _insist(act: Callable[[], bool]) -> None:
-    """Again where an answer was lost or the endpoint changed meanwhile: `act` looks first whether
-    anything is to do.
+def _retry(change: Callable[[], bool]) -> None:
+    """Call `change` again if its answer was lost or the endpoint changed meanwhile; `change` first
+    reads whether anything is left to do.
     """
-    for left in reversed(range(TRIES)):
+    for left in reversed(range(ATTEMPTS)):
         try:
-            act()
+            change()
             return
         except (Failed, WrongInput) as error:
-            passes = (
-                isinstance(error, Failed)
-                or http_status_of(error) in (409, 412)
-                or _AT_IT in str(error)
+            is_temporary = (
+                isinstance(error, Failed) or code_of(error) in (409, 412) or _BUSY in str(error)
             )
-            if not (left and passes):
+            if not (left and is_temporary):
                 raise
         time.sleep(PAUSE_S)

@@ -30,7 +30,7 @@ from ingot.base.progress import say
 
 # Seconds between two looks at a server that loads, and between two lines that tell that it still
 # does.
-LOOK_S, TELL_S = 0.2, 30.0
+POLL_S, REPORT_S = 0.2, 30.0
 # Seconds that a server gets to end in once it is told to, before it is killed with all that it
 # started.
 GRACE_S = 12.0
@@ -58,7 +58,7 @@ _ONWARDS = ("See root cause above", "initialization failed due to")
 
 
 @dataclass(frozen=True)
-class Command:
+class ServerCommand:
     """How a server is started. `environment` is set beside our own; of `secrets` (by their
     variables) no value is ever shown.
 
@@ -72,8 +72,8 @@ class Command:
     secrets: Mapping[str, str] = field(default_factory=dict)
 
 
-def serve_child(
-    command: Command,
+def run_server_process(
+    command: ServerCommand,
     greeting: str,
     meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
@@ -91,7 +91,7 @@ def serve_child(
         with meanwhile(), _told_to_stop() as stop:
             log.let_through()
             say(greeting)
-            while not stop.wait(LOOK_S):
+            while not stop.wait(POLL_S):
                 if process.poll() is not None:
                     log.join()
                     raise Failed(
@@ -102,7 +102,7 @@ def serve_child(
 
 
 @contextlib.contextmanager
-def _started(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], _Log]]:
+def _started(command: ServerCommand) -> Iterator[tuple[subprocess.Popen[bytes], _ServerLog]]:
     say(f"{command.engine} is loading; this may take minutes")
     with _guard() as watch:
         try:
@@ -118,7 +118,7 @@ def _started(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], _Log]]
             what = f"{command.engine} cannot be started: {command.argv[0]}: {error.strerror}"
             raise WrongInput(f"{what}; set serve.python to its environment's interpreter") from None
         watch(process.pid)
-        log = _Log(process)
+        log = _ServerLog(process)
         try:
             yield process, log
         finally:
@@ -162,7 +162,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait(command: Command, process: subprocess.Popen[bytes], log: _Log) -> None:
+def _wait(command: ServerCommand, process: subprocess.Popen[bytes], log: _ServerLog) -> None:
     began = told = time.monotonic()
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while True:
@@ -177,10 +177,10 @@ def _wait(command: Command, process: subprocess.Popen[bytes], log: _Log) -> None
                     process.pid, httpx.URL(command.health).port
                 ):
                     return
-            if time.monotonic() - told > TELL_S:
+            if time.monotonic() - told > REPORT_S:
                 told = time.monotonic()
                 say(f"{command.engine} is still loading ({told - began:.0f} s)")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 def _listens(pid: int, port: int | None) -> bool:
@@ -222,7 +222,7 @@ def _code(process: subprocess.Popen[bytes]) -> str:
     return f"exit {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-class _Log:
+class _ServerLog:
     """What a process says: kept while it loads, and passed on from `let_through` on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

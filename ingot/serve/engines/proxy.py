@@ -20,19 +20,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingot
-from ingot.config.sections.deployment import Serve
-from ingot.serve.http import errors as refused
+from ingot.config.place import Serve
 from ingot.serve.http.bodies import PredictBody
-from ingot.serve.http.errors import Refused
-from ingot.serve.http.listen import health_routes, refusal
-from ingot.serve.http.middleware import BodyLimit, KeyRequired
+from ingot.serve.http.errors import ApiError, install_error_handlers
+from ingot.serve.http.listen import bind_error, health_routes
+from ingot.serve.http.middleware import ApiKeyAuth, BodySizeLimit
 from ingot.serve.http.vertex import PREDICT_TOKENS
 
 ANSWER_S = 600.0
 _STOP_S = 5.0
 
 
-def create_front(
+def create_proxy(
     url: str, settings: Serve, name: str, *, key: str | None, environ: Mapping[str, str]
 ) -> FastAPI:
     """The application before the server at `url`, which calls its model `name`."""
@@ -43,7 +42,7 @@ def create_front(
         limits=httpx.Limits(max_connections=None),
     )
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
-    refused.install(app)
+    install_error_handlers(app)
 
     async def health() -> Response:
         try:
@@ -62,7 +61,7 @@ def create_front(
             wishes.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens))
             > settings.max_tokens
         ):
-            raise Refused(
+            raise ApiError(
                 400,
                 f"max_tokens {wishes['max_tokens']} is over this server's limit of"
                 f" {settings.max_tokens}; lower it, or raise serve.max_tokens",
@@ -99,9 +98,9 @@ def create_front(
         app.add_api_route(route, health, methods=["GET"])
     app.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", predict, methods=["POST"])
     app.add_api_route("/v1/{path:path}", through, methods=["GET", "POST"], include_in_schema=False)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodySizeLimit, max_bytes=settings.max_body_bytes)
     if key is not None:
-        app.add_middleware(KeyRequired, key=key, open_routes=open_routes)
+        app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
     return app
 
 
@@ -116,7 +115,7 @@ async def _asked(client: httpx.AsyncClient, route: str, body: Mapping[str, Any])
     except (ValueError, KeyError, TypeError):
         reason = f"the engine answered {answer.status_code}"
     if reason is not None:
-        raise Refused(answer.status_code if answer.is_error else 502, str(reason))
+        raise ApiError(answer.status_code if answer.is_error else 502, str(reason))
     return said
 
 
@@ -129,8 +128,8 @@ async def _passed(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
-def _gone(error: httpx.HTTPError) -> Refused:
-    return Refused(
+def _gone(error: httpx.HTTPError) -> ApiError:
+    return ApiError(
         503,
         f"the engine behind this server does not answer ({type(error).__name__}); try again",
         headers={"Retry-After": "5"},
@@ -138,7 +137,7 @@ def _gone(error: httpx.HTTPError) -> Refused:
 
 
 @contextlib.contextmanager
-def fronted(
+def running_proxy(
     listener: socket.socket,
     url: str,
     settings: Serve,
@@ -155,8 +154,8 @@ def fronted(
     try:
         listener.listen()  # from now on nobody is turned away, even before the thread runs
     except OSError as error:
-        raise refusal(error, *listener.getsockname()[:2]) from None
-    app = create_front(url, settings, name, key=key, environ=environ)
+        raise bind_error(error, *listener.getsockname()[:2]) from None
+    app = create_proxy(url, settings, name, key=key, environ=environ)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -23,10 +23,10 @@ from ingot.base.errors import WrongInput
 from ingot.base.storage import write_atomic
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
-from ingot.serve.engines.child import Command, serve_child
-from ingot.serve.engines.vllm import with_module
-from ingot.serve.http.listen import LOOPBACK, address, free_port, model_folder, shown
-from ingot.serve.native.model import check_causal
+from ingot.serve.engines.child import ServerCommand, run_server_process
+from ingot.serve.engines.vllm import python_with_module
+from ingot.serve.http.listen import LOOPBACK, address, fetched_model_folder, free_port, shown
+from ingot.serve.native.model import check_decoder_folder
 
 PROGRAM = "tritonserver"
 _ASK = (
@@ -36,7 +36,7 @@ _ASK = (
 
 
 @dataclass(frozen=True)
-class Installation:
+class TritonInstallation:
     """Where a Triton is. `backend`: files of the Python backend that still have to be put together;
     empty where the server finds it by itself.
     """
@@ -55,19 +55,19 @@ def serve_triton(target: Path, settings: Serve, name: str) -> None:
     """
     _check_key(settings)
     host, port = address(settings, os.environ)
-    python = with_module(settings.python, "ingot")
+    python = python_with_module(settings.python, "ingot")
     installation = find_triton(python)
-    with model_folder(target, os.environ) as folder, _workplace() as place:
-        check_causal(folder, "triton", any_template=settings.any_template)
+    with fetched_model_folder(target, os.environ) as folder, _workplace() as place:
+        check_decoder_folder(folder, "triton", any_template=settings.any_template)
         own = free_port(host, port)
         for path, text in triton_repository(
             name, settings, str(folder.resolve()), "python"
         ).items():
             (place / "models" / path).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(place / "models" / path, text)
-        gather(installation, place / "backends" / "python")
+        assemble_backend(installation, place / "backends" / "python")
         url = f"http://{shown(host)}:{own}"
-        serve_child(
+        run_server_process(
             command(python, installation, place, triton_name(name), host, own),
             f"serving {name} at {url}",
         )
@@ -78,9 +78,9 @@ def render_triton(folder: Path, settings: Serve, name: str) -> str:
     folder.
     """
     _check_key(settings)
-    check_causal(folder, "triton", any_template=settings.any_template)
+    check_decoder_folder(folder, "triton", any_template=settings.any_template)
     python = settings.python or sys.executable
-    installation = _look(python) or Installation(
+    installation = _look(python) or TritonInstallation(
         Path(PROGRAM)
     )  # what would be sent can be looked at without having it
     files = triton_repository(name, settings, str(folder.resolve()), "python")
@@ -96,8 +96,8 @@ def render_triton(folder: Path, settings: Serve, name: str) -> str:
 
 
 def command(
-    python: str, installation: Installation, place: Path, model: str, host: str, port: int
-) -> Command:
+    python: str, installation: TritonInstallation, place: Path, model: str, host: str, port: int
+) -> ServerCommand:
     """How Triton is started here. Its Python backend takes the environment of the first `python3`
     on PATH.
     """
@@ -122,7 +122,7 @@ def command(
     # One model, so that the model being ready says more than the server being so: it loads before
     # it.
     health = f"http://{shown(asked)}:{port}/v2/models/{model}/ready"
-    return Command(
+    return ServerCommand(
         "Triton",
         argv,
         health,
@@ -130,7 +130,7 @@ def command(
     )
 
 
-def find_triton(python: str) -> Installation:
+def find_triton(python: str) -> TritonInstallation:
     """The Triton in the environment of an interpreter, else the one on PATH. Raises WrongInput
     where there is none, or no such interpreter.
     """
@@ -142,7 +142,7 @@ def find_triton(python: str) -> Installation:
     return found
 
 
-def _look(python: str) -> Installation | None:
+def _look(python: str) -> TritonInstallation | None:
     try:
         done = subprocess.run(
             [python, "-c", _ASK],
@@ -169,16 +169,16 @@ def _look(python: str) -> Installation | None:
                     f"the Triton in {packages} has no Python backend for Python {version} (only"
                     f" {known}); set serve.python to one of these"
                 )
-            return Installation(
+            return TritonInstallation(
                 root / "bin" / PROGRAM,
                 (*sorted((root / "backends" / "python").glob("*.*")), stub),
                 (Path(packages) / "nvidia_pytriton.libs", Path(libraries)),
             )
     on_path = shutil.which(PROGRAM)
-    return Installation(Path(on_path)) if on_path else None
+    return TritonInstallation(Path(on_path)) if on_path else None
 
 
-def gather(installation: Installation, folder: Path) -> None:
+def assemble_backend(installation: TritonInstallation, folder: Path) -> None:
     """Put the Python backend together: the wheel keeps the part that belongs to one version of
     Python elsewhere.
     """

@@ -25,17 +25,17 @@ from ingot.base.progress import say
 from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.bodies import PredictParameters
-from ingot.serve.http.errors import Refused, explain
-from ingot.serve.native.engine import Worker
-from ingot.serve.native.model import Loaded, load
+from ingot.serve.http.errors import ApiError, validation_error
+from ingot.serve.native.engine import BatchWorker
+from ingot.serve.native.model import LoadedModel, load
 
 PROMPT_TOKENS = 64
 # Tokens between two looks at whether somebody still waits.
-LOOK_TOKENS = 16
+CANCEL_CHECK_TOKENS = 16
 
 
 @dataclass(eq=False)
-class _Row:
+class _BackendRequest:
     """One request on its way."""
 
     request: Request
@@ -45,7 +45,7 @@ class _Row:
     tokens: int = 0
 
 
-class Answering:
+class TritonBackend:
     """A model of Triton's Python backend; `utils` is `triton_python_backend_utils`."""
 
     utils: Any = None
@@ -56,14 +56,14 @@ class Answering:
             key: value["string_value"]
             for key, value in json.loads(args["model_config"])["parameters"].items()
         }
-        self._loaded: Loaded = load(
+        self._loaded: LoadedModel = load(
             Path(told["folder"]), any_template=told["any_template"] == "true"
         )
-        self._worker: Worker = self._loaded.worker(int(told["max_batch"]))
+        self._worker: BatchWorker = self._loaded.worker(int(told["max_batch"]))
         self._limit, self._rows = int(told["max_tokens"]), int(told["max_batch"])
         self._most = self._rows + int(told["max_queue"])
-        self._waiting: deque[_Row] = deque()
-        self._running: dict[Any, _Row] = {}
+        self._waiting: deque[_BackendRequest] = deque()
+        self._running: dict[Any, _BackendRequest] = {}
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="ingot-triton", daemon=True)
@@ -77,14 +77,14 @@ class Answering:
                 row = self._read(request, sender)
                 with self._changed:
                     if len(self._waiting) + len(self._running) >= self._most:
-                        raise Refused(
+                        raise ApiError(
                             429,
                             f"{self._most} requests are running or waiting, and no more fit; try"
                             " again",
                         )
                     self._waiting.append(row)
                     self._changed.notify()
-            except (Refused, IngotError) as error:
+            except (ApiError, IngotError) as error:
                 self._refuse(sender, str(error))
 
     def finalize(self) -> None:
@@ -94,23 +94,23 @@ class Answering:
             self._changed.notify()
         self._thread.join(10.0)
 
-    def _read(self, request: Any, sender: Any) -> _Row:
+    def _read(self, request: Any, sender: Any) -> _BackendRequest:
         text = self._text(request, "text_input") or ""
         try:
             wishes = PredictParameters.model_validate(
                 json.loads(self._text(request, "sampling_parameters") or "{}")
             )
         except ValidationError as error:
-            raise Refused(
+            raise ApiError(
                 400,
                 "sampling_parameters:"
-                f" {explain([dict(fault) for fault in error.errors()]).message}",
+                f" {validation_error([dict(fault) for fault in error.errors()]).message}",
             ) from None
         except ValueError as error:
-            raise Refused(400, f"sampling_parameters is not JSON ({error}); mend it") from None
+            raise ApiError(400, f"sampling_parameters is not JSON ({error}); mend it") from None
         tokens = wishes.max_tokens or min(PROMPT_TOKENS, self._limit)
         if tokens > self._limit:
-            raise Refused(
+            raise ApiError(
                 400,
                 f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or"
                 " raise serve.max_tokens",
@@ -123,7 +123,9 @@ class Answering:
         )
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")
-        return _Row(made, sender, stream is not None and bool(stream.as_numpy().reshape(-1)[0]))
+        return _BackendRequest(
+            made, sender, stream is not None and bool(stream.as_numpy().reshape(-1)[0])
+        )
 
     def _text(self, request: Any, name: str) -> str | None:
         tensor = self.utils.get_input_tensor_by_name(request, name)
@@ -154,7 +156,7 @@ class Answering:
                         " reason",
                     )
 
-    def _drop_all(self) -> list[_Row]:
+    def _drop_all(self) -> list[_BackendRequest]:
         with self._changed:
             rows = list(self._running.values())
             self._running.clear()
@@ -175,7 +177,7 @@ class Answering:
             self._send(row.sender, piece.text if row.stream else "".join(row.texts), last=True)
         elif row.stream and piece.text:
             self._send(row.sender, piece.text)
-        if not piece.finish and row.tokens % LOOK_TOKENS == 0 and row.sender.is_cancelled():
+        if not piece.finish and row.tokens % CANCEL_CHECK_TOKENS == 0 and row.sender.is_cancelled():
             self._worker.cancel(job)
             del self._running[job]
             self._refuse(row.sender, "the client went away")

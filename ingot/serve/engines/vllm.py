@@ -21,14 +21,22 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
-from ingot.serve.engines.child import Command, serve_child
-from ingot.serve.engines.proxy import fronted
-from ingot.serve.http.listen import LOOPBACK, address, bound, free_port, key_of, model_folder, shown
-from ingot.serve.native.model import check_causal
+from ingot.serve.engines.child import ServerCommand, run_server_process
+from ingot.serve.engines.proxy import running_proxy
+from ingot.serve.http.listen import (
+    LOOPBACK,
+    address,
+    bound_socket,
+    fetched_model_folder,
+    free_port,
+    read_api_key,
+    shown,
+)
+from ingot.serve.native.model import check_decoder_folder
 
 # On a CPU vLLM would take nine tenths of the memory for its cache, and refuse to start where they
 # are not free.
-MOST_CACHE_BYTES = 4 << 30
+MAX_CACHE_BYTES = 4 << 30
 
 
 def serve_vllm(target: Path, settings: Serve, name: str) -> None:
@@ -38,25 +46,25 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
         WrongInput: not a decoder's folder, or no vLLM in the environment of `serve.python`.
         Failed: the port is taken, or vLLM died; with its last words.
     """
-    key = key_of(settings.api_key)
+    key = read_api_key(settings.api_key)
     host, port = address(settings, os.environ)
-    python = with_module(settings.python, "vllm")
+    python = python_with_module(settings.python, "vllm")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(model_folder(target, os.environ))
-        check_causal(folder, "vllm", any_template=settings.any_template)
+        folder = stack.enter_context(fetched_model_folder(target, os.environ))
+        check_decoder_folder(folder, "vllm", any_template=settings.any_template)
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
-            serve_child(
+            run_server_process(
                 command(python, folder, settings, name, host, own, key),
                 f"serving {name} at http://{shown(host)}:{own}",
             )
             return
-        listener = stack.enter_context(bound(host, port))
+        listener = stack.enter_context(bound_socket(host, port))
         inside = free_port(LOOPBACK, 0)
-        serve_child(
+        run_server_process(
             command(python, folder, settings, name, LOOPBACK, inside, None),
             f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}",
-            lambda: fronted(
+            lambda: running_proxy(
                 listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ
             ),
         )
@@ -64,7 +72,7 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
 
 def render_vllm(folder: Path, settings: Serve, name: str) -> str:
     """The command that `serve_vllm` would run; the key is named and not shown."""
-    check_causal(folder, "vllm", any_template=settings.any_template)
+    check_decoder_folder(folder, "vllm", any_template=settings.any_template)
     made = command(
         settings.python or sys.executable,
         folder,
@@ -80,13 +88,15 @@ def render_vllm(folder: Path, settings: Serve, name: str) -> str:
 
 def command(
     python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
-) -> Command:
+) -> ServerCommand:
     """How vLLM is started here: on a CPU in float32, as our own server computes there, and without
     compiling first.
     """
     accelerated = torch.accelerator.is_available()
     dtype = "auto" if accelerated else "float32"
-    more = () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(cache_bytes()))
+    more = (
+        () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes()))
+    )
     argv = (
         python,
         "-m",
@@ -96,7 +106,9 @@ def command(
     )
     asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     secrets: Mapping[str, str] = {"VLLM_API_KEY": key} if key else {}
-    return Command("vLLM", argv, f"http://{shown(asked)}:{port}/health", quiet(os.environ), secrets)
+    return ServerCommand(
+        "vLLM", argv, f"http://{shown(asked)}:{port}/health", quiet(os.environ), secrets
+    )
 
 
 def quiet(environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,15 +123,15 @@ def quiet(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wished.items() if name not in environ}
 
 
-def cache_bytes() -> int:
-    """A quarter of the free memory in whole quarters of a GiB, MOST_CACHE_BYTES at most."""
+def kv_cache_bytes() -> int:
+    """A quarter of the free memory in whole quarters of a GiB, MAX_CACHE_BYTES at most."""
     step = 1 << 28
     return int(
-        max(step, min(MOST_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
+        max(step, min(MAX_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
     )
 
 
-def with_module(python: str | None, module: str) -> str:
+def python_with_module(python: str | None, module: str) -> str:
     """The interpreter to use. Raises WrongInput where it is not there, or lacks the module."""
     chosen = python or sys.executable
     try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Fields of OpenAI's API that this server has no use for, with the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -27,9 +27,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 # Fields that describe the caller and change no answer.
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-MOST_LOGPROBS = 20
-MOST_BEAMS = 16
+IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+MAX_LOGPROBS = 20
+MAX_BEAMS = 16
 
 
 def _clean_text(value: Any) -> Any:
@@ -77,7 +77,7 @@ Text = Annotated[str, BeforeValidator(_clean_text)]
 WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """The base of all bodies: strict types, no unknown fields, null is the same as leaving out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -89,17 +89,17 @@ class Body(BaseModel):
             return values
         kept = {}
         for name, value in values.items():
-            if value is None or (name in IGNORED and name not in cls.model_fields):
+            if value is None or (name in IGNORED_FIELDS and name not in cls.model_fields):
                 continue
-            if name in NEUTRAL and name not in cls.model_fields:
-                if value not in NEUTRAL[name]:
+            if name in NEUTRAL_VALUES and name not in cls.model_fields:
+                if value not in NEUTRAL_VALUES[name]:
                     raise ValueError(f"`{name}` is not supported by this server; leave it out")
                 continue
             kept[name] = value
         return kept
 
 
-class Options(Body):
+class GenerationOptions(RequestBody):
     """How to generate; shared by all routes."""
 
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
@@ -109,14 +109,14 @@ class Options(Body):
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream tells beside the text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class OpenAIOptions(Options):
+class OpenAIRequest(GenerationOptions):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -124,21 +124,21 @@ class OpenAIOptions(Options):
     stream_options: StreamOptions = StreamOptions()
 
 
-class CompletionBody(OpenAIOptions):
+class CompletionBody(OpenAIRequest):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     """A part of a message; only text is understood."""
 
     type: str
     text: Text
 
 
-class Message(Body):
+class ChatMessage(RequestBody):
     """One turn of a chat."""
 
     role: Text
@@ -167,58 +167,58 @@ class Message(Body):
         )
 
 
-class ChatBody(OpenAIOptions):
+class ChatBody(OpenAIRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
 
 
-class Instance(Body):
+class PromptInstance(RequestBody):
     """One instance of a prediction request."""
 
     prompt: Text
 
 
-class PredictParameters(Options):
+class PredictParameters(GenerationOptions):
     """`parameters` of a prediction request; greedy unless told."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
 
 
-class PredictBody(Body):
+class PredictBody(RequestBody):
     """Vertex AI's prediction request."""
 
-    instances: Annotated[list[Text | Instance], Field(min_length=1)]
+    instances: Annotated[list[Text | PromptInstance], Field(min_length=1)]
     parameters: PredictParameters = PredictParameters()
 
 
 class SummaryParameters(PredictParameters):
     """The same of a sequence-to-sequence model."""
 
-    beams: Annotated[WholeNumber, Field(ge=1, le=MOST_BEAMS)] = 1
+    beams: Annotated[WholeNumber, Field(ge=1, le=MAX_BEAMS)] = 1
 
 
-class SummaryBody(Body):
+class SummaryBody(RequestBody):
     """Vertex AI's prediction request to a sequence-to-sequence model."""
 
-    instances: Annotated[list[Text | Instance], Field(min_length=1)]
+    instances: Annotated[list[Text | PromptInstance], Field(min_length=1)]
     parameters: SummaryParameters = SummaryParameters()
 
 
-class TextInstance(Body):
+class TextInstance(RequestBody):
     """One text to be classified."""
 
     text: Text
 
 
-class NoParameters(Body):
+class NoParameters(RequestBody):
     """A classifier has no settings."""
 
 
-class ClassifyBody(Body):
+class ClassifyBody(RequestBody):
     """Vertex AI's prediction request to a classifier."""
 
     instances: Annotated[list[Text | TextInstance], Field(min_length=1)]

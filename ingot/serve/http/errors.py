@@ -15,7 +15,7 @@ from ingot.base.errors import WrongInput
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets `status` and `message` (the thing, its value, the next action) instead of
     an answer.
     """
@@ -52,24 +52,24 @@ class Refused(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` an answer of this shape."""
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
     @app.exception_handler(WrongInput)
     async def wrong_input(request: Request, error: WrongInput) -> JSONResponse:
-        return Refused(400, str(error)).response()
+        return ApiError(400, str(error)).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         if error.body and "json" not in request.headers.get("content-type", ""):
-            return Refused(
+            return ApiError(
                 400, "the body must be JSON; send it with the header Content-Type: application/json"
             ).response()
-        return explain(error.errors()).response()
+        return validation_error(error.errors()).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -77,14 +77,14 @@ def install(app: FastAPI) -> None:
             f"{request.method} {request.url.path}: {str(error.detail).lower()}; see GET"
             " /openapi.json for what is served"
         )
-        return Refused(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
-        return Refused(500, "the server failed on this request; its log has the reason").response()
+        return ApiError(500, "the server failed on this request; its log has the reason").response()
 
 
-def explain(faults: Sequence[Mapping[str, Any]]) -> Refused:
+def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """One 400 for the faults that pydantic found in a body, each by the name of its field."""
     lines, param = [], None
     for fault in faults:
@@ -117,4 +117,4 @@ def explain(faults: Sequence[Mapping[str, Any]]) -> Refused:
                 line = f"`{place}`{given}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
         param = param or place or None
         lines.append(line)
-    return Refused(400, "; ".join(lines), param=param)
+    return ApiError(400, "; ".join(lines), param=param)

@@ -17,7 +17,7 @@ from ingot.config.sections.deployment import Serve
 
 
 @contextlib.contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
+def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that owns the address but does not listen yet: nobody connects before the model is
     there.
 
@@ -39,11 +39,11 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(where)
         except OSError as error:
-            raise refusal(error, host, port) from None
+            raise bind_error(error, host, port) from None
         yield listener
 
 
-def refusal(error: OSError, host: str, port: int) -> Failed | WrongInput:
+def bind_error(error: OSError, host: str, port: int) -> Failed | WrongInput:
     """Why an address could not be taken."""
     if error.errno == errno.EADDRINUSE:
         return Failed(
@@ -62,9 +62,9 @@ def refusal(error: OSError, host: str, port: int) -> Failed | WrongInput:
 
 def free_port(host: str, port: int) -> int:
     """`port`, once it is known to be free; for 0 one that is. Another process is to take it, so it
-    is let go again. Raises as `bound` does.
+    is let go again. Raises as `bound_socket` does.
     """
-    with bound(host, port) as listener:
+    with bound_socket(host, port) as listener:
         return int(listener.getsockname()[1])
 
 
@@ -73,7 +73,7 @@ def shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def key_of(reference: str | None) -> str | None:
+def read_api_key(reference: str | None) -> str | None:
     """The API key behind `serve.api_key`, None where nobody is asked. An empty one would let
     everybody in, and so is refused.
     """
@@ -88,7 +88,7 @@ def key_of(reference: str | None) -> str | None:
     return key
 
 
-LOOPBACK, ANYWHERE = "127.0.0.1", "0.0.0.0"
+LOOPBACK, ALL_INTERFACES = "127.0.0.1", "0.0.0.0"
 
 
 def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -106,7 +106,7 @@ def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
             f"$AIP_HTTP_PORT is {text!r}, not a port; set it to a number from 0 to 65535 or"
             " unset it"
         )
-    return (ANYWHERE if settings.host == LOOPBACK else settings.host), int(text)
+    return (ALL_INTERFACES if settings.host == LOOPBACK else settings.host), int(text)
 
 
 def health_routes(environ: Mapping[str, str]) -> list[str]:
@@ -114,7 +114,7 @@ def health_routes(environ: Mapping[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+def fetched_model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[Path]:
     """The folder to serve: what AIP_STORAGE_URI names, downloaded for as long as the block lasts,
     else `target`.
 

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingot.serve.http.errors import Refused
+from ingot.serve.http.errors import ApiError
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Metrics:
+class ServerMetrics:
     """All metrics of one server; names begin with `ingot_`."""
 
     content_type = CONTENT_TYPE_LATEST
@@ -75,15 +75,15 @@ class Metrics:
 
 # A body over the limit is still read up to this many times the limit: a client that is answered
 # while it sends may lose the answer with the connection.
-DRAIN = 16
+DRAIN_FACTOR = 16
 
 
-class Counted:
+class RequestMetrics:
     """Counts requests and the seconds until their answers' end, by route; unknown paths count as
     one.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, routes: Collection[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +109,7 @@ class Counted:
             self._metrics.seconds.labels(route).observe(time.monotonic() - began)
 
 
-class KeyRequired:
+class ApiKeyAuth:
     """Refuses requests without `Authorization: Bearer KEY`, but for reading the `open_routes`."""
 
     def __init__(self, app: ASGIApp, key: str, open_routes: Collection[str]) -> None:
@@ -127,7 +127,7 @@ class KeyRequired:
             scheme, _, key = given.partition(b" ")
             if not hmac.compare_digest(scheme.lower() + b" " + key.strip(), self._expected):
                 what = "is wrong" if given else "is missing"
-                refused = Refused(
+                refused = ApiError(
                     401,
                     f"the API key {what}; send it as `Authorization: Bearer KEY`",
                     code="invalid_api_key",
@@ -138,7 +138,7 @@ class KeyRequired:
         await self._app(scope, receive, send)
 
 
-class BodyLimit:
+class BodySizeLimit:
     """Reads the whole body before the app runs, and refuses it past `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -154,7 +154,7 @@ class BodyLimit:
         # Who asks first whether to send gets the answer without sending.
         body = None if too_long and b"expect" in headers else await self._read(receive)
         if body is None:
-            refused = Refused(
+            refused = ApiError(
                 413,
                 f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send"
                 " less, or raise serve.max_body_bytes",
@@ -182,7 +182,7 @@ class BodyLimit:
             size += len(message.get("body", b""))
             if size > self._max_bytes:
                 chunks.clear()
-                if size > DRAIN * self._max_bytes:
+                if size > DRAIN_FACTOR * self._max_bytes:
                     break
             else:
                 chunks.append(message.get("body", b""))

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
 from ingot.serve.http.bodies import ChatBody, CompletionBody
-from ingot.serve.http.errors import Refused
+from ingot.serve.http.errors import ApiError
 from ingot.serve.http.service import EventStream, Service, completions
 from ingot.serve.native.engine import Ticket
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 COMPLETION_TOKENS = 16
 
 
-class LogprobWriter:
+class LogprobFormatter:
     """Spells the tokens of one completion, in order; each is shown as it reads after the one before
     it.
     """
@@ -105,7 +105,7 @@ def router(service: Service) -> APIRouter:
             logprobs=body.logprobs,
         )
         head = _head("cmpl", "text_completion", service.name)
-        writers = [LogprobWriter(service.loaded.tokenizer, prompt) for prompt in prompts]
+        writers = [LogprobFormatter(service.loaded.tokenizer, prompt) for prompt in prompts]
 
         def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
             logprobs = None if body.logprobs is None else writers[index].completions(part.tokens)
@@ -135,7 +135,7 @@ def router(service: Service) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         service.check_writer(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise Refused(
+            raise ApiError(
                 400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs"
             )
         prompt = await service.encode_chat([message.plain() for message in body.messages])
@@ -143,7 +143,7 @@ def router(service: Service) -> APIRouter:
         ticket = service.submit(
             [prompt], body, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=count
         )
-        writer = LogprobWriter(service.loaded.tokenizer, prompt)
+        writer = LogprobFormatter(service.loaded.tokenizer, prompt)
 
         def logprobs(part: CompletionChunk | Completion) -> dict[str, Any] | None:
             return writer.chat(part.tokens) if body.logprobs else None

@@ -18,11 +18,11 @@ from ingot.config.sections.deployment import Serve
 from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Seq2SeqRequest
-from ingot.serve.http.bodies import Options
-from ingot.serve.http.errors import Refused
-from ingot.serve.native.engine import Engine, Ticket
-from ingot.serve.native.model import Loaded
+from ingot.models.generation.seq2seq import Summary
+from ingot.serve.http.bodies import GenerationOptions
+from ingot.serve.http.errors import ApiError
+from ingot.serve.native.engine import ServingEngine, Ticket
+from ingot.serve.native.model import LoadedModel
 
 Answer = TypeVar("Answer")
 
@@ -32,14 +32,14 @@ class Service:
     """One served model."""
 
     name: str
-    loaded: Loaded
-    engine: Engine
+    loaded: LoadedModel
+    engine: ServingEngine
     settings: Serve
 
     def check_model(self, asked: str | None) -> None:
         """Clients name the model; another name is more likely a mistake than a wish."""
         if asked is not None and asked != self.name:
-            raise Refused(
+            raise ApiError(
                 404,
                 f"model `{asked}` is not served here, only `{self.name}`; see GET /v1/models",
                 param="model",
@@ -50,7 +50,7 @@ class Service:
         """The same on routes for texts, where classifiers have nothing to say."""
         self.check_model(asked)
         if self.loaded.kind == "encoder":
-            raise Refused(
+            raise ApiError(
                 400,
                 f"model `{self.name}` is a classifier and writes no text; send texts as `instances`"
                 " to the prediction route (/predict)",
@@ -74,7 +74,7 @@ class Service:
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a chat by the model's template."""
         if self.loaded.kind != "decoder" or self.loaded.tokenizer.template is None:
-            raise Refused(
+            raise ApiError(
                 400,
                 f"model `{self.name}` has no chat template; send a prompt to /v1/completions",
                 param="messages",
@@ -86,7 +86,7 @@ class Service:
     def submit(
         self,
         prompts: Sequence[list[int]],
-        options: Options,
+        options: GenerationOptions,
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
@@ -96,12 +96,12 @@ class Service:
         the model can write.
 
         Raises:
-            Refused: more tokens asked for than the server allows, or no room in the queue.
+            ApiError: more tokens asked for than the server allows, or no room in the queue.
             WrongInput: a prompt that the model cannot read.
         """
         limit = self.settings.max_tokens
         if max_tokens is not None and max_tokens > limit:
-            raise Refused(
+            raise ApiError(
                 400,
                 f"max_tokens {max_tokens} is over this server's limit of {limit}; lower it, or"
                 " raise serve.max_tokens",
@@ -113,7 +113,7 @@ class Service:
         )
         if self.loaded.kind == "seq2seq":
             if logprobs is not None:
-                raise Refused(
+                raise ApiError(
                     400,
                     f"model `{self.name}` gives no log-probabilities; leave `logprobs` out",
                     param="logprobs",
@@ -140,23 +140,25 @@ class Service:
 
 
 async def completions(ticket: Ticket, request: Request) -> list[Completion]:
-    """All answers of a ticket; see `awaited`."""
-    return await awaited(ticket, request, ticket.completions())
+    """All answers of a ticket; see `run_unless_disconnected`."""
+    return await run_unless_disconnected(ticket, request, ticket.completions())
 
 
-async def awaited(ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def run_unless_disconnected(
+    ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]
+) -> Answer:
     """What `work` makes of a ticket's pieces. When the client goes away first, the ticket is
     cancelled.
 
     Raises:
-        Refused: 499 for a client that went away, or what the engine says.
+        ApiError: 499 for a client that went away, or what the engine says.
     """
     answers = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            raise Refused(499, "the client went away")
+            raise ApiError(499, "the client went away")
         return answers.result()
     finally:
         await _end(ticket, answers, gone)
@@ -192,7 +194,7 @@ class EventStream(Response):
             async for chunk in self._chunks():
                 await self._send(send, json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
             await self._send(send, "[DONE]")
-        except Refused as error:
+        except ApiError as error:
             await self._send(send, json.dumps(error.body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

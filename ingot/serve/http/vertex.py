@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from ingot.models.generation.classifier import ClassScores
 from ingot.models.kinds import ModelKind
 from ingot.serve.http.bodies import ClassifyBody, PredictBody, SummaryBody
-from ingot.serve.http.service import Service, awaited, completions
+from ingot.serve.http.service import Service, completions, run_unless_disconnected
 from ingot.serve.native.engine import Ticket
 
 PREDICT_TOKENS = 64
@@ -56,7 +56,9 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
         )
         ticket = service.judge(texts)
         return {
-            "predictions": await awaited(ticket, request, _verdicts(ticket, service.loaded.labels))
+            "predictions": await run_unless_disconnected(
+                ticket, request, _verdicts(ticket, service.loaded.labels)
+            )
         }
 
     kinds: dict[ModelKind, Callable[..., Any]] = {

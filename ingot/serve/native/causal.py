@@ -33,11 +33,11 @@ from ingot.models.generation.sampling import sample_tokens
 
 # Positions of models that do not say how many they have: they tell them by distance, or keep a
 # state.
-UNSAID_POSITIONS = 8192
+DEFAULT_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CausalLimits:
     """What a request is checked against."""
 
     vocab_size: int
@@ -45,17 +45,17 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Causal:
+class CausalModel:
     """A causal model of transformers, in evaluation mode."""
 
     inner: Any
-    config: Sizes
+    config: CausalLimits
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self.inner.parameters())
 
 
-def load_causal(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Causal:
+def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> CausalModel:
     """The model in `folder` as transformers reads it; code that lies in the folder is never run.
 
     Raises:
@@ -86,16 +86,16 @@ def load_causal(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Ca
     # Lengths, sampling and ends come from each request, and nothing from the folder.
     inner.generation_config = type(inner.generation_config)()
     config = inner.config.get_text_config()
-    return Causal(
+    return CausalModel(
         inner,
-        Sizes(
+        CausalLimits(
             int(config.vocab_size),
-            int(getattr(config, "max_position_embeddings", None) or UNSAID_POSITIONS),
+            int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS),
         ),
     )
 
 
-class CausalWriter:
+class TransformersGenerator:
     """Answers up to `max_rows` requests together, a token of each a step.
 
     Args:
@@ -104,7 +104,7 @@ class CausalWriter:
     """
 
     def __init__(
-        self, model: Causal, *, eos: Collection[int], decode: Decode, max_rows: int = 8
+        self, model: CausalModel, *, eos: Collection[int], decode: Decode, max_rows: int = 8
     ) -> None:
         self._model, self._eos, self._decode, self._max_rows = (
             model,
@@ -112,8 +112,8 @@ class CausalWriter:
             decode,
             max_rows,
         )
-        self._pending: deque[GenerationJob] = deque()
-        self._group: _Group | None = None
+        self._pending: deque[Job] = deque()
+        self._group: _GenerateCall | None = None
 
     @property
     def busy(self) -> int:
@@ -149,7 +149,7 @@ class CausalWriter:
         """
         if self._group is None and self._pending:
             jobs = [self._pending.popleft() for _ in range(min(self._max_rows, len(self._pending)))]
-            self._group = _Group(self._model, jobs, self._eos)
+            self._group = _GenerateCall(self._model, jobs, self._eos)
         if self._group is None:
             return []
         pieces = self._group.next()
@@ -168,14 +168,14 @@ class CausalWriter:
         return [join_chunks(parts[job]) for job in jobs]
 
 
-class _Group:
+class _GenerateCall:
     """One call of `generate`, in a thread of its own, so that its tokens can be had one by one.
 
     The thread runs ahead of who reads: `left` are the jobs whose end is not read yet, `_growing`
     those that the thread still goes on with.
     """
 
-    def __init__(self, model: Causal, jobs: Sequence[GenerationJob], eos: Collection[int]) -> None:
+    def __init__(self, model: CausalModel, jobs: Sequence[Job], eos: Collection[int]) -> None:
         self._model, self._jobs, self._eos = model, jobs, eos
         self.left, self._growing = set(jobs), set(jobs)
         self._said: queue.SimpleQueue[

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ingot.base.progress import say
-from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
-from ingot.serve.http.errors import Refused
-from ingot.serve.http.middleware import Metrics
+from ingot.models.generation.request import Completion, Piece, Request, join
+from ingot.serve.http.errors import ApiError
+from ingot.serve.http.middleware import ServerMetrics
 
 # After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it
 # may restart it.
-FAILURES = 3
+MAX_FAILURES = 3
 
 
-class Worker(Protocol):
+class BatchWorker(Protocol):
     """Takes requests into a batch and works on it a step at a time; one thread alone calls it. A
     job is the worker's own name for a request.
     """
@@ -51,7 +51,7 @@ class Worker(Protocol):
 
 
 @runtime_checkable
-class Interruptible(Protocol):
+class InterruptibleWorker(Protocol):
     """A worker whose steps are long: it can be told while one runs that nobody waits for a job any
     more.
     """
@@ -62,7 +62,7 @@ class Interruptible(Protocol):
 
 
 @dataclass(eq=False)
-class _Entry:
+class _QueuedRequest:
     """One request of a ticket."""
 
     ticket: Ticket
@@ -79,26 +79,28 @@ class _Entry:
 class Ticket:
     """Requests that came in one call; gives their pieces in the event loop that it was made in."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def __init__(self, engine: ServingEngine, requests: Sequence[Request]) -> None:
         self._engine, self.loop = engine, asyncio.get_running_loop()
-        self.entries = [_Entry(self, index, request) for index, request in enumerate(requests)]
-        self._arrived: asyncio.Queue[tuple[int, CompletionChunk | Refused]] = asyncio.Queue()
+        self.entries = [
+            _QueuedRequest(self, index, request) for index, request in enumerate(requests)
+        ]
+        self._arrived: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue()
 
-    def put(self, index: int, item: CompletionChunk | Refused) -> None:
+    def put(self, index: int, item: Piece | ApiError) -> None:
         """Hand over a piece, or why there will be none; in the ticket's event loop."""
         self._arrived.put_nowait((index, item))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, CompletionChunk]]:
-        """(index of the request, piece) as they come, until all are finished. Raises Refused when
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index of the request, piece) as they come, until all are finished. Raises ApiError when
         one cannot be.
         """
         left = len(self.entries)
         while left:
             index, item = await self._arrived.get()
-            if isinstance(item, Refused):
+            if isinstance(item, ApiError):
                 raise item
             if item.finish == "error":
-                raise Refused(
+                raise ApiError(
                     500,
                     "the model's numbers are not finite on this prompt; try another prompt or"
                     " model",
@@ -122,15 +124,17 @@ class Ticket:
         self._engine.cancel(self)
 
 
-class Engine:
+class ServingEngine:
     """Owns the worker. At most `max_batch` requests run and `max_queue` wait."""
 
-    def __init__(self, worker: Worker, metrics: Metrics, *, max_batch: int, max_queue: int) -> None:
+    def __init__(
+        self, worker: BatchWorker, metrics: ServerMetrics, *, max_batch: int, max_queue: int
+    ) -> None:
         self._worker, self._metrics = worker, metrics
         self._max_batch, self._capacity = max_batch, max_batch + max_queue
         self._changed = threading.Condition()
-        self._waiting: deque[_Entry] = deque()
-        self._running: dict[Any, _Entry] = {}
+        self._waiting: deque[_QueuedRequest] = deque()
+        self._running: dict[Any, _QueuedRequest] = {}
         self._stopping = False
         self._failures = 0
         self._mean_s = 1.0
@@ -141,18 +145,18 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and self._failures < FAILURES
+        return self._thread.is_alive() and self._failures < MAX_FAILURES
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Queue requests, all or none; call it in an event loop. They must have passed
         `Loaded.check`.
 
         Raises:
-            Refused: 429 when the queue is full, 400 when so many never fit, 503 when the server is
+            ApiError: 429 when the queue is full, 400 when so many never fit, 503 when the server is
                 stopping.
         """
         if len(requests) > self._capacity:
-            raise Refused(
+            raise ApiError(
                 400,
                 f"{len(requests)} prompts in one request; this server takes at most"
                 f" {self._capacity}, send them in parts",
@@ -170,7 +174,7 @@ class Engine:
                     f"{busy} requests are running or waiting, {self._capacity} fit; try again in"
                     f" {wait} s"
                 )
-                raise Refused(429, message, code="queue_full", headers={"Retry-After": str(wait)})
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
             self._waiting.extend(ticket.entries)
             self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
@@ -204,10 +208,10 @@ class Engine:
         self.abort()
         self._thread.join(timeout_s)
 
-    def _give_up(self, entry: _Entry) -> None:
+    def _give_up(self, entry: _QueuedRequest) -> None:
         """Under the lock."""
         entry.cancelled = True
-        if entry.job is not None and isinstance(self._worker, Interruptible):
+        if entry.job is not None and isinstance(self._worker, InterruptibleWorker):
             self._worker.interrupt(entry.job)
 
     def _work(self) -> None:
@@ -245,14 +249,14 @@ class Engine:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
 
-    def _turn(self) -> list[tuple[_Entry, CompletionChunk | Refused]]:
+    def _turn(self) -> list[tuple[_QueuedRequest, Piece | ApiError]]:
         """One step of the model."""
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
         pieces = self._worker.step()
         now = time.monotonic()
-        deliveries: list[tuple[_Entry, CompletionChunk | Refused]] = []
+        deliveries: list[tuple[_QueuedRequest, Piece | ApiError]] = []
         with self._changed:
             for job, piece in pieces:
                 entry = self._running[job]
@@ -277,16 +281,14 @@ class Engine:
                 entry.done = True
             self._running.clear()
             self._worker.clear()
-        failed = Refused(
+        failed = ApiError(
             500, "the model failed on this batch of requests; the server's log has the reason"
         )
         self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
 
-    def _deliver(self, deliveries: Sequence[tuple[_Entry, CompletionChunk | Refused]]) -> None:
+    def _deliver(self, deliveries: Sequence[tuple[_QueuedRequest, Piece | ApiError]]) -> None:
         """Wake each event loop once, with everything that is for it."""
-        by_loop: dict[
-            asyncio.AbstractEventLoop, list[tuple[_Entry, CompletionChunk | Refused]]
-        ] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_QueuedRequest, Piece | ApiError]]] = {}
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
@@ -296,14 +298,14 @@ class Engine:
                 loop.call_soon_threadsafe(_put_all, items)
 
 
-def _stopping() -> Refused:
-    return Refused(
+def _stopping() -> ApiError:
+    return ApiError(
         503,
         "the server is stopping; send the request again to another one",
         headers={"Retry-After": "5"},
     )
 
 
-def _put_all(items: Sequence[tuple[_Entry, CompletionChunk | Refused]]) -> None:
+def _put_all(items: Sequence[tuple[_QueuedRequest, Piece | ApiError]]) -> None:
     for entry, item in items:
         entry.ticket.put(entry.index, item)

@@ -28,7 +28,7 @@ from ingot.models.hf.folder import CONFIG, check_template, model_config, read_li
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, ModelKind, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder
-from ingot.serve.native.causal import Causal, CausalWriter, load_causal
+from ingot.serve.native.causal import CausalModel, TransformersGenerator, load_causal_model
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -37,13 +37,13 @@ from ingot.tokenizers.tokenizer import Tokenizer
 ONE_THREAD_WEIGHTS = 20_000_000
 
 # How transformers calls the classes of causal models.
-CAUSAL = ("ForCausalLM", "LMHeadModel")
+CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
-Engine = Literal["native", "transformers"]
+InProcessEngine = Literal["native", "transformers"]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFolder:
     """`base` is the folder with the configuration: of an adapter its base's."""
 
     folder: Path
@@ -52,7 +52,7 @@ class Checked:
     tokenizer: Tokenizer
 
 
-def check_folder(folder: Path, *, any_template: bool = False) -> Checked:
+def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFolder:
     """Look at a model folder.
 
     Raises:
@@ -64,10 +64,10 @@ def check_folder(folder: Path, *, any_template: bool = False) -> Checked:
     tokenizer = load_tokenizer(folder if (folder / "tokenizer_config.json").exists() else base)
     if not any_template:
         check_template(folder, tokenizer.template_identity, "serve.any_template")
-    return Checked(folder, base, kind, tokenizer)
+    return CheckedFolder(folder, base, kind, tokenizer)
 
 
-def check_vocabulary(checked: Checked, vocabulary: int) -> None:
+def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
     """Raises WrongInput when the tokenizer can give ids that the model does not have."""
     if checked.tokenizer.vocab_size > vocabulary:
         raise WrongInput(
@@ -77,13 +77,13 @@ def check_vocabulary(checked: Checked, vocabulary: int) -> None:
         )
 
 
-def check_causal(folder: Path, engine: str, *, any_template: bool = False) -> Checked:
+def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = False) -> CheckedFolder:
     """The same for an engine that opens decoders alone, whole and from their own folder.
 
     Raises:
         WrongInput: as above; or another kind of model, an adapter, or weights that are not there.
     """
-    checked = check_folder(folder, any_template=any_template)
+    checked = check_model_folder(folder, any_template=any_template)
     if checked.kind != "decoder":
         what = "a classifier" if checked.kind == "encoder" else "a sequence-to-sequence model"
         raise WrongInput(
@@ -96,11 +96,11 @@ def check_causal(folder: Path, engine: str, *, any_template: bool = False) -> Ch
             f" one (`ingot export {folder} NEW`)"
         )
     weight_files(folder)
-    check_vocabulary(checked, vocabulary_of(model_config(folder)))
+    check_vocabulary(checked, vocab_size_of(model_config(folder)))
     return checked
 
 
-def vocabulary_of(config: dict[str, Any]) -> int:
+def vocab_size_of(config: dict[str, Any]) -> int:
     """The size that a configuration says, its text part's where it has parts."""
     part = config.get("text_config")
     return int(
@@ -109,14 +109,14 @@ def vocabulary_of(config: dict[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """What a server or a single prediction works with.
 
     `created`: when the folder was made, seconds since the epoch. `prefix` stands before every
     source, as it did in training.
     """
 
-    model: AnyModel | Causal
+    model: Model | CausalModel
     tokenizer: Tokenizer
     eos: frozenset[int]
     created: int
@@ -133,10 +133,10 @@ class Loaded:
         assert isinstance(self.model, Decoder)
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
-    def worker(self, max_rows: int) -> Generator | CausalWriter | Seq2SeqGenerator | Classifier:
+    def worker(self, max_rows: int) -> Generator | TransformersGenerator | Summarizer | Classifier:
         """What answers requests, up to `max_rows` together."""
-        if isinstance(self.model, Causal):
-            return CausalWriter(
+        if isinstance(self.model, CausalModel):
+            return TransformersGenerator(
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
             )
         if isinstance(self.model, Decoder):
@@ -155,7 +155,7 @@ class Loaded:
 
     def check(self, request: Request) -> None:
         """Raises WrongInput when the model cannot serve the request."""
-        if isinstance(self.model, Decoder | Causal):
+        if isinstance(self.model, Decoder | CausalModel):
             sizes: Any = self.model.config
             check_request(request, sizes)
         elif isinstance(request, Seq2SeqRequest):
@@ -164,7 +164,9 @@ class Loaded:
             check_text(request.prompt, self.model.config)
 
 
-def load(folder: Path, *, any_template: bool = False, engine: Engine = "native") -> Loaded:
+def load(
+    folder: Path, *, any_template: bool = False, engine: InProcessEngine = "native"
+) -> LoadedModel:
     """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU
     in float32.
 
@@ -177,11 +179,11 @@ def load(folder: Path, *, any_template: bool = False, engine: Engine = "native")
     """
     # The tokenizer comes first: that it is missing should not take the minutes that weights may
     # take.
-    checked = check_folder(folder, any_template=any_template)
+    checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
     model = (
-        load_causal(folder, device=device, dtype=dtype)
+        load_causal_model(folder, device=device, dtype=dtype)
         if _by_transformers(checked, engine)
         else open_model(folder, device=device, dtype=dtype)
     )
@@ -193,7 +195,7 @@ def load(folder: Path, *, any_template: bool = False, engine: Engine = "native")
         torch.set_num_threads(1)
     prefix = str((read_lineage(folder) or {}).get("prefix", ""))
     base = checked.base
-    return Loaded(
+    return LoadedModel(
         model,
         checked.tokenizer,
         _eos(base, checked.tokenizer, model),
@@ -203,7 +205,7 @@ def load(folder: Path, *, any_template: bool = False, engine: Engine = "native")
     )
 
 
-def _by_transformers(checked: Checked, engine: Engine) -> bool:
+def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
     """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our
     own takes in.
     """
@@ -211,23 +213,25 @@ def _by_transformers(checked: Checked, engine: Engine) -> bool:
         return False
     config = model_config(checked.base)
     if engine == "native":
-        causal = any(str(name).endswith(CAUSAL) for name in config.get("architectures") or ())
-        if is_native(config.get("model_type")) or not causal:
+        causal = any(
+            str(name).endswith(CAUSAL_CLASSES) for name in config.get("architectures") or ()
+        )
+        if config.get("model_type") in NATIVE or not causal:
             return False
         say(
             f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own"
             " decoders, so transformers generates"
         )
-    check_causal(checked.folder, "transformers", any_template=True)
+    check_decoder_folder(checked.folder, "transformers", any_template=True)
     return True
 
 
-def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | Causal) -> frozenset[int]:
+def _eos(folder: Path, tokenizer: Tokenizer, model: Model | CausalModel) -> frozenset[int]:
     """The tokens that end an answer."""
     if isinstance(model, Encoder):
         return frozenset()
     named = eos_ids(folder, tokenizer.special.eos)
-    if isinstance(model, Decoder | Causal):
+    if isinstance(model, Decoder | CausalModel):
         return named
     # Targets end as the tokenizer frames them. An id that only the configuration names may be an
     # ordinary token of a tokenizer trained here.

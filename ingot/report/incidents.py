@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Event = Mapping[str, Any]
-Kind = Literal["died", "killed", "hung", "rolled back", "skipped"]
-DEADLY = ("killed", "hang", "failure", "roll_back", "restart", "lost", "give_up")
+IncidentKind = Literal["died", "killed", "hung", "rolled back", "skipped"]
+FAILURE_EVENTS = ("killed", "hang", "failure", "roll_back", "restart", "lost", "give_up")
 """Events that tell of a death, the best word for its cause first. `restart` and `lost` come when it
 is over, from the supervisor and the next attempt.
 """
@@ -23,17 +23,17 @@ _AFTER = {
 }
 _AFTER |= {kind: {"restart", "lost"} for kind in ("hang", "failure", "roll_back")}
 """What an event of a kind cannot come after within one death: it tells of the next one."""
-_KINDS: dict[str, Kind] = {"killed": "killed", "hang": "hung", "roll_back": "rolled back"}
+_KINDS: dict[str, IncidentKind] = {"killed": "killed", "hang": "hung", "roll_back": "rolled back"}
 _MOST = 1e11
 
 
 @dataclass(frozen=True)
-class Loss:
+class Incident:
     """A death and what it cost, or steps in a row that were not taken, which cost nothing but
     themselves.
     """
 
-    kind: Kind
+    kind: IncidentKind
     at: float
     """On the clock of the account."""
     wall: float | None
@@ -56,13 +56,13 @@ class Loss:
 
 
 @dataclass
-class Death:
+class FailureDetails:
     """What is known of one death so far."""
 
     at: float | None = None
     """When it was noticed, on the clock of the account."""
     wall: float | None = None
-    kind: Kind = "died"
+    kind: IncidentKind = "died"
     ranks: set[int] = field(default_factory=set)
     step: int | None = None
     steps: int = 0
@@ -73,7 +73,7 @@ class Death:
 
     @property
     def cause(self) -> str:
-        told = {kind: self.words[kind] for kind in DEADLY if self.words.get(kind)}
+        told = {kind: self.words[kind] for kind in FAILURE_EVENTS if self.words.get(kind)}
         given_up = told.pop("give_up", "").partition("; the last failure:")[0]
         if self.kind == "died" and "restart" in told and "failure" in told:
             best = f"{told['restart']} ({told['failure']})"
@@ -105,9 +105,9 @@ class Death:
         self.step = step if self.step is None else self.step
         self.words.setdefault(kind, cause)
 
-    def loss(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Loss:
+    def loss(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Incident:
         """`wall` is when it must have been, where no event tells."""
-        return Loss(
+        return Incident(
             self.kind,
             at,
             wall if self.wall is None else self.wall,
@@ -121,16 +121,16 @@ class Death:
         )
 
 
-def hear_of_death(deaths: list[Death], kind: str, event: Event, now: float) -> None:
-    """Add what an event of a kind of DEADLY tells to the last of `deaths`, or begin another. `now`:
+def record_failure(deaths: list[FailureDetails], kind: str, event: Event, now: float) -> None:
+    """Add what an event of a kind of FAILURE_EVENTS tells to the last of `deaths`, or begin another. `now`:
     when it was recorded, by the account's clock.
     """
     if not deaths or _AFTER[kind] & deaths[-1].words.keys():
-        deaths.append(Death())
+        deaths.append(FailureDetails())
     deaths[-1].hear(kind, event, now)
 
 
-def add_skip(losses: list[Loss], event: Event, now: float) -> None:
+def record_skip(losses: list[Incident], event: Event, now: float) -> None:
     """Add a step that was not taken, to those before it where it comes next for the same reason."""
     cause, step = " ".join(str(event.get("cause") or "").split()), whole(event.get("step"))
     last = losses[-1] if losses else None
@@ -145,7 +145,7 @@ def add_skip(losses: list[Loss], event: Event, now: float) -> None:
         losses[-1] = replace(last, steps=last.steps + 1)
     else:
         losses.append(
-            Loss("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause)
+            Incident("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause)
         )
 
 
@@ -179,7 +179,7 @@ def _same(one: str, other: str) -> bool:
     return one.partition(",")[0] == other.partition(",")[0]
 
 
-def at_steps(loss: Loss) -> str:
+def incident_steps(loss: Incident) -> str:
     """Where it happened, and what was done again: `58, 18 again`; of steps that were not taken,
     which.
     """
@@ -194,5 +194,5 @@ def at_steps(loss: Loss) -> str:
     return f"{loss.step:,}, {loss.steps:,} again" if loss.steps else f"{loss.step:,}"
 
 
-def by_ranks(loss: Loss) -> str:
+def incident_ranks(loss: Incident) -> str:
     return ", ".join(str(rank) for rank in loss.ranks)
