@@ -191,9 +191,9 @@ def submit(
         for id in pipeline.cancel(recipe):
             print(id)
         return 0
-    submission = pipeline.prepared(recipe)
+    submission = pipeline.prepare_submission(recipe)
     if dry_run:
-        print(pipeline.rendered(submission, schedule), end="")
+        print(pipeline.render_submission(submission, schedule), end="")
         return 0
     if schedule is not None:
         made = pipeline.schedule(recipe, submission, schedule)

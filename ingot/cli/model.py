@@ -16,7 +16,7 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
 from ingot.config.recipe import Recipe
-from ingot.registry.verbs import registry_of, resolve
+from ingot.registry.verbs import registered_folder, registry_of
 
 _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
 
@@ -85,7 +85,9 @@ def _registered(target: str, more: Sequence[str]) -> Target:
             f" at {path} to look it up in; check the path, or give output=FOLDER"
         )
     number = int(match["version"]) if match["version"] else None
-    return Target(target, resolve(registry_of(recipe), match["name"], number), None, recipe)
+    return Target(
+        target, registered_folder(registry_of(recipe), match["name"], number), None, recipe
+    )
 
 
 PREDICT: dict[str, Any] = {

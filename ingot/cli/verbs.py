@@ -17,7 +17,7 @@ from ingot.cli.arguments import read_recipe
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
+from ingot.launch.places.local import foreground
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
 

@@ -28,8 +28,8 @@ from ingot.cloud.vertex.tensorboard import upload_metrics
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
-from ingot.launch.local import foreground
-from ingot.launch.sending import Sending, bring
+from ingot.launch.places.local import foreground
+from ingot.launch.run_folder_sync import RunFolderPusher, pull_run_folder
 from ingot.pipeline.incremental import StepFailed, run_step, step_inputs
 from ingot.pipeline.plan import DEPLOYS, KEEPS
 from ingot.pipeline.steps import DEPLOY, step_named
@@ -78,7 +78,7 @@ def _run(verb: str, address: str, replica: str, place: list[str], submission: st
     with (
         contextlib.nullcontext()
         if place
-        else _uploading(recipe, Job(verb, job.argv, mirror=replica))
+        else _uploading(recipe, Job(verb, job.argv, run_folder_url=replica))
     ):
         code = (
             _deploy(recipe, job) if verb == "deploy" else foreground(job, results=sys.stdout).code
@@ -166,7 +166,7 @@ def _training_options(recipe: Recipe, submission: str) -> list[str]:
 def _deploy(recipe: Recipe, job: Job) -> int:
     """Deploy is no step of `ingot run`, so its record is written here."""
 
-    def work() -> Outcome:
+    def work() -> VerbOutcome:
         ended = foreground(job, results=sys.stdout)
         if ended.code != EXIT_DONE:
             raise StepFailed(f"deploy ended with exit code {ended.code}, see above", ended.code)

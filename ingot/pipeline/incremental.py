@@ -78,11 +78,11 @@ def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> St
 def run_step(
     step: PipelineStep,
     recipe: Recipe,
-    work: Callable[[], Outcome],
+    work: Callable[[], VerbOutcome],
     stamps: ExternalStamps,
     *,
     again: bool = False,
-) -> StepRecord:
+) -> PipelineStepRecord:
     """Run `step` by calling `work`, unless its record shows that nothing changed; `again` runs it
     anyway.
 
@@ -114,7 +114,7 @@ def run_step(
         began = time.monotonic()
         with _recording_failure(step, recipe) if is_main else contextlib.nullcontext():
             outcome = work()
-        record = StepRecord(
+        record = PipelineStepRecord(
             step.verb,
             fingerprint(found.reads),
             outcome.outputs,

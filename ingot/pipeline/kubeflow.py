@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.cloud.clients import messages
-from ingot.cloud.instances import name_of
+from ingot.cloud.clients import message_types
+from ingot.cloud.instances import resource_name
 from ingot.pipeline.plan import DEPLOYS, GATED, PipelinePlan, PlannedStep
 
 

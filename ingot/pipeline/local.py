@@ -34,9 +34,9 @@ from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.serving import answered, question, triton_route
 from ingot.launch.job import Job
-from ingot.launch.local import Ended, command, foreground
-from ingot.launch.places import do, place
-from ingot.launch.supervise import supervise
+from ingot.launch.places.local import JobExit, command, foreground
+from ingot.launch.run_job import job_of, run_job
+from ingot.launch.supervisor.supervise import supervise
 from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
 from ingot.pipeline.steps import STEPS, PipelineStep
 from ingot.report.page import write_page
@@ -97,7 +97,7 @@ def run(
 
 def _execute(
     step: PipelineStep, recipe: Recipe, arguments: Sequence[str], stamps: ExternalStamps
-) -> StepRecord:
+) -> PipelineStepRecord:
     if step.verb == "serve":
         return run_step(step, recipe, lambda: serve_and_query(recipe, arguments), stamps)
     ended = _launch_step(step, recipe, arguments)
@@ -113,8 +113,8 @@ def _execute(
     return record
 
 
-def _launch_step(step: PipelineStep, recipe: Recipe, arguments: Sequence[str]) -> Ended:
-    """Run a step where `launch` says if several nodes can share it or it has a place of its own;
+def _launch_step(step: PipelineStep, recipe: Recipe, arguments: Sequence[str]) -> JobExit:
+    """Run a step where `launch` says if several nodes can share it or it has a job_of of its own;
     otherwise run it here.
     """
     supervised, recipe = step.verb == "train", recipe.at(step.verb)
@@ -134,7 +134,7 @@ def _launch_step(step: PipelineStep, recipe: Recipe, arguments: Sequence[str]) -
     return supervise(job, recipe) if supervised else foreground(job)
 
 
-def _describe_exit(ended: Ended) -> str:
+def _describe_exit(ended: JobExit) -> str:
     onward = "the same command goes on from here"
     if ended.signum or ended.code == EXIT_STOPPED:
         return f"was stopped; {onward}"
@@ -145,7 +145,7 @@ def _describe_exit(ended: Ended) -> str:
     return f"failed (exit {ended.code}), see above; {onward}"
 
 
-def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> Outcome:
+def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     """Serve the run's model on a free port and send `serve.prompt`; the answer is written to
     `reports/predict.json`. The server is stopped before this returns.
 

@@ -138,7 +138,7 @@ def submission_problems(recipe: Recipe) -> list[str]:
         verb for verb in VERBS if _is_distributed(verb) and _kind(recipe, verb) in BOUNDED
     ]
     checks: tuple[Callable[[], object], ...] = (
-        lambda: Google(recipe.cloud).project,
+        lambda: GoogleClients(recipe.cloud).project,
         lambda: plan(recipe),
         lambda: [time_limit_s(recipe.at(verb)) for verb in cost_limited],
     )

@@ -60,7 +60,7 @@ def _documents(recipe: Recipe) -> Knobs:
     )
 
 
-def _sources(sources: list[Source]) -> Knobs:
+def _sources(sources: list[SourceSettings]) -> Knobs:
     """Sources by number, without weights, which only affect the order of training rows."""
     return {
         str(number): source.model_dump(exclude={"weight"}) for number, source in enumerate(sources)

@@ -27,7 +27,7 @@ from ingot.cloud.instances import label, resource_name
 from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import jobs as pipelines
 from ingot.config.recipe import Recipe
-from ingot.launch.sending import bring_back
+from ingot.launch.run_folder_sync import pull_results
 from ingot.pipeline.kubeflow import compile_pipeline, spec_text
 from ingot.pipeline.plan import VERBS, PipelinePlan, plan, submission_problems
 
@@ -45,7 +45,7 @@ _CRON_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 class Submission:
     """What is sent: the plan, the specification, and the pipeline job as the REST API takes it."""
 
-    google: Google
+    google: GoogleClients
     plan: PipelinePlan
     spec: dict[str, Any]
     job: dict[str, Any]
@@ -72,7 +72,7 @@ def prepare_submission(recipe: Recipe) -> Submission:
     """
     if found := submission_problems(recipe):
         raise WrongInput(f"{recipe.name} cannot be submitted: {'; '.join(found)}")
-    google, cloud = Google(recipe.cloud), recipe.cloud
+    google, cloud = GoogleClients(recipe.cloud), recipe.cloud
     planned = plan(recipe)
     spec = compile_pipeline(planned)
     job: dict[str, Any] = {
@@ -125,7 +125,7 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
     _check_cloud(recipe, google)
     last = _read_note(note)
     if last is not None and last["mark"] == submission.mark:
-        job = pipelines.get(google, last["id"])
+        job = pipelines.get_pipeline_job(google, last["id"])
         if job is not None and job.is_alive:
             return last["id"], True
         id = (
@@ -146,7 +146,7 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
     return id, False
 
 
-def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Scheduled:
+def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.ScheduleStatus:
     """Start the pipeline repeatedly at the times of `cron`; replaces an earlier schedule of this
     run.
     """
@@ -169,7 +169,7 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
     last_error = ""
     while True:
         try:
-            job = pipelines.get(submission.google, id)
+            job = pipelines.get_pipeline_job(submission.google, id)
         except Failed as error:
             if str(error) != last_error:
                 say(f"warning: {error}")
@@ -192,7 +192,7 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
 
 def _bring_back(replica: str, root: Path) -> None:
     try:
-        bring_back(replica, root, parts=BROUGHT_BACK)
+        pull_results(replica, root, parts=BROUGHT_BACK)
         say(
             f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay"
             f" in {replica}"
@@ -253,7 +253,7 @@ def _labels(recipe: Recipe) -> dict[str, str]:
     return {"ingot-run": label(recipe.name), "ingot-verb": "pipeline"}
 
 
-def _check_cloud(recipe: Recipe, google: Google) -> None:
+def _check_cloud(recipe: Recipe, google: GoogleClients) -> None:
     """Check what only Google knows: credentials, the bucket and its region."""
     google.client("pipelines")
     if reason := region_mismatch(recipe.cloud):
@@ -277,7 +277,7 @@ def _upload(recipe: Recipe, submission: Submission) -> None:
         push(recipe.folder.root, planned.replica)
 
 
-def _report_end(submission: Submission, job: pipelines.Standing) -> None:
+def _report_end(submission: Submission, job: pipelines.PipelineJobStatus) -> None:
     failed = next(
         (task for task in job.tasks if task.name in VERBS and task.state == "FAILED"), None
     )

@@ -79,7 +79,9 @@ def deploy(
             else:
                 registry.point(name, version.number, reason, instead_of=instead_of)
 
-        roll_out(Google(recipe.cloud), plan, lambda: _live_number(registry, name), allow, commit)
+        roll_out(
+            GoogleClients(recipe.cloud), plan, lambda: _live_number(registry, name), allow, commit
+        )
         return version
     if request.back:
         before: RegisteredVersion = registry.rollback(name, "rolled back by hand")
@@ -102,7 +104,9 @@ def render_deploy(
     registry = registry_of(recipe)
     if isinstance(registry, VertexRegistry):
         version, _, _ = _choose_version(recipe, registry, name, request, is_run)
-        return render_rollout(Google(recipe.cloud), _plan_rollout(recipe, version, request, None))
+        return render_rollout(
+            GoogleClients(recipe.cloud), _plan_rollout(recipe, version, request, None)
+        )
     if request.back:
         return f"{name} back to the version that was live before\n"
     chosen = (
@@ -116,7 +120,9 @@ def render_deploy(
 def address(recipe: Recipe, name: str) -> str | None:
     """The endpoint that serves a name; None for the local registry or where there is none yet."""
     endpoint = (
-        find_endpoint(Google(recipe.cloud), name) if recipe.registry.kind == "vertex" else None
+        find_endpoint(GoogleClients(recipe.cloud), name)
+        if recipe.registry.kind == "vertex"
+        else None
     )
     return endpoint.name if endpoint else None
 

@@ -30,7 +30,7 @@ SCHEMA = 1
 GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
 
 
-def gate(recipe: Recipe) -> Outcome:
+def gate(recipe: Recipe) -> VerbOutcome:
     """Compare the run's model with the live one and write the decision to `reports/gate.json` and
     `events.jsonl`. The exit code is 0 for deploy, 3 for keep.
 
@@ -108,7 +108,7 @@ def _compared_live(
     }
 
 
-def register(recipe: Recipe) -> Outcome:
+def register(recipe: Recipe) -> VerbOutcome:
     """Register the run's model as a version, and make it live if the gate decided so. The same
     model again makes no new version.
 
@@ -156,7 +156,7 @@ def register(recipe: Recipe) -> Outcome:
         run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number
     )
     outputs = fingerprint([name, version.number, _identity(report), is_live])
-    return Outcome(
+    return VerbOutcome(
         f"{name} v{version.number}, {state}",
         version.where,
         outputs,

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ingot.base.heartbeat import SPENDINGS, Beat, Spending
+from ingot.base.heartbeat import TIME_USES, Heartbeat, TimeUse
 from ingot.report.incidents import (
     FAILURE_EVENTS,
     Event,
@@ -31,8 +31,8 @@ from ingot.report.incidents import (
 )
 
 TimePart = Literal["productive", "waiting", "evaluating", "saving", "starting", "lost", "down"]
-TIME_PARTS: tuple[TimePart, ...] = (*SPENDINGS, "starting", "lost", "down")
-"""What wall time goes to: that of SPENDINGS; loading and compiling; what was done again or broken
+TIME_PARTS: tuple[TimePart, ...] = (*TIME_USES, "starting", "lost", "down")
+"""What wall time goes to: that of TIME_USES; loading and compiling; what was done again or broken
 off; dead until started again.
 """
 End = Literal["finished", "stopped", "running"] | IncidentKind
@@ -288,7 +288,7 @@ class _Account:
             self._deaths = []
         self._stands, self._finished = True, end == "finished"
 
-    def _runs_on(self, attempt: _Attempt, beat: Beat | None) -> None:
+    def _runs_on(self, attempt: _Attempt, beat: Heartbeat | None) -> None:
         """What a living attempt has spent since its last commit, and is spending now."""
         spent = _spent(None if beat is None else beat.spent)
         now: TimeUse = (
@@ -323,7 +323,7 @@ class _Account:
         return until
 
     def _end(
-        self, attempt: _Attempt, at: float, end: End, more: dict[Spending, float], cause: str = ""
+        self, attempt: _Attempt, at: float, end: End, more: dict[TimeUse, float], cause: str = ""
     ) -> float:
         """The attempt ends: what it kept and `more`, shortened where that is longer than it turned;
         what is left is lost.

@@ -17,7 +17,6 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
-from ingot.base.steprecord import is_intact
 from ingot.report.formatting import percent, short, timestamp
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps

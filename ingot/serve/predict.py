@@ -17,7 +17,7 @@ from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Summarizer, Summary
+from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest
 from ingot.serve.native.model import LoadedModel, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)

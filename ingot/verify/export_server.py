@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.server import ask, running_server
-from ingot.models.generation.request import Token
+from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export_transformers import TransformersModel
@@ -151,9 +151,9 @@ def _find_token(
     tokens by their text alone.
     """
     for token in likely.topk(min(CANDIDATES, len(likely))).indices.tolist():
-        if LogprobFormatter(tokenizer, before).completions([Token(token, 0, 0.0)])["tokens"] == [
-            text
-        ]:
+        if LogprobFormatter(tokenizer, before).completions([GeneratedToken(token, 0, 0.0)])[
+            "tokens"
+        ] == [text]:
             return int(token)
     return None
 

@@ -32,7 +32,7 @@ from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.registry.local import LocalRegistry
-from ingot.train.optim import make_optimizer
+from ingot.train.optimizers import make_optimizer
 from tests.chaos.saving import save_up_to
 from tests.registry.models import a_model, a_report
 from tests.tokenizers.small import chatty

@@ -22,7 +22,7 @@ from ingot.data.raw import store as raw
 from ingot.models.hf.folder import hash_model, read_lineage
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
-from ingot.train.run import train
+from ingot.train.trainer import train
 from tests.chaos.actions import Action, everything
 from tests.small import prepared, small_recipe, write_documents
 

@@ -15,7 +15,7 @@ from ingot.cloud.doctor.context import needs_of
 from ingot.cloud.prices import hourly_price_of
 from ingot.config.recipe import Recipe
 from ingot.launch.run_job import job_of, launcher_of
-from ingot.pipeline.plan import reasons
+from ingot.pipeline.plan import submission_problems
 from tests.house.source import PROJECT
 
 PAGE = (PROJECT / "docs/PLACES.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_each_is_taken_and_bounded() -> None:
         assert recipe.launch.machine == recipe_of(doctor).launch.machine
     assert ("--dry-run" in shown, "--dry-run" in trained) == (True, False)
     assert trained.index("ingest") < trained.index("prepare") < trained.index("launch")
-    assert reasons(recipe_of(submitted)) == []
+    assert submission_problems(recipe_of(submitted)) == []
     for words in (trained, submitted):
         recipe = recipe_of(words)
         assert recipe.cloud.max_cost == 2.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.evaluation import EvaluationReport, Metric
-from ingot.cli.target import find_target
+from ingot.base.reports import EvaluationReport, Metric
+from ingot.cli.model import find_target
 from ingot.registry.local import LocalRegistry
 
 

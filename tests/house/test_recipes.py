@@ -12,7 +12,7 @@ from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan
-from ingot.pipeline.plan import plan, reasons
+from ingot.pipeline.plan import plan, submission_problems
 from ingot.pipeline.steps import STEPS
 from tests.house.source import PROJECT
 
@@ -121,7 +121,9 @@ def test_its_machines_exist_and_have_a_device_for_each_process(place: Path, reci
 def test_a_place_for_pipelines_is_one(place: Path, recipe: Path) -> None:
     """But for data of this machine, which a pipeline does not see."""
     loaded = _with(place, recipe)
-    assert [reason for reason in reasons(loaded) if "lies on this machine" not in reason] == []
+    assert [
+        reason for reason in submission_problems(loaded) if "lies on this machine" not in reason
+    ] == []
     assert all(
         "launch.kind=vertex" in step.place
         for step in plan(loaded).steps

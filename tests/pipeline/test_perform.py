@@ -63,7 +63,7 @@ class Counted:
         return VerbOutcome("done", "there", self.outputs)
 
 
-def _ingest(recipe: Recipe, again: bool = False) -> StepRecord:
+def _ingest(recipe: Recipe, again: bool = False) -> PipelineStepRecord:
     return run_step(INGEST, recipe, lambda: ingest(recipe), STAMPS, again=again)
 
 

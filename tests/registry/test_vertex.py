@@ -26,8 +26,8 @@ from ingot.registry.vertexai import resources as labels
 from ingot.registry.vertexai.registry import VertexRegistry
 from ingot.registry.vertexai.resources import (
     container_of,
-    model_key,
     label_number,
+    model_key,
     resource_id,
     version_labels,
 )

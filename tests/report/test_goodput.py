@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.base.heartbeat import PHASES, Beat
+from ingot.base.heartbeat import PHASES, Heartbeat
+from ingot.base.runlog import read_lines
 from ingot.report.goodput import TIME_PARTS, Goodput, TimePart, goodput
 from ingot.report.incidents import FAILURE_EVENTS, IncidentKind
 from tests import tolerances

@@ -26,7 +26,7 @@ import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import serve_model
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.child import GRACE_S, ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.listen import bound_socket

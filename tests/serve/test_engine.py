@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ingot.models.generation.generator import Completion, Generator, Request
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Completion, Request
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.native.engine import MAX_FAILURES, ServingEngine, Ticket

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine

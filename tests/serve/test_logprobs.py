@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from ingot.models.generation.generator import Token
+from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -76,5 +76,7 @@ def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:
-    (item,) = LogprobFormatter(tokenizer, []).chat([Token(ids("<0xC3>")[0], 0, -1.0)])["content"]
+    (item,) = LogprobFormatter(tokenizer, []).chat([GeneratedToken(ids("<0xC3>")[0], 0, -1.0)])[
+        "content"
+    ]
     assert (item["token"], item["bytes"]) == ("\ufffd", None)

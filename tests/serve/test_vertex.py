@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.serve.http.listen import address, fetched_model_folder
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.conftest import AIP

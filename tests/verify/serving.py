@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine

@@ -35,7 +35,7 @@ class RolloutPlan:
     def called(self) -> str:
         return f"{self.name} v{self.version.number}"
 
-    def check_only_ours(self, endpoint: Endpoint) -> None:
+    def check_only_ours(self, endpoint: VertexEndpoint) -> None:
         """Raises WrongInput where the endpoint also serves a model that is not a version of this
         name, whose traffic must not be taken away.
         """
@@ -48,7 +48,7 @@ class RolloutPlan:
                     " registry.name to another name"
                 )
 
-    def runs(self, deployed: Deployed) -> bool:
+    def runs(self, deployed: DeployedModel) -> bool:
         """Whether a deployed model is this version on these machines."""
         return (
             f"{deployed.model}@{deployed.number}" == self.version.resource
@@ -56,7 +56,7 @@ class RolloutPlan:
         )
 
 
-def find_endpoint(google: Google, name: str) -> Endpoint | None:
+def find_endpoint(google: GoogleClients, name: str) -> VertexEndpoint | None:
     """The endpoint that serves a registered name, or None. Raises WrongInput where there are
     two.
     """
@@ -70,7 +70,7 @@ def find_endpoint(google: Google, name: str) -> Endpoint | None:
     return found[0] if found else None
 
 
-def render_rollout(google: Google, plan: RolloutPlan) -> str:
+def render_rollout(google: GoogleClients, plan: RolloutPlan) -> str:
     """The requests of a rollout as text. Reads the endpoint and changes nothing."""
     endpoint, parts = find_endpoint(google, plan.name), list[str]()
     if endpoint is not None:
@@ -101,13 +101,13 @@ def _in_project(model: str) -> str:
     return model.partition("@")[0].partition("/locations/")[2]
 
 
-def create_request(google: Google, plan: RolloutPlan) -> Any:
+def create_request(google: GoogleClients, plan: RolloutPlan) -> Any:
     return endpoints.create_request(
         google, resource_id(plan.name), plan.name, {**plan.labels, "ingot-verb": "deploy"}
     )
 
 
-def deploy_request(google: Google, plan: RolloutPlan, endpoint: str, own_id: str) -> Any:
+def deploy_request(google: GoogleClients, plan: RolloutPlan, endpoint: str, own_id: str) -> Any:
     return endpoints.deploy_request(
         google,
         endpoint,

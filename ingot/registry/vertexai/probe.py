@@ -87,7 +87,7 @@ def local_answer(folder: Path, prompt: str) -> str:
 
 
 def probe_endpoint(
-    google: Google, endpoint: str, deployed: str, share: int, check: AnswerCheck
+    google: GoogleClients, endpoint: str, deployed: str, share: int, check: AnswerCheck
 ) -> None:
     """Request predictions until the deployed model `deployed`, which has `share` percent of the
     traffic, has answered, and check its answer.
@@ -114,7 +114,9 @@ def probe_endpoint(
     )
 
 
-def _predict(google: Google, endpoint: str, deployed: str, check: AnswerCheck) -> list[Any] | None:
+def _predict(
+    google: GoogleClients, endpoint: str, deployed: str, check: AnswerCheck
+) -> list[Any] | None:
     """The answers to one prompt; None where another deployed model gave them."""
     if check.engine not in RAW:
         parameters = {} if check.classifies else {"max_tokens": TOKENS, "temperature": 0}

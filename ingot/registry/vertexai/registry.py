@@ -352,7 +352,7 @@ class VertexRegistry:
                 return
             except WrongInput as error:
                 if (
-                    not first or code_of(error) != 409
+                    not first or http_status_of(error) != 409
                 ):  # another process created the first version of this name meanwhile
                     raise
 

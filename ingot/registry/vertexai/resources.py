@@ -33,7 +33,7 @@ class ServingSpec:
     mark: str
 
 
-def container_of(recipe: Recipe) -> Container:
+def container_of(recipe: Recipe) -> ServingContainer:
     """The container of `serve.engine`, in Vertex AI's terms.
 
     Raises:
@@ -75,7 +75,7 @@ def serving_spec(recipe: Recipe, model: str) -> ServingSpec:
     )
 
 
-def machine_resources(recipe: Recipe) -> Resources:
+def machine_resources(recipe: Recipe) -> EndpointResources:
     """The machines of an endpoint.
 
     Raises:

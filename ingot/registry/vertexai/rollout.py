@@ -16,10 +16,10 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import Lease, lease
-from ingot.cloud import endpoints
-from ingot.cloud.clients import Google
-from ingot.cloud.endpoints import Endpoint
-from ingot.cloud.operations import code_of
+from ingot.cloud.clients import GoogleClients
+from ingot.cloud.vertex import endpoints
+from ingot.cloud.vertex.endpoints import VertexEndpoint
+from ingot.cloud.vertex.jobs import http_status_of
 from ingot.registry.vertexai.endpoint import (
     RolloutPlan,
     create_request,
@@ -39,7 +39,7 @@ _BUSY = "other operation"
 
 
 def roll_out(
-    google: Google,
+    google: GoogleClients,
     plan: RolloutPlan,
     live: Callable[[], int | None],
     allow: Callable[[int | None], None],
@@ -70,7 +70,9 @@ class _Rollout:
     until the new one does.
     """
 
-    def __init__(self, google: Google, plan: RolloutPlan, live: int | None, held: Lease) -> None:
+    def __init__(
+        self, google: GoogleClients, plan: RolloutPlan, live: int | None, held: Lease
+    ) -> None:
         self._google, self._plan, self._live, self._held = google, plan, live, held
         self._name, self._created = "", False
         self._stable: str | None = None
@@ -250,12 +252,12 @@ class _Rollout:
             if deployed.id != one:
                 self._undeploy(deployed.id)
 
-    def _settled(self) -> Endpoint:
+    def _settled(self) -> VertexEndpoint:
         """The endpoint, once its running operations have ended."""
         endpoints.settle(self._google, self._name)
         return self._read()
 
-    def _read(self) -> Endpoint:
+    def _read(self) -> VertexEndpoint:
         """The endpoint, checked to serve only versions of this name. Read before each change,
         because others may use it.
         """
@@ -295,7 +297,9 @@ def _retry(change: Callable[[], bool]) -> None:
             return
         except (Failed, WrongInput) as error:
             is_temporary = (
-                isinstance(error, Failed) or code_of(error) in (409, 412) or _BUSY in str(error)
+                isinstance(error, Failed)
+                or http_status_of(error) in (409, 412)
+                or _BUSY in str(error)
             )
             if not (left and is_temporary):
                 raise

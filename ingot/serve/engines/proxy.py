@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingot
-from ingot.config.place import Serve
+from ingot.config.sections.deployment import Serve
 from ingot.serve.http.bodies import PredictBody
 from ingot.serve.http.errors import ApiError, install_error_handlers
 from ingot.serve.http.listen import bind_error, health_routes

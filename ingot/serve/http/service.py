@@ -18,7 +18,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Summary
+from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import GenerationOptions
 from ingot.serve.http.errors import ApiError
 from ingot.serve.native.engine import ServingEngine, Ticket

@@ -112,7 +112,7 @@ class TransformersGenerator:
             decode,
             max_rows,
         )
-        self._pending: deque[Job] = deque()
+        self._pending: deque[GenerationJob] = deque()
         self._group: _GenerateCall | None = None
 
     @property
@@ -175,7 +175,9 @@ class _GenerateCall:
     those that the thread still goes on with.
     """
 
-    def __init__(self, model: CausalModel, jobs: Sequence[Job], eos: Collection[int]) -> None:
+    def __init__(
+        self, model: CausalModel, jobs: Sequence[GenerationJob], eos: Collection[int]
+    ) -> None:
         self._model, self._jobs, self._eos = model, jobs, eos
         self.left, self._growing = set(jobs), set(jobs)
         self._said: queue.SimpleQueue[

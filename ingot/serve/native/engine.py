@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ingot.base.progress import say
-from ingot.models.generation.request import Completion, Piece, Request, join
+from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 
@@ -84,13 +84,13 @@ class Ticket:
         self.entries = [
             _QueuedRequest(self, index, request) for index, request in enumerate(requests)
         ]
-        self._arrived: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, CompletionChunk | ApiError]] = asyncio.Queue()
 
-    def put(self, index: int, item: Piece | ApiError) -> None:
+    def put(self, index: int, item: CompletionChunk | ApiError) -> None:
         """Hand over a piece, or why there will be none; in the ticket's event loop."""
         self._arrived.put_nowait((index, item))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, CompletionChunk]]:
         """(index of the request, piece) as they come, until all are finished. Raises ApiError when
         one cannot be.
         """
@@ -249,14 +249,14 @@ class ServingEngine:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
 
-    def _turn(self) -> list[tuple[_QueuedRequest, Piece | ApiError]]:
+    def _turn(self) -> list[tuple[_QueuedRequest, CompletionChunk | ApiError]]:
         """One step of the model."""
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
         pieces = self._worker.step()
         now = time.monotonic()
-        deliveries: list[tuple[_QueuedRequest, Piece | ApiError]] = []
+        deliveries: list[tuple[_QueuedRequest, CompletionChunk | ApiError]] = []
         with self._changed:
             for job, piece in pieces:
                 entry = self._running[job]
@@ -286,9 +286,13 @@ class ServingEngine:
         )
         self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
 
-    def _deliver(self, deliveries: Sequence[tuple[_QueuedRequest, Piece | ApiError]]) -> None:
+    def _deliver(
+        self, deliveries: Sequence[tuple[_QueuedRequest, CompletionChunk | ApiError]]
+    ) -> None:
         """Wake each event loop once, with everything that is for it."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_QueuedRequest, Piece | ApiError]]] = {}
+        by_loop: dict[
+            asyncio.AbstractEventLoop, list[tuple[_QueuedRequest, CompletionChunk | ApiError]]
+        ] = {}
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
@@ -306,6 +310,6 @@ def _stopping() -> ApiError:
     )
 
 
-def _put_all(items: Sequence[tuple[_QueuedRequest, Piece | ApiError]]) -> None:
+def _put_all(items: Sequence[tuple[_QueuedRequest, CompletionChunk | ApiError]]) -> None:
     for entry, item in items:
         entry.ticket.put(entry.index, item)

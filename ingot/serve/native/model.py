@@ -116,7 +116,7 @@ class LoadedModel:
     source, as it did in training.
     """
 
-    model: Model | CausalModel
+    model: AnyModel | CausalModel
     tokenizer: Tokenizer
     eos: frozenset[int]
     created: int
@@ -133,7 +133,9 @@ class LoadedModel:
         assert isinstance(self.model, Decoder)
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
-    def worker(self, max_rows: int) -> Generator | TransformersGenerator | Summarizer | Classifier:
+    def worker(
+        self, max_rows: int
+    ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier:
         """What answers requests, up to `max_rows` together."""
         if isinstance(self.model, CausalModel):
             return TransformersGenerator(
@@ -216,7 +218,7 @@ def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
         causal = any(
             str(name).endswith(CAUSAL_CLASSES) for name in config.get("architectures") or ()
         )
-        if config.get("model_type") in NATIVE or not causal:
+        if is_native(config.get("model_type")) or not causal:
             return False
         say(
             f"{checked.folder}: model_type {config.get('model_type')} is not one of ingot's own"
@@ -226,7 +228,7 @@ def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
     return True
 
 
-def _eos(folder: Path, tokenizer: Tokenizer, model: Model | CausalModel) -> frozenset[int]:
+def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel) -> frozenset[int]:
     """The tokens that end an answer."""
     if isinstance(model, Encoder):
         return frozenset()
