@@ -31,13 +31,15 @@ from typing import IO, Any
 PRELOADED = (
     "torch",
     "torch.distributed",
-    "torch.distributed.checkpoint",
     "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it
     "ingot.cli.app",
     "ingot.cli.verbs",
     "ingot.cli.model",
     "ingot.pipeline.local",
     "ingot.train.trainer",
+    "ingot.checkpoints.writer",
+    "ingot.parallel.tensor",
     "ingot.serve.server",
     "ingot.data.ingest",
     "ingot.data.prepare",

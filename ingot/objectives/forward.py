@@ -5,6 +5,7 @@ is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -35,7 +36,7 @@ def forward(
         device, non_blocking=True
     )
     segments = None if plain else there.segments
-    with computing_in(compute, device):
+    with nullcontext() if compute == "fp32" else computing_in(compute, device):
         extras = objective.extras(there, segments)
         values = module(
             there.tokens, there.positions, segments, there.labels, objective.token, extras

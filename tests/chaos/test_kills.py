@@ -157,9 +157,19 @@ def check_equal(killed: Recipe, alone: Recipe) -> None:
 
 
 def kill_often(
-    root: Path, alone: Path, world: int, kills: int, exporting: int, steps: int, seed: int
+    root: Path,
+    alone: Path,
+    world: int,
+    kills: int,
+    exporting: int,
+    steps: int,
+    seed: int,
+    *,
+    loses: bool = True,
 ) -> Counter[str]:
-    """`kills` kills while it trains and `exporting` after that; the phases that they came in."""
+    """`kills` kills while it trains and `exporting` after that; the phases that they came in.
+    `loses`: so many that some must have come between two checkpoints.
+    """
     knobs = {**KNOBS, "train__steps": steps}
     wait_for(start(alone, world, knobs), alone)
     killer = Killer(root, world, knobs, random.Random(seed))
@@ -171,15 +181,23 @@ def kill_often(
     recipe = small_recipe(root, **knobs)
     check_equal(recipe, small_recipe(alone, **knobs))
     assert killer.phases.total() == kills + exporting
-    assert sum(event["steps"] for event in events(recipe, "lost")) > 0, (
-        "steps were really lost, and done again"
-    )
+    lost = sum(event["steps"] for event in events(recipe, "lost"))
+    assert lost > 0 or not loses, "steps were really lost, and done again"
     return killer.phases
 
 
-@pytest.mark.parametrize(
-    ("world", "kills", "exporting"), [pytest.param(1, 24, 3, marks=pytest.mark.slow), (2, 20, 3)]
-)
+def test_killed_once_in_each_phase_it_ends_as_if_it_had_not_been(
+    root: Path, tmp_path: Path
+) -> None:
+    """Two ranks, one kill in each phase while it trains, and one while it exports."""
+    alone = copy_of(root, tmp_path / "alone")
+    phases = kill_often(root, alone, 2, len(WHILE_TRAINING), 1, steps=20, seed=3, loses=False)
+    print(f"\n2 processes: {phases.total()} kills, {dict(phases)}")
+    assert len(phases) >= 3, phases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "kills", "exporting"), [(1, 24, 3), (2, 20, 3)])
 def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(
     world: int, kills: int, exporting: int, root: Path, tmp_path: Path
 ) -> None:

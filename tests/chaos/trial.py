@@ -5,6 +5,8 @@ was survived, what ended equal.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -93,12 +95,19 @@ def rehearse(zygote: Zygote, action: Action, root: Path) -> Recording:
 
 
 def kill_at_every_call(
-    zygote: Zygote, heard: Recording, moments: Sequence[Moment], most: int | None = None
+    zygote: Zygote,
+    heard: Recording,
+    moments: Sequence[Moment],
+    most: int | None = None,
+    seed: int | None = None,
 ) -> Count:
-    """Kill the action at each of its changing calls (or at `most` of them, evenly), look at what
-    stands, and run it again.
+    """Kill the action at each of its changing calls, look at what stands, and run it again.
+
+    With `most` at so many of them: evenly, or with a `seed` one drawn from each of as many equal
+    stretches.
     """
-    planned = evenly(faults(heard.calls, heard.folder), most)
+    found = faults(heard.calls, heard.folder)
+    planned = evenly(found, most) if seed is None or most is None else drawn(found, most, seed)
     count = Count()
     for moment in moments:
         for fault in planned:
@@ -229,6 +238,14 @@ def _differs(found: Any, wanted: Any) -> str:
         ]
         return "; ".join(f"{key}: {_differs(found.get(key), wanted.get(key))}" for key in differing)
     return f"{str(found)[:200]} instead of {str(wanted)[:200]}"
+
+
+def drawn(items: Sequence[Any], most: int, seed: int) -> list[Any]:
+    """One of each of `most` equal stretches, by `seed`."""
+    if len(items) <= most:
+        return list(items)
+    draw, bounds = random.Random(seed), [len(items) * number // most for number in range(most + 1)]
+    return [items[draw.randrange(first, after)] for first, after in itertools.pairwise(bounds)]
 
 
 def evenly(items: Sequence[Any], most: int | None) -> list[Any]:

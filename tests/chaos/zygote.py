@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ import torch
 Ready = Callable[[Path], Callable[[], Any]]
 """Builds what an action needs in a folder, and returns what does it."""
 PATIENCE_S = 60.0
+PRELOADED = ("torch._dynamo", "ingot.checkpoints.writer")
+"""What a training imports when it comes to it, and the children need not import each."""
 _SUBREAPER = 36
 
 
@@ -97,6 +100,8 @@ def zygote() -> Iterator[Zygote]:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    for module in PRELOADED:
+        importlib.import_module(module)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Processes whose parent was killed become ours, so that we can wait for them.
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
