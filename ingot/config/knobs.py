@@ -70,7 +70,8 @@ def find_knob(path: str) -> list[Knob]:
     if found:
         return found
     raise WrongInput(
-        f"no knob is called `{path}`; did you mean `{nearest_knob(path)}`? `ingot show knobs` lists all"
+        f"no knob is called `{path}`; did you mean `{nearest_knob(path)}`?"
+        " `ingot show knobs` lists all"
     )
 
 

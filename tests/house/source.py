@@ -56,6 +56,12 @@ class Module:
         known = {module.name for module in modules()}
         yield from _imports(self.tree, "", False, known)
 
+    def classes(self) -> Iterator[str]:
+        """Names of all classes, those inside of others and of functions too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ClassDef):
+                yield node.name
+
     def functions(self) -> Iterator[Function]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import statistics
+from collections import defaultdict
 
 from tests.house.source import modules
 
@@ -68,3 +69,60 @@ def test_annotations_are_lazy_everywhere() -> None:
         }
     ]
     assert not wrong, "\n".join(wrong)
+
+
+NAMED_TWICE: set[str] = set(
+    "Batch Bucket Check Done Engine Found Job Line LocalRanks Piece Plan Resources Standing Task"
+    " Wanted Wish Work _Group".split()
+)
+"""Names that two classes have; there should be none."""
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    """So that a name in a traceback, a docstring or a search means one thing."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for name in module.classes():
+            places[name].append(module.where)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice.keys() <= NAMED_TWICE, "\n".join(
+        f"{name}: {', '.join(found)}" for name, found in sorted(twice.items())
+    )
+
+
+SMALL = 120
+OPTIONAL = "the one file that owns an optional library"
+BOUNDARIES: dict[str, str] = {
+    "ingot.data.cleaning.steps.filters": OPTIONAL,
+    "ingot.data.engines.spark": OPTIONAL,
+    "ingot.data.cleaning.report": "not merged yet",
+    "ingot.data.sources.local_files": "not merged yet",
+    "ingot.data.tokenizing.encode": "not merged yet",
+    "ingot.data.batches.permutation": "not merged yet",
+    "ingot.launch.supervisor.attempt_watch": "not merged yet",
+    "ingot.launch.places.logs": "not merged yet",
+    "ingot.launch.places.logs": "not merged yet",
+    "ingot.launch.supervisor.remote_attempt": "not merged yet",
+    "ingot.parallel.context": "not merged yet",
+    "ingot.train.profile": "torch's profiler, which nothing else needs",
+    "ingot.train.schedules": "the implementation behind the door of schedules",
+}
+"""Small modules that only one other reads, and why they stand alone."""
+
+
+def test_small_modules_stand_where_they_are_read() -> None:
+    """What only one neighbour imports, and is read together with it, belongs into one file."""
+    readers: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        for item in module.imports():
+            readers[item.module].add(module.name)
+    lonely = [
+        f"{module.where}: {module.lines} lines, read by {reader} alone"
+        for module in modules()
+        if module.lines < SMALL and module.path.name != "__init__.py"
+        for reader in (next(iter(readers[module.name] - {module.name}), ""),)
+        if len(readers[module.name] - {module.name}) == 1
+        and reader.rpartition(".")[0] == module.name.rpartition(".")[0]
+        and module.name not in BOUNDARIES
+    ]
+    assert not lonely, "\n".join(lonely)

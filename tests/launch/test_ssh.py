@@ -364,7 +364,7 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
     waiting = Waiting(root, hosts)
     launcher, handle = SshLauncher(waiting.recipe), waiting.handle
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.launch.places.ssh.machine", lambda: "another")
+        patch.setattr("ingot.launch.places.ssh.machine_id", lambda: "another")
         assert launcher.status(handle) == "running"
         with pytest.raises(
             Failed,

@@ -1,10 +1,10 @@
 """Objects in a bucket of Google Cloud Storage, through Google's own client; $STORAGE_EMULATOR_HOST
 is honoured.
 
-What a network does is dealt with here: requests are repeated with growing pauses until patience
-ends, a large upload that breaks goes on where the service stands, and what was written or read has
-the checksum (CRC32C) that it should have. Conditions are by generation: the number that the service
-gives to each content of an object; 0 stands for no object.
+Network faults are handled here: requests are repeated with growing pauses for a limited time, an
+interrupted large upload is continued, and checksums (CRC32C) of everything written or read are
+compared. Conditions are on generations, the number that the service gives to each content of an
+object; 0 stands for no object.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ingot.base.remote.service import (
 from ingot.base.storage import CHUNK_BYTES, disk_errors
 
 PATIENCE_S = 120.0
-"""How long a request is repeated that does not come off."""
+"""For how long a failing request is repeated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 CONNECT_S, SILENCE_S = 10.0, 60.0
-"""How long a connection may take to come about, and to give a sign of life."""
+"""Timeouts of connecting, and of reading an answer."""
 WHOLE_BYTES = 8 << 20
-"""Up to here a file is sent in one request, above in chunks."""
+"""Files up to this size are sent in one request, larger ones in chunks."""
 
 _FIELDS = "items(name,size,crc32c,generation,updated),nextPageToken"
 
-Done = TypeVar("Done")
+T = TypeVar("T")
 
 
 class Digest(Protocol):
-    """What hashlib's objects can do."""
+    """The method of hashlib's objects that is used here."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -64,11 +64,14 @@ class Blob:
 
 
 def open_bucket(url: str, *, patience_s: float | None = None) -> Bucket:
-    """What lies under `gs://BUCKET/PREFIX`; nothing is asked of the service yet. `patience_s`: how
-    long a request is repeated, by default 120.
+    """The objects under `gs://BUCKET/PREFIX`; the service is not asked yet.
+
+    Args:
+        patience_s: for how long failing requests are repeated, by default 120 s.
 
     Raises:
-        WrongInput: the address is none, there are no credentials, or the package is missing.
+        WrongInput: the address is not one of a bucket, there are no credentials, or the package is
+            not installed.
     """
     return Bucket(url, PATIENCE_S if patience_s is None else patience_s)
 
@@ -83,11 +86,11 @@ def crc32c(path: Path) -> str:
 
 
 class Bucket:
-    """Objects by their names below the prefix; threads may share it. `open_bucket` makes it.
+    """Objects by their names below the prefix; thread-safe. Made by `open_bucket`.
 
-    Each method raises WrongInput where the bucket is missing or rights are, and Failed where the
-    service cannot be reached, breaks down for longer than patience lasts, or gives something else
-    than was asked for.
+    Each method raises WrongInput where the bucket does not exist or may not be used, and Failed
+    where the service cannot be reached for `patience_s` or returns something else than was asked
+    for.
     """
 
     def __init__(self, url: str, patience_s: float) -> None:
@@ -100,10 +103,12 @@ class Bucket:
         self._client, self._session = connect(self.url)
         self._bucket = self._client.bucket(bucket)
         self._timeout = (min(CONNECT_S, patience_s), min(SILENCE_S, patience_s))
-        self._once: dict[str, Any] = {"retry": None, "timeout": self._timeout}
+        self._request_options: dict[str, Any] = {"retry": None, "timeout": self._timeout}
 
     def patient(self, seconds: float) -> Bucket:
-        """The same place by connections of its own, with another patience."""
+        """The same objects through connections of their own, repeating failing requests for
+        `seconds`.
+        """
         return Bucket(self.url, seconds)
 
     def url_of(self, name: str) -> str:
@@ -119,14 +124,15 @@ class Bucket:
     ) -> Blob:
         """Write an object: bytes, or a file, of which never more than a chunk is in memory.
 
-        `generation`: only over an object of this generation, 0: only where there is none. What is
-        there with the very same content is success
-        all the same, since a request that is repeated may meet what it did itself. `note`: a file
-        to keep the address of a large upload in, so that another process that is given it goes on
-        where the service stands.
+        Args:
+            generation: replace only an object of this generation; 0: only where there is none. An
+                object with the same content counts as success, since a repeated request may find
+                what it wrote itself.
+            note: a file that keeps the address of a large upload, so that another process can
+                continue it.
 
         Raises:
-            Conflict: there is something else.
+            Conflict: there is an object with other content.
         """
         sink = _Sink(None, None)
         if isinstance(content, bytes):
@@ -145,9 +151,7 @@ class Bucket:
                 )
             else:
                 data = content.read_bytes() if isinstance(content, Path) else content
-                blob = self._patiently(
-                    lambda: self._put_whole(name, data, generation), name, "write"
-                )
+                blob = self._retried(lambda: self._put_whole(name, data, generation), name, "write")
         except Conflict:
             found = self.stat(name)
             if found is None or (found.bytes, found.crc32c) != (size, checksum):
@@ -161,44 +165,46 @@ class Bucket:
         return blob
 
     def get(self, name: str) -> bytes:
-        """An object, all of it in memory.
+        """Read an object into memory.
 
         Raises:
             Missing: there is no such object.
-            Corrupt: it is not as it was written.
+            Corrupt: its checksum is not the one that it was written with.
         """
         stream = io.BytesIO()
         self._fetch(name, stream, None)
         return stream.getvalue()
 
     def get_to_file(self, name: str, path: Path, *, digest: Digest | None = None) -> Blob:
-        """Read an object into a file, by its checksum; `digest` is fed with its bytes on the way.
+        """Read an object into a file and compare its checksum; `digest` is updated with its bytes.
         The file is not flushed to disk.
 
         Raises:
             Missing: there is no such object.
-            Corrupt: it is not as it was written.
+            Corrupt: its checksum is not the one that it was written with.
         """
         with disk_errors(path), path.open("wb") as stream:
             return self._fetch(name, stream, digest)
 
     def stat(self, name: str) -> Blob | None:
-        """None where there is no such object."""
-        found = self._patiently(
-            lambda: self._bucket.get_blob(self._prefix + name, **self._once), name, "look at"
+        """The object without its content; None where there is no such object."""
+        found = self._retried(
+            lambda: self._bucket.get_blob(self._prefix + name, **self._request_options),
+            name,
+            "look at",
         )
         return self._blob(found._properties) if found else None
 
     def list(self, prefix: str = "") -> Sequence[Blob]:
-        """All objects whose names begin so, sorted by name."""
+        """All objects whose names begin with `prefix`, sorted by name."""
         ask = functools.partial(
             self._client.list_blobs,
             self._bucket,
             prefix=self._prefix + prefix,
             fields=_FIELDS,
-            **self._once,
+            **self._request_options,
         )
-        return self._patiently(
+        return self._retried(
             lambda: [self._blob(found._properties) for found in ask()], prefix, "list"
         )
 
@@ -210,23 +216,23 @@ class Bucket:
             prefix=self._prefix,
             delimiter="/",
             fields="prefixes,nextPageToken",
-            **self._once,
+            **self._request_options,
         )
-        found = self._patiently(
+        found = self._retried(
             lambda: {name for page in ask().pages for name in page.prefixes}, "", "list"
         )
         return sorted(name.removeprefix(self._prefix).removesuffix("/") for name in found)
 
     def delete(self, name: str, *, generation: int | None = None) -> None:
-        """Remove an object, if it is there.
+        """Delete an object, if it exists.
 
         Raises:
             Conflict: it is of another generation.
         """
         try:
-            self._patiently(
+            self._retried(
                 lambda: self._bucket.blob(self._prefix + name).delete(
-                    if_generation_match=generation, **self._once
+                    if_generation_match=generation, **self._request_options
                 ),
                 name,
                 "delete",
@@ -244,7 +250,7 @@ class Bucket:
             "application/octet-stream",
             if_generation_match=generation,
             checksum="crc32c",
-            **self._once,
+            **self._request_options,
         )
         return self._blob(blob._properties)
 
@@ -258,7 +264,7 @@ class Bucket:
                 parcel.bytes,
                 checksum=None,
                 if_generation_match=parcel.generation,
-                **self._once,
+                **self._request_options,
             )
             return address
 
@@ -282,7 +288,7 @@ class Bucket:
             ),
         )
         try:
-            while not (about := self._patiently(upload.advance, name, "write")):
+            while not (about := self._retried(upload.advance, name, "write")):
                 pass
         except Conflict:
             upload.forget()
@@ -290,7 +296,7 @@ class Bucket:
         return self._blob(about)
 
     def _fetch(self, name: str, stream: IO[bytes], digest: Digest | None) -> Blob:
-        """The object into `stream`; after a break the rest is asked for, of the same generation."""
+        """Read an object into `stream`; after an interruption the rest of the same generation."""
         about = self.stat(name)
         if about is None:
             raise Missing(f"{self.url_of(name)} is not there; see what lies in {self.url}")
@@ -301,13 +307,17 @@ class Bucket:
 
         def advance() -> None:
             blob.download_to_file(
-                sink, start=sink.bytes or None, raw_download=True, checksum=None, **self._once
+                sink,
+                start=sink.bytes or None,
+                raw_download=True,
+                checksum=None,
+                **self._request_options,
             )
             if sink.bytes < about.bytes:
                 raise ConnectionError(f"{sink.bytes} of {about.bytes} bytes came")
 
         while sink.bytes < about.bytes:
-            self._patiently(advance, name, "read")
+            self._retried(advance, name, "read")
         if sink.crc32c != about.crc32c:
             raise Corrupt(
                 f"{self.url_of(name)} is damaged: it has CRC32C {sink.crc32c}, {about.crc32c} was"
@@ -325,15 +335,17 @@ class Bucket:
             updated,
         )
 
-    def _patiently(self, act: Callable[[], Done], name: str, verb: str) -> Done:
-        """`act` until it comes off, an error comes that no repeating mends, or patience ends."""
+    def _retried(self, act: Callable[[], T], name: str, verb: str) -> T:
+        """Repeat `act` until it succeeds, raises an error that repeating cannot help, or time is
+        up.
+        """
         retry = (
             google_packages()
             .retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0)
             .with_timeout(self._patience_s)
         )
         try:
-            done: Done = retry(act)()
+            done: T = retry(act)()
         except IngotError:
             raise
         except Exception as error:
@@ -342,7 +354,9 @@ class Bucket:
 
 
 class _Sink:
-    """Takes bytes to a stream, if there is one, and counts and sums them on the way."""
+    """Counts bytes and computes their checksum while they are written to a stream, if there is
+    one.
+    """
 
     def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
         self._stream, self._digest, self._crc, self.bytes = (

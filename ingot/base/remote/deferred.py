@@ -1,6 +1,6 @@
-"""Files of a run folder that stay in its replica until they are needed: a note in their folder says
-where they are, and they come one by one, into a hidden folder, from which they may go again. No
-replica takes what lies there for the folder's own.
+"""Files of a run folder that stay in its replica until they are needed. A note in their folder says
+where they are; each is fetched into a hidden folder and may be dropped again. Hidden files are
+never pushed to a replica.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
 PATIENCE_S = 20.0
-"""How long one attempt at a file is patient with a service that does not answer: whoever needs it
-tries again, and may have something else to do first.
+"""Seconds for which one attempt to fetch a file repeats its requests; the caller tries again, and
+can do something else in between.
 """
 
 
 class UnusableReplica(Failed):
-    """Trying again would not help."""
+    """The replica does not have the file that was prepared; trying again would not help."""
 
 
 def defer_files(root: Path, folder: str, url: str) -> None:
-    """From now on files of `folder`, a path below the run folder `root`, come from the replica at
-    `url` when they are needed; what came before is gone.
+    """From now on fetch files of `folder`, a path below the run folder `root`, from the replica at
+    `url` when they are needed; files that were fetched before are deleted.
     """
     forget_deferred(root, folder)
     write_atomic(root / folder / HIDDEN / NOTE, json.dumps({"url": url, "folder": folder}))
 
 
 def forget_deferred(root: Path, folder: str) -> None:
-    """From now on what is not in `folder` is missing."""
+    """From now on fetch nothing: a file that is not in `folder` is missing."""
     shutil.rmtree(root / folder / HIDDEN, ignore_errors=True)
 
 
 def deferred_files_of(folder: Path) -> DeferredFiles | None:
-    """What was left for later in a folder; None where nothing was."""
+    """The deferred files of a folder; None where it has none."""
     try:
-        said = json.loads((folder / HIDDEN / NOTE).read_bytes())
+        note = json.loads((folder / HIDDEN / NOTE).read_bytes())
     except FileNotFoundError:
         return None
-    return DeferredFiles(folder / HIDDEN, str(said["url"]), str(said["folder"]))
+    return DeferredFiles(folder / HIDDEN, str(note["url"]), str(note["folder"]))
 
 
 class DeferredFiles:
-    """Files that come when they are needed, to `folder`. Threads and processes may share it: each
-    file is fetched by one of them.
+    """Files that are fetched to `folder` when they are needed. Threads and processes may share it:
+    each file is fetched by one of them.
     """
 
     def __init__(self, folder: Path, url: str, within: str) -> None:
@@ -65,31 +65,32 @@ class DeferredFiles:
         self._lock = threading.Lock()
 
     def bring(self, name: str, sha256: str, *, wait: bool = True) -> bool:
-        """Have a file here. Without `wait`, False where another process is fetching it.
+        """Fetch a file unless it is here. Without `wait`, False where another process is fetching
+        it.
 
         Raises:
-            Unusable: the replica has it not, or not with this checksum.
+            UnusableReplica: the replica does not have the file, or not with this checksum.
             Failed: the service cannot be reached, or the disk is full.
         """
         path = self.folder / name
         if path.exists():
             return True
-        with self._alone(name, wait=wait) as mine:
+        with self._file_lock(name, wait=wait) as mine:
             if mine and not path.exists():
                 self._fetch(name, path, sha256)
             return mine
 
     def drop(self, name: str) -> None:
-        """Give the room of a file back. Whoever has it open goes on reading, whoever needs it again
-        fetches it again.
+        """Delete a fetched file to free its disk space. Processes that have it open go on reading;
+        it is fetched again when it is needed again.
         """
         (self.folder / name).unlink(missing_ok=True)
-        with self._alone(name, wait=False) as mine:
-            if mine:  # what a process left that was killed
+        with self._file_lock(name, wait=False) as mine:
+            if mine:  # left by a process that was killed
                 (self.folder / f"{name}{PARTIAL}").unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _alone(self, name: str, *, wait: bool) -> Iterator[bool]:
+    def _file_lock(self, name: str, *, wait: bool) -> Iterator[bool]:
         with disk_errors(self.folder / name):
             descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:

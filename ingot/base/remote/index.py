@@ -1,5 +1,5 @@
 """The index of a replica: which object holds which file of a state, and which objects no state
-needs any more. `ingot.base.remote.replica` uses it.
+needs any more.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ingot.base.remote.service import Conflict, Missing
 INDEX = "REPLICA.json"
 SCHEMA = 1
 READ_ATTEMPTS = 10
-"""How many states a reader begins with, when writers are quicker than it is."""
+"""How often a reader starts again when writers replace the state that it reads."""
 NEVER_REPLICATED, ONLY_WHEN_NAMED = "checkpoints", "heartbeats"
-"""Folders of a training: `checkpoint.upload` takes care of the one, the other says something of one
+"""Folders of a training: checkpoints are handled by `checkpoint.upload`, heartbeats concern one
 machine only.
 """
 SET_ASIDE = "earlier"
-"""Here trainings lie that were set aside, each in a folder of its own."""
+"""The folder of earlier trainings that were set aside, each in a folder of its own."""
 
 PathFilter = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A file of a state; `key` is the name of its object below the address."""
+    """One file of a state; `key` is the name of its object below the replica's address."""
 
     path: str
     key: str
@@ -54,7 +54,7 @@ class IndexEntry:
 @dataclass(frozen=True)
 class Index:
     """One state: entries by path, and the objects that are being deleted with their generations.
-    `generation` 0: there is none yet.
+    `generation` is 0 as long as there is no index.
     """
 
     entries: Mapping[str, IndexEntry] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class Index:
 
 
 def path_filter(parts: Collection[str] | None) -> PathFilter:
-    """Says of a path whether it belongs to the `parts`: top-level names or prefixes of folders,
-    None for all that a replica holds.
+    """A test whether a path belongs to `parts` (top-level names or prefixes of folders), or to all
+    that a replica holds where `parts` is None.
     """
     names = None if parts is None else [part.strip("/") for part in parts]
 
@@ -82,12 +82,16 @@ def path_filter(parts: Collection[str] | None) -> PathFilter:
 
 
 def read_index(bucket: Bucket) -> Index:
-    """Raises WrongInput where a newer ingot wrote it, and Failed where it is none."""
+    """Read the index. Raises WrongInput if a newer ingot wrote it, Failed if it cannot be
+    parsed.
+    """
     for _ in range(READ_ATTEMPTS):
         try:
             with tempfile.NamedTemporaryFile() as file:
                 about = bucket.get_to_file(INDEX, Path(file.name))
-                return _parsed(Path(file.name).read_bytes(), about.generation, bucket.url_of(INDEX))
+                return _parse_index(
+                    Path(file.name).read_bytes(), about.generation, bucket.url_of(INDEX)
+                )
         except Missing:
             if bucket.stat(INDEX) is None:
                 return Index()
@@ -95,10 +99,10 @@ def read_index(bucket: Bucket) -> Index:
 
 
 def write_index(bucket: Bucket, index: Index) -> None:
-    """Put it over the one of its generation.
+    """Replace the index of the same generation (compare and set).
 
     Raises:
-        Failed: there is another one meanwhile.
+        Failed: somebody else replaced it meanwhile.
     """
     garbage = [
         {"key": key, "generation": generation} for key, generation in sorted(index.garbage.items())
@@ -122,11 +126,11 @@ def write_index(bucket: Bucket, index: Index) -> None:
 def changed_remotely(
     index: Index, here: Mapping[str, LocalFile], known: Mapping[str, Content]
 ) -> set[str]:
-    """Paths under which the bucket has got something else, or nothing, since the folder last agreed
-    with it, and the folder has not.
+    """Paths that were changed or deleted in the bucket, and not in the folder, since the two last
+    agreed.
 
-    Where both have, the folder counts; but what it lacks is deleted only if it had that very
-    content.
+    Where both sides changed, the folder wins; but a file that the folder lacks is deleted only if
+    the folder once had that very content.
     """
     ours, theirs = (
         {path: about.content for path, about in side.items()} for side in (here, index.entries)
@@ -148,8 +152,8 @@ def written_too_fast(bucket: Bucket) -> Failed:
 
 
 class KeyChooser:
-    """Chooses objects for new content: never one that the index names, that is being deleted, or
-    that holds something else.
+    """Chooses object names for new content: never one that the index names, that is being deleted,
+    or that holds other content.
     """
 
     def __init__(self, index: Index, listed: Mapping[str, Blob]) -> None:
@@ -157,10 +161,10 @@ class KeyChooser:
         self._garbage, self._listed = index.garbage, listed
 
     def choose(self, local: LocalFile) -> tuple[str, bool]:
-        """A name, and whether the content must be sent: an attempt that was stopped may have done
-        that.
+        """A name, and whether the content must still be sent: an interrupted push may have sent
+        it.
         """
-        for name in _names(local):
+        for name in _candidate_keys(local):
             there = self._listed.get(name)
             doomed = there is not None and self._garbage.get(name) == there.generation
             if (
@@ -170,7 +174,7 @@ class KeyChooser:
             ):
                 self._taken.add(name)
                 return name, there is None
-        raise AssertionError("names do not end")
+        raise AssertionError("candidate keys are endless")
 
 
 def is_content(blob: Blob | None, local: LocalFile) -> bool:
@@ -184,11 +188,11 @@ def find_garbage(
     known: Collection[str],
     within: PathFilter,
 ) -> dict[str, int]:
-    """Objects that nothing needs once `entries` are the state: left by older states and by attempts
-    that were stopped.
+    """Objects that nothing needs once `entries` are the state: left by older states and by
+    interrupted pushes.
 
-    An object that nobody ever put for one of the `known` paths is somebody else's, and none of
-    them.
+    An object that was never written for one of the `known` paths belongs to somebody else and is
+    not garbage.
     """
     used = {entry.key for entry in entries.values()}
 
@@ -204,13 +208,13 @@ def find_garbage(
     }
 
 
-def _names(local: LocalFile) -> Iterator[str]:
+def _candidate_keys(local: LocalFile) -> Iterator[str]:
     beside = f"{local.path}~{base64.b64decode(local.crc32c).hex()}-{local.bytes}"
     yield from (local.path, beside)
     yield from (f"{beside}-{number}" for number in count(2))
 
 
-def _parsed(content: bytes, generation: int, url: str) -> Index:
+def _parse_index(content: bytes, generation: int, url: str) -> Index:
     try:
         about: dict[str, Any] = json.loads(content)
         if about["schema"] > SCHEMA:

@@ -1,11 +1,10 @@
-"""One run, one writer, on a bucket: an object that says who writes there, by the generation that
-the service gives it.
+"""A lease on a bucket, so that a run has one writer: an object that names its holder, written under
+a condition on its generation.
 
-The holder writes it anew every third of its life. Who finds one that was not written for the whole
-of its life, or whose holder is a process
-of this machine that is dead, writes over it, by a condition on its generation. Clocks of two
-machines are never compared: when it was written and what time it is now are both the service's to
-say.
+The holder rewrites it every third of its life. Another process may overwrite a lease that was not
+renewed for its whole life, or whose holder is a dead process of this machine. Clocks of two
+machines
+are never compared: both the time of the last renewal and the current time are the service's.
 """
 
 from __future__ import annotations
@@ -28,23 +27,31 @@ from ingot.base.remote.service import Conflict, Missing
 
 LIFE_S = 60.0
 MARGIN_S = 1.0
-"""Added to a life before it counts as over: the service is many machines with a clock each."""
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
+"""Added to a lease's life before it counts as expired: the service is many machines, each with a
+clock of its own.
+"""
+_CLOCK = getattr(
+    time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
+)  # does not stop while the machine sleeps
 
 
 @contextlib.contextmanager
 def lease(
     bucket: Bucket, owner: str, *, name: str = "lease", life_s: float = LIFE_S, wait: bool = False
 ) -> Iterator[Lease]:
-    """Hold `name` in the bucket; `owner` is what another is told. `wait`: for the life of one that
-    may be dead; a living one shows by then.
+    """Hold the lease `name` in the bucket.
+
+    Args:
+        owner: what other processes are told about the holder.
+        wait: where there is a lease already, wait for its life: a living holder renews it
+            meanwhile.
 
     Raises:
-        Failed: somebody else holds it; names them.
+        Failed: somebody else holds it; the message names them.
     """
     held = Lease(bucket, owner, name, life_s)
-    held.take(wait)
-    renewing = threading.Thread(target=held.keep, name="lease", daemon=True)
+    held.acquire(wait)
+    renewing = threading.Thread(target=held.renew_until_released, name="lease", daemon=True)
     renewing.start()
     try:
         yield held
@@ -69,7 +76,7 @@ class Lease:
             "started": start_ticks(os.getpid()),
         }
         self._renewals, self._generation, self._sure_until = 0, 0, 0.0
-        self._taken_by: str | None = None
+        self._new_holder: str | None = None
         self._over, self._turn = threading.Event(), threading.Lock()
 
     @property
@@ -78,30 +85,30 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Somebody else has it, or may have: it could not be renewed for the whole of its life."""
-        return self._taken_by is not None or time.clock_gettime(_CLOCK) > self._sure_until
+        """Whether somebody else has it, or may have: it was not renewed for its whole life."""
+        return self._new_holder is not None or time.clock_gettime(_CLOCK) > self._sure_until
 
     def check(self) -> None:
-        """Ask the service whether it is still ours.
+        """Ask the service whether this process still holds the lease.
 
         Raises:
-            Failed: somebody else took it over, or nobody can say.
+            Failed: somebody else took it over, or the service cannot be reached.
         """
         with self._turn:
-            if self._taken_by is None:
+            if self._new_holder is None:
                 found = self._bucket.stat(self._name)
                 if found is not None and (
                     found.generation == self._generation or self._is_ours(found)
                 ):
                     return
-                self._taken_by = self._holder()
+                self._new_holder = self._holder()
         raise Failed(
-            f"{self.url} was taken over by {self._taken_by} while this process stood still; nothing"
-            " more is written there, stop one of the two"
+            f"{self.url} was taken over by {self._new_holder} while this process stood still;"
+            " nothing more is written there, stop one of the two"
         )
 
-    def take(self, wait: bool) -> None:
-        instead, seen = 0, 0  # generations: the one to write over, and the one that is waited for
+    def acquire(self, wait: bool) -> None:
+        instead, seen = 0, 0  # generations: the one to overwrite, and the one that is waited for
         while True:
             try:
                 self._write(self._bucket, instead)
@@ -116,11 +123,11 @@ class Lease:
                     conflict.service_s - found.updated if conflict.service_s is not None else 0.0
                 )
                 left_s = holder.get("life_s", LIFE_S) + MARGIN_S - age_s
-                if left_s <= 0 or _dead(holder):
+                if left_s <= 0 or _is_dead(holder):
                     instead = found.generation
                 elif not wait or (seen and found.generation != seen):
                     raise Failed(
-                        f"{self._bucket.url} is in use by {_called(holder)}, which said so"
+                        f"{self._bucket.url} is in use by {_describe(holder)}, which said so"
                         f" {max(0, age_s):.0f} s ago; stop it, or choose another address (if it"
                         f" died, this ends by itself in {left_s:.0f} s)"
                     ) from None
@@ -128,25 +135,25 @@ class Lease:
                     seen = found.generation
                     time.sleep(min(left_s, self._life_s / 3))
 
-    def keep(self) -> None:
-        """Renew it until it is released or taken; faults of the network are outlived as long as its
-        life lasts, and after if nobody took it.
+    def renew_until_released(self) -> None:
+        """Renew the lease until it is released or taken over. Network errors are survived for the
+        lease's life, and longer if nobody took it over.
         """
         while not self._over.wait(self._life_s / 3):
             try:
                 with self._turn:
                     self._renew()
             except Conflict:
-                self._taken_by = self._holder()
-                say(f"warning: {self.url} was taken over by {self._taken_by}")
+                self._new_holder = self._holder()
+                say(f"warning: {self.url} was taken over by {self._new_holder}")
                 return
             except IngotError as error:
                 say(f"warning: {self.url} could not be renewed: {error}")
 
     def release(self) -> None:
         self._over.set()
-        with self._turn, contextlib.suppress(IngotError):  # who comes next outwaits it
-            if self._taken_by is None:
+        with self._turn, contextlib.suppress(IngotError):  # it expires by itself
+            if self._new_holder is None:
                 self._renewer.delete(self._name, generation=self._generation)
 
     def _renew(self) -> None:
@@ -160,14 +167,16 @@ class Lease:
 
     def _write(self, bucket: Bucket, generation: int) -> None:
         began = time.clock_gettime(_CLOCK)
-        self._renewals += 1  # no content twice: what an earlier attempt wrote was written earlier
+        self._renewals += (
+            1  # never the same content twice, so that an earlier attempt is recognised
+        )
         text = json.dumps({**self._about, "renewal": self._renewals})
         self._generation = bucket.put(self._name, text.encode(), generation=generation).generation
         self._sure_until = began + self._life_s
 
     def _is_ours(self, found: Blob) -> bool:
-        """Of another generation than we know, and ours all the same: the answer to a renewal was
-        lost.
+        """Whether a generation that we do not know is ours all the same: the answer to a renewal
+        was lost.
         """
         if self._read().get("token") != self._about["token"]:
             return False
@@ -175,7 +184,7 @@ class Lease:
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the present holder says of itself; {} where that is not to be understood."""
+        """What the present holder says about itself; {} where that cannot be parsed."""
         try:
             about = json.loads(self._bucket.get(self._name))
         except (Missing, ValueError):
@@ -184,11 +193,11 @@ class Lease:
 
     def _holder(self) -> str:
         with contextlib.suppress(IngotError):
-            return _called(self._read())
+            return _describe(self._read())
         return "somebody"
 
 
-def _called(holder: dict[str, Any]) -> str:
+def _describe(holder: dict[str, Any]) -> str:
     return (
         f"{holder['owner']} (process {holder.get('pid', '?')} on {holder.get('host', '?')})"
         if "owner" in holder
@@ -196,8 +205,10 @@ def _called(holder: dict[str, Any]) -> str:
     )
 
 
-def _dead(holder: dict[str, Any]) -> bool:
-    """The holder was a process of this machine, and is no more. False where only time can tell."""
+def _is_dead(holder: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that has ended. False where only the lease's
+    age can tell.
+    """
     here = machine_id()
     return (
         here is not None

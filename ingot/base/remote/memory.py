@@ -1,8 +1,8 @@
-"""What a machine remembers of a run folder that has a replica: checksums of files that did not
-change, and what the folder and the bucket last agreed on.
+"""What a machine remembers about a run folder with a replica: checksums of unchanged files, and the
+content that folder and replica last agreed on.
 
-It lies in a hidden folder of the run folder. Losing it costs reading, and that files which were
-deleted on one side stay on the other.
+It lies in a hidden folder of the run folder. If it is lost, files are read again, and files that
+were deleted on one side remain on the other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN = ".replica"
 SETTLED_S = 1.0
-"""How long ago a file must have been written for its time to tell: within a tick of the disk's
-clock two contents bear the same.
+"""Seconds after which the modification time of a file identifies its content: two writes within one
+tick of the disk's clock have the same time.
 """
-
 
 Content = tuple[int, str]
 """Bytes and CRC32C."""
 UNKNOWN: Content = (-1, "")
-"""What an ingot remembered that kept paths alone."""
+"""The content in records of older versions, which kept paths only."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,21 @@ class LocalFile:
 
 
 class AgreedState:
-    """`known`: by path the content that this folder and a state in the bucket last had in common.
-    Threads may share it.
-    """
+    """`known`: by path the content that folder and replica last had in common. Thread-safe."""
 
     def __init__(self, root: Path, url: str, name: str = "memory.json") -> None:
         self._root, self._url, self._file = root, url, root / HIDDEN / name
-        said = self._read()
-        known = said["known"] if said.get("url") == url else {}
+        stored = self._read()
+        known = stored["known"] if stored.get("url") == url else {}
         self.known: dict[str, Content] = {
             path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN
             for path in known
         }
-        self._checksums: dict[str, list[int | str]] = said.get("checksums", {})
+        self._checksums: dict[str, list[int | str]] = stored.get("checksums", {})
 
-    def look(self, path: str, *, bytes: int | None = None) -> LocalFile | None:
-        """A file as it is now, read only if it changed since it was read last. None where there is
-        none, or not one of `bytes`.
+    def current(self, path: str, *, bytes: int | None = None) -> LocalFile | None:
+        """The file at `path` as it is now, read only if it changed since its checksum was taken.
+        None if there is no such file, or if its size is not `bytes`.
         """
         full = self._root / path
         try:
@@ -80,16 +77,16 @@ class AgreedState:
                     _signature(full.stat()) == _signature(about)
                     and time.time() - about.st_mtime > SETTLED_S
                 ):
-                    self.remember(path, str(checksum))
+                    self.remember_checksum(path, str(checksum))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return LocalFile(path, about.st_size, str(checksum), about.st_mtime_ns)
 
-    def remember(self, path: str, checksum: str) -> None:
+    def remember_checksum(self, path: str, checksum: str) -> None:
         self._checksums[path] = [*_signature((self._root / path).stat()), checksum]
 
     def write(self) -> None:
-        """Keep all but what is no file any more."""
+        """Store the state, without checksums of files that no longer exist."""
         checksums = {
             path: about
             for path, about in sorted(self._checksums.items())
@@ -108,16 +105,16 @@ class AgreedState:
 
     def _read(self) -> dict[str, Any]:
         try:
-            said = json.loads(self._file.read_bytes())
-            return said if {"url", "known", "checksums"} <= said.keys() else {}
+            stored = json.loads(self._file.read_bytes())
+            return stored if {"url", "known", "checksums"} <= stored.keys() else {}
         except (OSError, ValueError, AttributeError):
             return {}
 
 
 @contextlib.contextmanager
 def exclusive_sync(root: Path) -> Iterator[None]:
-    """One process and thread at a time brings a run folder and its replica together on a machine;
-    the others wait.
+    """Hold the lock that lets one process and thread on a machine synchronise a run folder at a
+    time; others wait for it.
     """
     path = root / HIDDEN / "lock"
     with disk_errors(path):

@@ -1,13 +1,12 @@
-"""A run folder in a bucket: what several machines without a shared disk work from, one writer at a
-time.
+"""The replica of a run folder in a bucket, which machines without a shared disk work from, with one
+writer at a time.
 
-`REPLICA.json` there lists every file with its size, checksum and object. It is written last, under
-the generation of the one that was read, so that a reader sees one state or the next and never a
-mix; an object that it names is never written over. A file lies under its own path, where people
-find it; as long as the index names that object, the file's next content lies beside it as
-`PATH~CRC32C-SIZE`, and the one after that
-under the path again. What no state needs any more is listed in the index as garbage before it is
-deleted: the next writer reads there what it must not rely on.
+The index `REPLICA.json` lists every file with its size, checksum and object. It is written last, on
+condition that its generation is the one that was read, so that a reader sees one state or the next
+and never a mix. An object that the index names is never overwritten: new content of a file lies
+beside it as `PATH~CRC32C-SIZE` until the index no longer names the object at the file's own path.
+Objects that no state needs are listed in the index as garbage before they are deleted, so that the
+next writer does not rely on them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from ingot.base.remote.index import (
     Index,
     IndexEntry,
     KeyChooser,
+    PathFilter,
     changed_remotely,
     find_garbage,
     is_content,
@@ -40,50 +41,57 @@ from ingot.base.remote.index import (
     write_index,
     written_too_fast,
 )
-from ingot.base.remote.memory import HIDDEN, AgreedState, LocalFile, exclusive_sync, local_files
+from ingot.base.remote.memory import (
+    HIDDEN,
+    AgreedState,
+    Content,
+    LocalFile,
+    exclusive_sync,
+    local_files,
+)
 from ingot.base.remote.service import Conflict, Missing
 from ingot.base.storage import disk_errors, fsync_folder
 
-AT_ONCE = 4
-"""Files that are on their way at the same time, at most a chunk of each in memory."""
+CONCURRENT_FILES = 4
+"""Files that are transferred at the same time, at most a chunk of each in memory."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _none(path: str) -> bool:
+def _no_path(path: str) -> bool:
     return False
 
 
 def replica_url(bucket: str, name: str) -> str:
-    """Where the run `name` lies in `bucket` (`gs://BUCKET`, or the name alone)."""
+    """The address of the replica of run `name` in `bucket` (`gs://BUCKET`, or the name alone)."""
     return f"gs://{bucket.removeprefix('gs://').rstrip('/')}/ingot/runs/{name}"
 
 
 def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
-    """Make the bucket hold what the folder holds; what did not change is neither read nor sent.
+    """Update the replica with the files of the folder; unchanged files are neither read nor sent.
 
-    What was changed, made or deleted elsewhere since the two last agreed, and not here, stays as it
-    is there; `pull` brings it. Left out are checkpoints, heartbeats (unless `parts` names them) and
-    hidden files: locks, and what is on its way. `parts`: only these top-level names or prefixes
-    (`data/columns`). When it ends early the old state stands, and what was sent already is not sent
-    again.
+    Files that were changed, created or deleted elsewhere since folder and replica last agreed, and
+    not here, are left as they are in the bucket; `pull` fetches them. Checkpoints, heartbeats
+    (unless `parts` names them) and hidden files (locks, transfers) are left out. An interrupted
+    push leaves the old state in place, and what was sent is not sent again.
+
+    Args:
+        parts: push only these top-level names or prefixes (`data/columns`).
 
     Raises:
         Failed: somebody else pushed meanwhile, or the service cannot be reached.
-        WrongInput: the bucket is missing, or rights are.
+        WrongInput: there is no such bucket, or no right to write to it.
     """
     bucket, within = open_bucket(url), path_filter(parts)
     with exclusive_sync(root):
-        memory, index = AgreedState(root, bucket.url), read_index(bucket)
-        looked = _at_once(
-            memory.look, [path for path in local_files(root, (NEVER_REPLICATED,)) if within(path)]
-        )
-        here = {found.path: found for found in looked if found is not None}
-        known = {*here, *index.entries, *memory.known}
-        listed = _listed(bucket, [*filter(within, known), *index.garbage])
+        state, index = AgreedState(root, bucket.url), read_index(bucket)
+        local_paths = [path for path in local_files(root, (NEVER_REPLICATED,)) if within(path)]
+        here = {local.path: local for local in _in_parallel(state.current, local_paths) if local}
+        known = {*here, *index.entries, *state.known}
+        listed = _list_objects(bucket, [*filter(within, known), *index.garbage])
         theirs = {path for path in known if not within(path)} | changed_remotely(
-            index, here, memory.known
+            index, here, state.known
         )
         entries = {path: entry for path, entry in index.entries.items() if path in theirs}
         keys, absent = KeyChooser(index, listed), []
@@ -108,11 +116,11 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
         if not index.generation or (entries, left) != (index.entries, index.garbage):
             write_index(bucket, Index(entries, left, index.generation))
         agreed = {path: entry.content for path, entry in entries.items() if path not in theirs}
-        memory.known = {
-            path: content for path, content in memory.known.items() if path in theirs
+        state.known = {
+            path: content for path, content in state.known.items() if path in theirs
         } | agreed
-        memory.write()
-        _sweep(bucket, left)
+        state.write()
+        _delete_garbage(bucket, left)
 
 
 def pull(
@@ -120,101 +128,111 @@ def pull(
     root: Path,
     *,
     parts: Collection[str] | None = None,
-    keep: Callable[[str], bool] = _none,
-    leave: Callable[[str], bool] = _none,
+    keep: Callable[[str], bool] = _no_path,
+    leave: Callable[[str], bool] = _no_path,
 ) -> bool:
-    """Make the folder hold what the bucket holds; what differs is fetched. False when there is no
-    replica.
+    """Update the folder with the files of the replica. Returns False when there is no replica.
 
-    Files that an earlier state had and this one has not are deleted; files that no state ever had
-    are left alone, and so are those that are here and of whose paths `keep` is true. What is not
-    here and of whose paths `leave` is true is not fetched. Nothing is placed before all of it has
-    arrived as the index says. `parts` as with `push`.
+    Files that an earlier state had and this one does not are deleted; files that no state ever had
+    are not touched. Nothing is moved into place before everything has been fetched and checked.
+
+    Args:
+        parts: pull only these top-level names or prefixes.
+        keep: existing files with these paths are neither replaced nor deleted.
+        leave: missing files with these paths are not fetched.
 
     Raises:
         Failed: an object is damaged or missing, or the service cannot be reached.
-        WrongInput: the bucket is missing, rights are, or a newer ingot wrote there.
+        WrongInput: there is no such bucket, no right to read it, or a newer ingot wrote it.
     """
-    bucket, within = open_bucket(url), path_filter(parts)
+    bucket = open_bucket(url)
     if bucket.stat(INDEX) is None:
         return False
     with exclusive_sync(root):
-        memory, seen = AgreedState(root, bucket.url), 0
+        state, seen = AgreedState(root, bucket.url), 0
         for _ in range(READ_ATTEMPTS):
             index = read_index(bucket)
-            # These are not remembered either: what is only left there must never be taken for
-            # deleted here.
-            left_there = {
-                path
-                for path in {*index.entries, *memory.known}
-                if not (root / path).exists() and leave(path)
-            }
-            wanted = [
-                entry
-                for entry in index.entries.values()
-                if within(entry.path) and entry.path not in left_there
-            ]
-            same = _at_once(lambda entry: _has(memory, entry), wanted)
-            kept = {
-                path
-                for path in {*index.entries, *memory.known}
-                if keep(path) and (root / path).exists()
-            }
-            differing = [
-                entry
-                for entry, is_same in zip(wanted, same, strict=True)
-                if not is_same and entry.path not in kept
-            ]
+            plan = _pull_plan(root, index, state, path_filter(parts), keep, leave)
             try:
                 _with_progress(
                     "pull",
                     lambda entry: _fetch(bucket, root, entry),
-                    differing,
-                    [entry.bytes for entry in differing],
+                    plan.differing,
+                    [entry.bytes for entry in plan.differing],
                 )
             except Missing as error:
                 if seen == index.generation:
                     raise Failed(
                         f"{error}; {bucket.url_of(INDEX)} lists it, push the run folder again"
                     ) from error
-                seen = (
-                    index.generation
-                )  # a writer may have put a new state in place, and taken this one away
+                # A writer may have replaced the state that was read, and deleted its objects.
+                seen = index.generation
                 continue
-            _remove(
-                root,
-                [
-                    path
-                    for path in memory.known
-                    if within(path) and path not in index.entries and path not in kept
-                ],
-            )
-            _place(root, differing, memory)
-            left = {
-                path: content
-                for path, content in memory.known.items()
-                if not within(path) or path in kept
-            }
-            memory.known = left | {
-                entry.path: entry.content
-                for entry, is_same in zip(wanted, same, strict=True)
-                if is_same or entry.path not in kept
-            }
-            memory.write()
+            _remove(root, plan.deleted)
+            _move_into_place(root, plan.differing, state)
+            state.known = plan.agreed
+            state.write()
             return True
     raise written_too_fast(bucket)
 
 
-def _listed(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:
-    """All objects that lie where the objects of `paths` may, by name."""
+@dataclass(frozen=True)
+class _PullPlan:
+    """What one state of the replica means for a folder."""
+
+    differing: list[IndexEntry]
+    """Files to fetch."""
+    deleted: list[str]
+    """Paths that an earlier state had and this one does not."""
+    agreed: dict[str, Content]
+    """What folder and replica have in common afterwards."""
+
+
+def _pull_plan(
+    root: Path,
+    index: Index,
+    state: AgreedState,
+    within: PathFilter,
+    keep: PathFilter,
+    leave: PathFilter,
+) -> _PullPlan:
+    known = {*index.entries, *state.known}
+    # Not remembered as agreed on either: a file that is only left in the bucket must never be taken
+    # for one that was deleted here.
+    left = {path for path in known if not (root / path).exists() and leave(path)}
+    kept = {path for path in known if keep(path) and (root / path).exists()}
+    listed = [
+        entry for entry in index.entries.values() if within(entry.path) and entry.path not in left
+    ]
+    current = _in_parallel(lambda entry: _is_current(state, entry), listed)
+    pairs = list(zip(listed, current, strict=True))
+    untouched = {
+        path: content for path, content in state.known.items() if not within(path) or path in kept
+    }
+    return _PullPlan(
+        [entry for entry, same in pairs if not same and entry.path not in kept],
+        [
+            path
+            for path in state.known
+            if within(path) and path not in index.entries and path not in kept
+        ],
+        untouched
+        | {entry.path: entry.content for entry, same in pairs if same or entry.path not in kept},
+    )
+
+
+def _list_objects(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:
+    """All objects at the places where objects of `paths` may lie, by name."""
     places = sorted({path.partition("/")[0] + "/" if "/" in path else path for path in paths})
-    return {blob.name: blob for blobs in _at_once(bucket.list, places) for blob in blobs}
+    return {blob.name: blob for blobs in _in_parallel(bucket.list, places) for blob in blobs}
 
 
 def _send(
     bucket: Bucket, root: Path, local: LocalFile, key: str, is_absent: bool
 ) -> IndexEntry | None:
-    """The file in the bucket, as it arrived: a log may grow meanwhile. None where it is gone."""
+    """The entry of a file as it was sent, since a log may grow meanwhile. None if the file no
+    longer exists.
+    """
     path = root / local.path
     if not is_absent:
         return IndexEntry(local.path, key, local.bytes, local.crc32c, local.mtime_ns)
@@ -234,9 +252,7 @@ def _send(
 
 
 def _send_large(bucket: Bucket, root: Path, local: LocalFile, key: str) -> Blob:
-    """Goes on where an attempt that was stopped stood; what changes while it is sent is sent from a
-    copy.
-    """
+    """Continue an interrupted upload; a file that changes while it is sent is sent from a copy."""
     path, name = root / local.path, hashlib.sha256(key.encode()).hexdigest()[:32]
     try:
         return bucket.put(key, path, generation=0, note=root / HIDDEN / f"{name}.upload")
@@ -255,10 +271,10 @@ def _send_large(bucket: Bucket, root: Path, local: LocalFile, key: str) -> Blob:
         copy.unlink(missing_ok=True)
 
 
-def _sweep(bucket: Bucket, left: dict[str, int]) -> None:
-    """Delete garbage. What stays is listed in the index, and deleted by the next push."""
+def _delete_garbage(bucket: Bucket, left: dict[str, int]) -> None:
+    """Delete garbage. What remains is listed in the index and deleted by the next push."""
     try:
-        _at_once(lambda item: _delete(bucket, *item), list(left.items()))
+        _in_parallel(lambda item: _delete(bucket, *item), list(left.items()))
     except IngotError as error:
         say(
             f"warning: {len(left)} objects in {bucket.url} are of no use and could not all be"
@@ -271,12 +287,12 @@ def _delete(bucket: Bucket, key: str, generation: int) -> None:
         bucket.delete(key, generation=generation)
 
 
-def _has(memory: AgreedState, entry: IndexEntry) -> bool:
-    here = memory.look(entry.path, bytes=entry.bytes)
+def _is_current(state: AgreedState, entry: IndexEntry) -> bool:
+    here = state.current(entry.path, bytes=entry.bytes)
     return here is not None and entry.holds(here.bytes, here.crc32c)
 
 
-def _arrival(root: Path, entry: IndexEntry) -> Path:
+def _staged_path(root: Path, entry: IndexEntry) -> Path:
     return (
         root
         / HIDDEN
@@ -286,17 +302,17 @@ def _arrival(root: Path, entry: IndexEntry) -> Path:
 
 
 def _fetch(bucket: Bucket, root: Path, entry: IndexEntry) -> None:
-    """Into a hidden file, unless an attempt that was stopped has done that: it has its own name as
-    long as it is not whole.
+    """Fetch a file to its hidden, staged path, unless an interrupted pull did so: that path exists
+    only once the file is complete.
     """
-    arrival = _arrival(root, entry)
+    arrival = _staged_path(root, entry)
     if arrival.exists():
         return
     partial = arrival.with_suffix(".partial")
     with disk_errors(root / entry.path):
         partial.parent.mkdir(parents=True, exist_ok=True)
     blob = bucket.get_to_file(entry.key, partial)
-    if not entry.holds(blob.bytes, blob.crc32c):  # the object of a later state, or somebody else's
+    if not entry.holds(blob.bytes, blob.crc32c):  # an object of a later state
         raise Missing(
             f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and"
             f" {entry.bytes}, {entry.crc32c} were pushed"
@@ -307,21 +323,21 @@ def _fetch(bucket: Bucket, root: Path, entry: IndexEntry) -> None:
     os.replace(partial, arrival)
 
 
-def _place(root: Path, entries: Sequence[IndexEntry], memory: AgreedState) -> None:
-    """Give what arrived its names; markers, which vouch for other files, after those."""
+def _move_into_place(root: Path, entries: Sequence[IndexEntry], state: AgreedState) -> None:
+    """Move staged files to their paths; markers last, since they vouch for other files."""
     for entry in sorted(entries, key=lambda entry: (entry.path.endswith(".json"), entry.path)):
         path = root / entry.path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(_arrival(root, entry), path)
-        memory.remember(entry.path, entry.crc32c)
+            os.replace(_staged_path(root, entry), path)
+        state.remember_checksum(entry.path, entry.crc32c)
     for folder in {(root / entry.path).parent for entry in entries}:
         fsync_folder(folder)
     shutil.rmtree(root / HIDDEN / "arriving", ignore_errors=True)
 
 
 def _remove(root: Path, paths: Iterable[str]) -> None:
-    """Delete files, and folders that hold nothing else."""
+    """Delete files, and the folders that are empty afterwards."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             (root / path).unlink()
@@ -333,12 +349,12 @@ def _remove(root: Path, paths: Iterable[str]) -> None:
 def _with_progress(
     title: str, act: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
 ) -> list[Result]:
-    """`act` on each item, a few at a time; results in the order in which they are done. The first
-    error ends it.
+    """Apply `act` to each item, a few at a time; results in order of completion. The first error
+    ends it.
     """
     done, results = 0, []
     with (
-        ThreadPoolExecutor(AT_ONCE) as pool,
+        ThreadPoolExecutor(CONCURRENT_FILES) as pool,
         Progress(title, total=-(-sum(sizes) // 10**6), unit="MB") as progress,
     ):
         running = {pool.submit(act, item): size for item, size in zip(items, sizes, strict=True)}
@@ -352,8 +368,8 @@ def _with_progress(
     return results
 
 
-def _at_once(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+def _in_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
         try:
             return list(pool.map(act, items))
         finally:

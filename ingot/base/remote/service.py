@@ -1,9 +1,9 @@
-"""Google's packages for object storage: the one place that imports them, their errors in words, and
-large files on their way into a bucket by the service's resumable uploads.
+"""Google's packages for object storage, which are imported here only; their errors as our own; and
+resumable uploads of large files.
 
-A break costs the chunk at hand: the service is asked what it keeps, and the rest is sent. With a
-note on disk that holds for another process too. The address of an upload is a key to it, so the
-note is for its owner's eyes alone.
+An interruption costs the current chunk: the service is asked what it has, and the rest is sent.
+With a note on disk another process can continue, too. Whoever knows the address of an upload can
+write to it, so only the owner may read the note.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Corrupt(Failed):
 
 
 class Conflict(Failed):
-    """An object is not of the generation that was asked for; `service_s` is the service's clock
-    when it said so, None where it told none.
+    """An object is not of the generation that was asked for; `service_s` is the time of the answer
+    by the service's clock, None where the answer has none.
     """
 
     def __init__(self, message: str, service_s: float | None = None) -> None:
@@ -42,11 +42,11 @@ class Conflict(Failed):
 
 
 def connect(url: str) -> tuple[Any, Any]:
-    """A client, and a session for what the client has no face for; with the credentials of the
-    environment.
+    """A client, and a session for requests that the client does not offer; with the credentials of
+    the environment.
 
     Raises:
-        WrongInput: there are none, or the package is missing.
+        WrongInput: there are no credentials, or the package is not installed.
     """
     google = google_packages()
     try:
@@ -65,10 +65,10 @@ def connect(url: str) -> tuple[Any, Any]:
 
 @functools.cache
 def google_packages() -> SimpleNamespace:
-    """What is used of them.
+    """The names that are used of Google's packages.
 
     Raises:
-        WrongInput: one is not installed.
+        WrongInput: one of them is not installed.
     """
     try:
         from google.api_core.exceptions import from_http_status
@@ -97,9 +97,7 @@ def google_packages() -> SimpleNamespace:
 
 
 def translate_error(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
-    """What to say when an attempt to `verb` (read, write, list, delete, look at) `url` ended with
-    `error`.
-    """
+    """Our error for the failed attempt to `verb` (read, write, list, delete, look at) `url`."""
     code, short = getattr(error, "code", None), _short(error)
     bucket = url.split("/")[2]
     if code == 404 and verb in ("read", "delete") and "bucket does not exist" not in short:
@@ -138,7 +136,7 @@ def translate_error(error: Any, url: str, verb: str, patience_s: float) -> Ingot
 
 
 def _short(error: Any) -> str:
-    """What the service says, or else the client."""
+    """The service's own message, or else the client's."""
     try:
         text = error.response.json()["error"]["message"]
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -147,13 +145,13 @@ def _short(error: Any) -> str:
 
 
 CHUNK_BYTES = 32 << 20
-"""A multiple of 256 KiB, as the service wants it."""
+"""A multiple of 256 KiB, which the service requires."""
 
 
 @dataclass(frozen=True)
 class UploadSource:
-    """What is sent where: a file, its size and checksum (base64 of CRC32C), and the generation that
-    it shall replace.
+    """The file that is uploaded, its size and checksum (base64 of CRC32C), the object's name, and
+    the generation that it replaces.
     """
 
     name: str
@@ -164,68 +162,72 @@ class UploadSource:
 
 
 class ResumableUpload:
-    """`start()` opens an upload and gives its address; `send(address, data, headers)` puts to it;
-    `refused(answer)` makes an error of an answer.
+    """An upload in chunks.
+
+    Args:
+        start: opens an upload and returns its address.
+        send: called as `send(address, data, headers)`, puts data to the address.
+        refused: makes an error of an answer.
     """
 
     def __init__(
         self,
-        parcel: UploadSource,
+        source: UploadSource,
         note: Path | None,
         *,
         start: Callable[[], str],
         send: Callable[[str, bytes, Mapping[str, str]], Any],
         refused: Callable[[Any], Exception],
     ) -> None:
-        self._parcel, self._note, self._start, self._send, self._refused = (
-            parcel,
+        self._source, self._note, self._start, self._send, self._refused = (
+            source,
             note,
             start,
             send,
             refused,
         )
-        self._address = self._noted()
-        self._at: int | None = None  # bytes that the service keeps; None where only it knows
+        self._address = self._saved_address()
+        self._at: int | None = None  # bytes that the service has; None until it is asked
 
     def advance(self) -> Mapping[str, Any] | None:
-        """Send the next chunk; call it again after an error. Returns the service's description of
-        the object once it is whole.
+        """Send the next chunk; to be called again after an error. Returns the service's description
+        of the object once it is complete.
 
         Raises:
-            ConnectionError: the service has forgotten the upload, or kept nothing of the chunk; the
-                next call does what can be done.
+            ConnectionError: the service has forgotten the upload, or stored nothing of the chunk;
+                the next call starts again or sends the chunk again.
             Failed: the file is shorter than it was.
         """
-        parcel = self._parcel
+        source = self._source
         if self._address is None:
             self._address, self._at = self._start(), 0
             self._write_note(self._address)
         if self._at is None and (
-            done := self._taken(
-                self._send(self._address, b"", {"Content-Range": f"bytes */{parcel.bytes}"})
+            done := self._handle_answer(
+                self._send(self._address, b"", {"Content-Range": f"bytes */{source.bytes}"})
             )
         ):
             return done
         begin, self._at = self._at or 0, None
-        with parcel.path.open("rb") as stream:
+        with source.path.open("rb") as stream:
             data = os.pread(stream.fileno(), CHUNK_BYTES, begin)
         end = begin + len(data)
-        if len(data) < min(CHUNK_BYTES, parcel.bytes - begin):
-            raise Failed(f"{parcel.path} changed while it was sent; run the same command again")
-        headers = {"Content-Range": f"bytes {begin}-{end - 1}/{parcel.bytes}"}
-        if end == parcel.bytes:
-            headers["x-goog-hash"] = f"crc32c={parcel.crc32c}"
-        done = self._taken(self._send(self._address, data, headers))
+        if len(data) < min(CHUNK_BYTES, source.bytes - begin):
+            raise Failed(f"{source.path} changed while it was sent; run the same command again")
+        headers = {"Content-Range": f"bytes {begin}-{end - 1}/{source.bytes}"}
+        if end == source.bytes:
+            headers["x-goog-hash"] = f"crc32c={source.crc32c}"
+        done = self._handle_answer(self._send(self._address, data, headers))
         if done is None and (self._at or 0) <= begin:
             raise ConnectionError("the service keeps nothing of what is sent")
         return done
 
     def forget(self) -> None:
-        """Take the note away: there is nothing to go on with."""
+        """Delete the note: there is nothing to continue."""
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
-    def _taken(self, answer: Any) -> Mapping[str, Any] | None:
+    def _handle_answer(self, answer: Any) -> Mapping[str, Any] | None:
         if answer.status_code in (200, 201):
             self.forget()
             about: Mapping[str, Any] = answer.json()
@@ -242,15 +244,15 @@ class ResumableUpload:
             raise ConnectionError("the service has forgotten the upload")
         raise self._refused(answer)
 
-    def _noted(self) -> str | None:
-        """The address of an upload of the very same, which another process may have left."""
+    def _saved_address(self) -> str | None:
+        """The address of an interrupted upload of the same content."""
         try:
             note = json.loads(self._note.read_bytes()) if self._note is not None else None
         except (OSError, ValueError):
             return None
         return (
             str(note["address"])
-            if isinstance(note, dict) and note.get("of") == self._of() and "address" in note
+            if isinstance(note, dict) and note.get("of") == self._identity() and "address" in note
             else None
         )
 
@@ -258,7 +260,7 @@ class ResumableUpload:
         if self._note is not None:
             descriptor = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as stream:
-                json.dump({"of": self._of(), "address": address}, stream)
+                json.dump({"of": self._identity(), "address": address}, stream)
 
-    def _of(self) -> dict[str, Any]:
-        return {**asdict(self._parcel), "path": str(self._parcel.path)}
+    def _identity(self) -> dict[str, Any]:
+        return {**asdict(self._source), "path": str(self._source.path)}

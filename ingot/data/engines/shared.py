@@ -82,7 +82,7 @@ class SharedEngine:
         )
 
         def known(path: str) -> IndexEntry | None:
-            local = memory.look(path)
+            local = memory.current(path)
             if local is None or self._made is None:
                 return None
             for entry in (self._made.get(path), replica.get(path)):

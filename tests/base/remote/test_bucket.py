@@ -172,8 +172,8 @@ def test_what_the_service_did_not_keep_of_a_chunk_is_sent_again(
 UPLOADER = """
 import sys
 from pathlib import Path
-from ingot.base import bucket, upload
-upload.CHUNK_BYTES, bucket.WHOLE_BYTES = int(sys.argv[2]), int(sys.argv[2])
+from ingot.base.remote import bucket, service
+service.CHUNK_BYTES, bucket.WHOLE_BYTES = int(sys.argv[2]), int(sys.argv[2])
 bucket.open_bucket("gs://bucket/runs/one").put("x", Path(sys.argv[1]), generation=0, note=Path(sys.argv[1] + ".note"))
 """
 

@@ -523,9 +523,9 @@ def test_a_writer_relies_on_nothing_that_another_is_deleting(
     """
     push(run, URL)
     (run / "metrics.jsonl").write_bytes(b"2\n")
-    sweep = replica._sweep
+    sweep = replica._delete_garbage
     left: list[dict[str, int]] = []
-    monkeypatch.setattr(replica, "_sweep", lambda bucket, garbage: left.append(garbage))
+    monkeypatch.setattr(replica, "_delete_garbage", lambda bucket, garbage: left.append(garbage))
     push(run, URL)
     assert left[0].keys() == {"metrics.jsonl"}
     (run / "metrics.jsonl").write_bytes(b"1\n")
