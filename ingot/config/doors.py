@@ -61,8 +61,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "zephyr": "ingot.tokenizers.chat_templates:ZEPHYR",
         "alpaca": "ingot.tokenizers.chat_templates:ALPACA",
     },
-    # Members of the native decoder family (ingot.config.family.FamilyMember) by `model_type` of a Hugging
-    # Face configuration.
+    # Members of the native decoder family (ingot.config.family.FamilyMember) by `model_type` of a
+    # Hugging Face configuration.
     "family": {
         "llama": "ingot.config.family:LLAMA",
         "mistral": "ingot.config.family:MISTRAL",

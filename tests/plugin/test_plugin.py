@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+import ingot
 from ingot.base.errors import WrongInput
-from ingot.config.doors import OBJECTIVES, OPTIMIZERS
+from ingot.base.reports import read_report
+from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.evaluate.evaluate import evaluate
+from ingot.launch.job import Job
+from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
 from tests import tolerances
@@ -110,7 +116,9 @@ def test_a_pipeline_is_refused_by_what_the_objective_says(prepared: Path) -> Non
 
 
 def test_its_settings_import_no_torch(plugin: Path) -> None:
-    code = "import sys, ingot_extras.simpo, ingot_extras.lion; print('torch' in sys.modules)"
+    names = ("simpo", "lion", "contains", "niced")
+    code = f"import sys, {', '.join(f'ingot_extras.{name}' for name in names)};"
+    code += " print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -148,7 +156,7 @@ def test_it_resumes_bit_for_bit_with_its_optimizer(
     train(whole)
     broken = apart(prepared, tmp_path / "broken", **given)
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_loop", _stop_after(3))
+        patch.setattr("ingot.train.trainer.run_steps", _stop_after(3))
         with pytest.raises(KeyboardInterrupt):
             train(broken)
     train(broken)
@@ -157,11 +165,37 @@ def test_it_resumes_bit_for_bit_with_its_optimizer(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def _stop_after(step: int) -> Any:
-    from ingot.train.step import run_steps
+def test_its_evaluation_is_measured(prepared: Path, tmp_path: Path) -> None:
+    task = {"kind": "contains", "prompts": ["ingot melts", "the copper"], "word": ""}
+    given: dict[str, Any] = {"train__steps": 1, "evaluate__tasks": [task]}
+    recipe = apart(prepared, tmp_path, **given)
+    train(recipe)
+    evaluate(recipe)
+    report = read_report(recipe.folder.reports / "evaluate.json")
+    assert report.metrics["contains/share"].value == 1.0, "every answer contains nothing"
 
-    def stop(first: int, last: int, fetch: Any, do_step: Any, hooks: Any, **more: Any) -> None:
-        run_steps(first, step, fetch, do_step, hooks, **more)
+
+def test_its_place_runs_a_job(prepared: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"launch__kind": "niced", "launch__options": {"level": 5}}
+    launcher = PLACES.load("niced", "launch.kind")(apart(prepared, tmp_path, **given))
+    assert launcher.can(Job("train", ("train", "r.yaml"), nodes=2))
+    job = Job("version", ("--version",))
+    assert "nice -n 5" in launcher.render(job)
+    handle = launcher.submit(job)
+    until = time.monotonic() + 60
+    while launcher.status(handle) == "running" and time.monotonic() < until:
+        time.sleep(launcher.poll_s)
+    assert launcher.status(handle) == "succeeded"
+    assert launcher.log(handle).read().decode().strip() == ingot.__version__
+    with pytest.raises(WrongInput, match=r"launch\.options\.level is 40; give a number"):
+        PLACES.load("niced", "launch.kind")(
+            apart(prepared, tmp_path, **given | {"launch__options": {"level": 40}})
+        )
+
+
+def _stop_after(step: int) -> Any:
+    def stop(context: StepContext, first: int, last: int) -> None:
+        run_steps(context, first, step)
         raise KeyboardInterrupt
 
     return stop
