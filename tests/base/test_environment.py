@@ -30,6 +30,8 @@ EMPTY=
 COMMENTED=value # not this
   SPACED = around
 URL=https://host/?a=b
+TOKEN=hf_a#b#c
+TAGGED=one#two # three
 """)
     assert read_dotenv(path) == {
         "PLAIN": "one two",
@@ -40,6 +42,8 @@ URL=https://host/?a=b
         "COMMENTED": "value",
         "SPACED": "around",
         "URL": "https://host/?a=b",
+        "TOKEN": "hf_a#b#c",
+        "TAGGED": "one#two",
     }
 
 

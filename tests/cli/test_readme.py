@@ -1,5 +1,5 @@
-"""Every command of the README, run as it stands there, in a folder of its own, on a training of a
-few steps.
+"""Every command of the README, run as it stands there, in a folder of its own: on the smallest model
+and data that it works on, and (slow) as a reader would, on a training of a few steps.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.commands import clean_environment
+from tests.cli.commands import clean_environment, ingot, start_ingot
 from tests.ranks import free_port
+from tests.small import TINY_MODEL, write_documents
 
 PROJECT = Path(__file__).resolve().parents[2]
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -30,6 +32,34 @@ SHORT = {
     "INGOT_EVALUATE__SAMPLE_TOKENS": "4",
     "INGOT_DATA__VALIDATION__FRACTION": "0.002",
     "INGOT_DATA__FRACTION": "0.05",
+}
+SMALLEST = {
+    **SHORT,
+    "INGOT_DATA__VALIDATION__FRACTION": "0.1",
+    "INGOT_DATA__FRACTION": "1.0",
+    "INGOT_DATA__TRAIN": "[{source: text}]",
+    "INGOT_DATA__SEQ_LEN": "32",
+    "INGOT_DATA__ENGINE__WORKERS": "1",
+    "INGOT_TOKENIZER__VOCAB_SIZE": "320",
+    "INGOT_MODEL__CONFIG": json.dumps(TINY_MODEL),
+    "INGOT_TRAIN__GLOBAL_BATCH": "4",
+    "INGOT_TRAIN__MICRO_BATCH": "2",
+    "INGOT_TRACK__TENSORBOARD": "false",
+    "OMP_NUM_THREADS": "1",
+}
+# Two steps instead of six, on a model that the test makes.
+TUNED = {
+    "INGOT_TRAIN__GLOBAL_BATCH": "2",
+    "INGOT_TRAIN__MICRO_BATCH": "2",
+    "INGOT_TRAIN__STEPS": "2",
+    "INGOT_TRAIN__EPOCHS": "null",
+    "INGOT_DATA__SEQ_LEN": "96",
+    "INGOT_DATA__FRACTION": "1.0",
+    "INGOT_DATA__VALIDATION__FRACTION": "0.1",
+    "INGOT_DATA__ENGINE__WORKERS": "1",
+    "INGOT_EVALUATE__SAMPLE_TOKENS": "4",
+    "INGOT_TRACK__TENSORBOARD": "false",
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -51,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return clean_environment(PATH=paths, COLUMNS="200", **SHORT, **more)
+    return clean_environment(PATH=paths, COLUMNS="200", **{**SHORT, **more})
 
 
 def shell(command: str, place: Path, **more: str) -> str:
@@ -69,6 +99,123 @@ def shell(command: str, place: Path, **more: str) -> str:
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with documents of ours; the first command of all has been run."""
+    folder = tmp_path_factory.mktemp("smallest")
+    (folder / "recipes").symlink_to(PROJECT / "recipes")
+    write_documents(folder / "text")
+    done = ingot("run", "recipes/quickstart.yaml", cwd=folder, COLUMNS="200", **SMALLEST)
+    assert done.returncode == 0, done.stderr
+    steps = ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve")
+    assert all(step in done.stdout for step in steps)
+    return folder
+
+
+def quick_commands() -> list[str]:
+    return [
+        command
+        for command in commands()
+        if command.startswith(("ingot ", "torchrun "))
+        and "serve" not in command.split()
+        and "smollm2" not in command
+        and command != "ingot run recipes/quickstart.yaml"
+    ]
+
+
+# What it proves, tests/verify/test_resume.py proves on a smaller training.
+SLOW = "ingot verify resume recipes/quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * (command == SLOW))
+        for command in quick_commands()
+    ],
+)
+def test_a_command_on_the_smallest_model(command: str, smallest: Path) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "ingot":
+        # A pipeline elsewhere takes no data of this machine.
+        here = {name: value for name, value in SMALLEST.items() if name != "INGOT_DATA__TRAIN"}
+        variables = here if arguments[0] == "submit" else SMALLEST
+        done = ingot(*arguments, cwd=smallest, COLUMNS="200", **variables)
+        assert done.returncode == 0, done.stderr
+        out = done.stdout
+    else:
+        out = shell(command, smallest, **SMALLEST)
+    if arguments[0] == "explain":
+        assert "Peak learning rate" in out
+    if arguments[0] in ("show", "predict", "doctor", "verify"):
+        assert out.strip()
+
+
+def test_serving_and_the_python_example_on_the_smallest_model(smallest: Path) -> None:
+    (command,) = [command for command in commands() if "serve" in command.split()]
+    port = str(free_port())
+    arguments = shlex.split(command.replace("8080", port))[1:]
+    server = start_ingot(*arguments, cwd=smallest, stderr=subprocess.PIPE, **SMALLEST)
+    try:
+        deadline = time.monotonic() + 90
+        while not answers(port):
+            assert server.poll() is None, server.stderr.read() if server.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        (example,) = blocks("python")
+        result = subprocess.run(
+            [sys.executable, "-c", example.replace("8080", port)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+    assert server.returncode == 0
+
+
+def answers(port: str) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
+def test_tuning_a_model_folder(recipe: str, model_folder: Path, tmp_path: Path) -> None:
+    """The README's command and recipe as they are, but for the model: a tiny folder."""
+    (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
+    (tmp_path / "data").mkdir()
+    if recipe == "adapt_smollm2":
+        lines = [{"text": f"Report {n}. The mould cooled slowly. " * 8} for n in range(40)]
+        (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        write_chats(tmp_path / "data/chats.jsonl", 40)
+    (command,) = [command for command in commands() if recipe in command]
+    extra = {} if recipe == "adapt_smollm2" else {"INGOT_TOKENIZER__TEMPLATE": "chatml"}
+    done = ingot(
+        *shlex.split(command)[1:],
+        cwd=tmp_path,
+        **TUNED,
+        INGOT_MODEL__SOURCE=str(model_folder),
+        **extra,
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").glob("*smollm2")
+    assert (run / "model/config.json").exists()
+
+
+def write_chats(path: Path, count: int) -> None:
+    with path.open("w") as stream:
+        for number in range(count):
+            asked = {"role": "user", "content": f"What is {number} plus one?"}
+            answer = {"role": "assistant", "content": "Ask a smith."}
+            stream.write(json.dumps({"messages": [asked, answer]}) + "\n")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tour(place: Path) -> None:
     said: dict[str, str] = {}
@@ -92,6 +239,7 @@ def test_the_tour(place: Path) -> None:
     assert (place / "runs/quickstart/reports/index.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_serving_and_the_python_example(place: Path) -> None:
     if not (place / "runs/quickstart/model").exists():
@@ -105,14 +253,10 @@ def test_serving_and_the_python_example(place: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 90
-        while True:
+        while not answers(port):
             assert server.poll() is None, server.stderr.read() if server.stderr else ""
             assert time.monotonic() < deadline
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.1)
+            time.sleep(0.1)
         (example,) = blocks("python")
         result = subprocess.run(
             [sys.executable, "-c", example.replace("8080", port)],
@@ -129,6 +273,7 @@ def test_serving_and_the_python_example(place: Path) -> None:
     assert server.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_adapting_a_real_model(place: Path, smollm2: Path) -> None:
     """The recipe as it is, but for the hub, which is not asked: the model is a folder."""
@@ -172,19 +317,14 @@ def test_adapting_a_real_model(place: Path, smollm2: Path) -> None:
     assert losses[-1] < losses[0] - 0.3, "it must learn these texts"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tuning_a_real_model_on_chats(place: Path, smollm2: Path) -> None:
     """The recipe as it is, but for the hub, which is not asked: afterwards the model answers and
     stops.
     """
     (place / "data").mkdir(exist_ok=True)
-    with (place / "data/chats.jsonl").open("w") as stream:
-        for number in range(160):
-            asked = {"role": "user", "content": f"What is {number} plus one?"}
-            stream.write(
-                json.dumps({"messages": [asked, {"role": "assistant", "content": "Ask a smith."}]})
-                + "\n"
-            )
+    write_chats(place / "data/chats.jsonl", 160)
     command = next(command for command in commands() if "chat_smollm2" in command)
     smaller = {
         "INGOT_TRAIN__GLOBAL_BATCH": "4",

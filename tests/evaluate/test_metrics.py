@@ -13,7 +13,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.evaluate import metrics as bootstrap
 from ingot.evaluate.loss import SegmentLosses
-from ingot.evaluate.metrics import loss_metrics, ratio_interval
+from ingot.evaluate.metrics import bootstrap_interval, loss_metrics, mean_metric, ratio_interval
 from tests import tolerances
 
 
@@ -194,3 +194,22 @@ def test_a_loss_beyond_numbers_stays_infinite() -> None:
         ].value
         == math.inf
     )
+
+
+@pytest.mark.parametrize("measured", ["ratio", "bootstrap", "mean"])
+def test_what_is_said_without_a_level_is_a_95_percent_interval(measured: str) -> None:
+    """Of a plain mean of many units it is known how wide that is."""
+    values = np.random.default_rng(3).normal(10.0, 2.0, 4000)
+    ones = np.ones(len(values))
+    if measured == "ratio":
+        low, high = ratio_interval(values, ones)
+    elif measured == "bootstrap":
+        low, high = bootstrap_interval(
+            np.stack((values, ones), axis=1), lambda sums: sums[..., 0] / sums[..., 1]
+        )
+    else:
+        metric = mean_metric(values, direction="higher", on="here")
+        low, high = metric.ci_low, metric.ci_high
+    error = values.std() / len(values) ** 0.5
+    assert (high - low) / (2 * 1.96 * error) == pytest.approx(1.0, abs=0.06)
+    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.1 * error)

@@ -80,6 +80,20 @@ def test_completion(client: openai.OpenAI, loaded: LoadedModel) -> None:
     assert (answer.object, answer.model) == ("text_completion", "tiny")
 
 
+def test_usage_counts_the_tokens_of_every_prompt(
+    client: openai.OpenAI, loaded: LoadedModel
+) -> None:
+    prompts = [loaded.tokenizer.encode_prompt(prompt) for prompt in PROMPTS[:3]]
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPTS[:3], max_tokens=5, temperature=0
+    )
+    written = sum(expected(loaded, prompt, 5).generated for prompt in prompts)
+    read = sum(map(len, prompts))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == written > 5
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (read, read + written)
+
+
 def test_default_is_sixteen_tokens_sampled(client: openai.OpenAI) -> None:
     answers = [client.completions.create(model="tiny", prompt="the") for _ in range(3)]
     assert all(

@@ -426,3 +426,23 @@ def test_blocks_that_are_not_one_a_turn() -> None:
     talk = turns((U, "a"), (A, "copper"), (A, "melts"), (U, "b"), (A, "the rings"))
     ids, mask, _ = encode_chats(tokenizer, [talk], tokenizer.encode_batch, [3])
     assert tokenizer.decode(ids[mask == 1], skip_special=False) == "the rings<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS, LAST_ONLY])
+@pytest.mark.parametrize(
+    "before",
+    [[(S, "melt"), (U, "hello")], [(U, "hello")], [(S, "x"), (U, "a"), (A, "b"), (U, "c")]],
+)
+def test_the_turn_that_is_trained_from_on_is_found_behind_any_prompt(
+    template: str, before: list[tuple[str, str]]
+) -> None:
+    """Turns before it are counted by their speaker: a system message and a question are none of
+    the assistant's.
+    """
+    tokenizer = chatty(template)
+    chat = turns(*before, (A, "yes indeed"))
+    ids, mask, _ = encode_chats(
+        tokenizer, [chat], tokenizer.encode_batch, trained_from=[len(before)]
+    )
+    said = tokenizer.decode(ids[mask == 1], skip_special=False)
+    assert said.replace("<think>\n\n</think>\n\n", "").strip() == "yes indeed<|im_end|>"

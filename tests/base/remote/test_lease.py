@@ -210,3 +210,28 @@ def test_an_object_that_is_no_lease_is_respected(server: Server, bucket: Bucket)
     bucket.put("lease", b"not ours")
     with pytest.raises(Failed, match="in use by somebody"), lease(bucket, "two"):
         pass
+
+
+def test_the_end_of_a_holder_leaves_the_lease_to_its_successor(
+    server: Server, bucket: Bucket
+) -> None:
+    """It stood still, was taken over, and has not heard of it when it ends."""
+    with lease(bucket, "one", life_s=600):
+        bucket.put("lease", b'{"owner": "two"}', generation=server.objects[KEY].generation)
+    assert json.loads(server.objects[KEY].data)["owner"] == "two"
+
+
+def test_a_holder_is_outwaited_for_longer_than_it_is_sure_of_its_lease(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clocks may differ by the margin."""
+    monkeypatch.setattr("ingot.base.remote.lease.MARGIN_S", 1000.0)
+    about = {"owner": "one", "host": "far", "pid": 7, "life_s": 2000, "machine": "x"}
+    bucket.put("lease", json.dumps({**about, "started": "1"}).encode())
+    for ahead_s in (1500, 1000):
+        server.ahead_s += ahead_s
+        with pytest.raises(Failed, match="in use by one"), lease(bucket, "two"):
+            pass
+    server.ahead_s += 1000
+    with lease(bucket, "two"):
+        assert json.loads(server.objects[KEY].data)["owner"] == "two"

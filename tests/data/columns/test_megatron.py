@@ -27,6 +27,8 @@ from ingot.data.columns.column import (
 from ingot.data.columns.manifest import read_prepared
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import pack
+from ingot.data.sources.megatron import token_groups
+from ingot.data.sources.source_file import SourceFile
 from ingot.models.native.attention import document_mask
 from tests.data.batches.test_rows import write
 from tests.lazy import lazy, require
@@ -202,3 +204,17 @@ def test_documents_that_were_not_ended_are_refused(tmp_path: Path) -> None:
         Column(tmp_path / "x")
     with pytest.raises(AssertionError):
         indexed.IndexedDataset(str(tmp_path / "x"))
+
+
+def test_groups_of_existing_columns_are_bounded_in_bytes_and_documents(tmp_path: Path) -> None:
+    sizes = [3, 3, 3, 50, 1, 1, 1, 1, 1, 9]
+    prefix = build(tmp_path / "x", [[[7] * size] for size in sizes], np.uint16)
+    file = SourceFile(str(prefix), "x", "megatron", {})
+    _, groups = token_groups(file, group_bytes=2 * 9, group_documents=4)
+    assert sum(count for count, _ in groups) == len(sizes)
+    place = 0
+    for count, size in groups:
+        assert size == 2 * sum(sizes[place : place + count])
+        assert count == 1 or (size <= 18 and count <= 4)
+        place += count
+    assert len(groups) < len(sizes)

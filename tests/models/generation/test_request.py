@@ -157,3 +157,27 @@ def test_a_stop_string_inside_and_across_long_tokens() -> None:
     assert inside.push(3) == "c"
     assert across.stopped
     assert inside.stopped
+
+
+def decode_each_byte(ids: Sequence[int]) -> str:
+    """As sentencepiece decodes: a byte that is part of no character is one replacement."""
+    text, place = "", 0
+    while place < len(ids):
+        for size in (1, 2, 3, 4):
+            try:
+                text += bytes(ids[place : place + size]).decode()
+            except UnicodeDecodeError:
+                continue
+            place += size
+            break
+        else:
+            text, place = text + "\ufffd", place + 1
+    return text
+
+
+def test_a_character_behind_many_broken_bytes_is_held_back_until_it_is_whole() -> None:
+    """Three bytes of four, where the window is too long to wait for all of it."""
+    data = b"\xff" * 80 + "🔥 ok".encode()
+    streamed = TextStream(decode_each_byte, [], ())
+    pieces = [streamed.push(token) for token in data]
+    assert "".join([*pieces, streamed.finish()]) == decode_each_byte(data)

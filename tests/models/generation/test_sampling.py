@@ -149,3 +149,11 @@ def test_dice() -> None:
     assert four(-7) == four(-7) != four(7)
     assert four(None) != four(None)
     assert UniformDraws(Sampling()).roll() == 0.0
+
+
+def test_top_p_takes_no_token_beyond_the_one_that_meets_it_exactly() -> None:
+    """Of four tokens of 1/4 each, a half is two."""
+    found = tokens(torch.zeros(4), Sampling(temperature=1.0, top_p=0.5), 400)
+    assert len(found.unique()) == 2
+    found = tokens(torch.zeros(4), Sampling(temperature=1.0, top_p=0.75), 400)
+    assert len(found.unique()) == 3

@@ -1,0 +1,128 @@
+"""Faults of layouts: what several ranks reckon must be what one does."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+MASTERS, APPLY = "ingot/parallel/masters.py", "ingot/parallel/apply.py"
+FAULTS = [
+    Fault(
+        "ddp-sums-averages",
+        APPLY,
+        "return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0",
+        "return 1.0",
+        "gradients are off by the data-parallel degree",
+    ),
+    Fault(
+        "no-sync-on-last",
+        APPLY,
+        "if isinstance(module, DistributedDataParallel) and not is_last:",
+        "if isinstance(module, DistributedDataParallel) and is_last:",
+        "the last micro-batch's gradient is not reduced over ranks",
+    ),
+    Fault(
+        "eval-keeps-dropout",
+        APPLY,
+        "model.eval()",
+        "model.train()",
+        "evaluation runs with dropout",
+    ),
+    Fault(
+        "norm-of-own-shard",
+        MASTERS,
+        "dist.all_reduce(square, group=mesh.get_group(axis))",
+        "pass",
+        "the gradient norm is that of this rank's shards",
+    ),
+    Fault(
+        "norm-of-own-stage",
+        MASTERS,
+        "return self.mesh.pipeline.all_sum(total).sqrt()",
+        "return total.sqrt()",
+        "the gradient norm is that of this rank's stage of the pipeline",
+    ),
+    Fault(
+        "replicated-norm-twice",
+        MASTERS,
+        "if not placement.is_replicate()",
+        "if placement is not None",
+        "parameters that are replicated count once for each rank in the norm",
+    ),
+    Fault(
+        "tied-head-counted-twice",
+        MASTERS,
+        "counted=name not in self._shared or self.mesh.ends.is_main",
+        "counted=True",
+        "a tied embedding on both ends of a pipeline counts twice in the norm",
+    ),
+    Fault(
+        "tied-head-untied",
+        MASTERS,
+        "self.mesh.ends.all_sum(master.tensor.grad)",
+        "pass",
+        "the two ends of a pipeline train their copies of a tied embedding apart",
+    ),
+    Fault(
+        "accumulate-overwrites",
+        MASTERS,
+        "master.tensor.grad += grad.to(master.tensor.device)",
+        "master.tensor.grad = grad.to(master.tensor.device, torch.float32)",
+        "only the last micro-batch's gradient is used",
+    ),
+    Fault(
+        "masters-not-published",
+        MASTERS,
+        "here.copy_(master.tensor)",
+        "pass",
+        "float32 masters move and the bf16 model stays as it was",
+    ),
+    Fault(
+        "gradients-kept",
+        MASTERS,
+        "master.parameter.grad = master.tensor.grad = None",
+        "pass",
+        "gradients of the last step are added to this one's",
+    ),
+    Fault(
+        "context-averages",
+        "ingot/parallel/shard.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "pass",
+        "sharded gradients are averaged where sums are reckoned with",
+    ),
+    Fault(
+        "ring-sees-future",
+        "ingot/parallel/ring.py",
+        "return None, ahead == 0",
+        "return None, False",
+        "in a ring of ranks tokens attend to later ones of their own piece",
+    ),
+    Fault(
+        "ring-forgets-documents",
+        "ingot/parallel/ring.py",
+        "(mask[None, None] if same is None else mask & same)",
+        "mask[None, None]",
+        "packed documents see each other when a row is spread over ranks",
+    ),
+    Fault(
+        "ring-window-off",
+        "ingot/parallel/ring.py",
+        "(distance >= 0) & (distance < window)",
+        "(distance >= 0) & (distance <= window)",
+        "a sliding window over ranks is one token too wide",
+    ),
+    Fault(
+        "rows-cut-in-order",
+        "ingot/parallel/rows.py",
+        "torch.cat((pieces[rank], pieces[2 * world - 1 - rank]), dim)",
+        "torch.cat((pieces[2 * rank], pieces[2 * rank + 1]), dim)",
+        "ranks cut a row otherwise than attention puts it together",
+    ),
+    Fault(
+        "sum-has-no-gradient",
+        "ingot/parallel/collectives.py",
+        "return _summed(gradient, ctx.group) if ctx.backward_too else gradient, None, None, None",
+        "return gradient, None, None, None",
+        "gradients are not summed over the ranks that share a tensor",
+    ),
+]

@@ -1,0 +1,108 @@
+"""The optimizers against their formulas, written down here in float64: every setting counts, and
+what decays are the matrices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ingot.base.environment import Ranks
+from ingot.config.sections.training import SGD, AdamW
+from ingot.parallel.masters import Masters
+from ingot.parallel.mesh import Mesh
+from ingot.train.optimizers import StochasticAdamW, make_optimizer
+
+LR, DECAY, EPS, BETAS, STEPS = 0.05, 0.3, 0.4, (0.8, 0.95), 3
+
+
+class Layer(nn.Module):
+    """A matrix, its bias and a norm's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.linear = nn.Linear(5, 4)
+        self.norm = nn.LayerNorm(4, bias=False)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) + 1
+
+
+def gradients(step: int, layer: Layer) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {
+        name: torch.randn(parameter.shape, generator=generator)
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def trained(settings: AdamW | SGD) -> tuple[Layer, Layer]:
+    """A layer after some steps, and as it was before."""
+    before, layer = Layer(), Layer()
+    masters = Masters(layer, Mesh(Ranks(), torch.device("cpu")))
+    optimizer = make_optimizer(settings, masters)
+    for step in range(STEPS):
+        for name, gradient in gradients(step, layer).items():
+            layer.get_parameter(name).grad = gradient
+        optimizer.step()
+    return layer, before
+
+
+def adamw(name: str, weight: torch.Tensor, layer: Layer) -> torch.Tensor:
+    weight, mean, square = weight.double(), 0.0, 0.0
+    for step in range(STEPS):
+        gradient = gradients(step, layer)[name].double()
+        mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
+        square = BETAS[1] * square + (1 - BETAS[1]) * gradient**2
+        root = (square / (1 - BETAS[1] ** (step + 1))) ** 0.5 + EPS
+        if weight.ndim > 1:
+            weight = weight * (1 - LR * DECAY)
+        weight = weight - LR * (mean / (1 - BETAS[0] ** (step + 1))) / root
+    return weight
+
+
+def test_adamw_is_its_formula_and_norms_and_biases_do_not_decay() -> None:
+    layer, before = trained(AdamW(lr=LR, weight_decay=DECAY, eps=EPS, betas=BETAS))
+    for name, weight in before.named_parameters():
+        expected = adamw(name, weight.detach(), before)
+        torch.testing.assert_close(layer.get_parameter(name).detach().double(), expected)
+
+
+def test_sgd_is_its_formula_and_norms_and_biases_do_not_decay() -> None:
+    layer, before = trained(SGD(kind="sgd", lr=LR, weight_decay=DECAY, momentum=0.7))
+    for name, parameter in before.named_parameters():
+        weight, move = parameter.detach().double(), 0.0
+        for step in range(STEPS):
+            gradient = gradients(step, before)[name].double()
+            move = 0.7 * move + gradient + (DECAY * weight if weight.ndim > 1 else 0.0)
+            weight = weight - LR * move
+        torch.testing.assert_close(layer.get_parameter(name).detach().double(), weight)
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_stochastic_adamw_is_its_formula_before_it_rounds(count: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, gradient, mean = (torch.randn(6, generator=generator) for _ in range(3))
+    square = torch.rand(6, generator=generator)
+    layer = Layer()
+    masters = Masters(layer, Mesh(Ranks(), torch.device("cpu")))
+    optimizer = StochasticAdamW(
+        [{"params": [master.tensor for master in masters], "weight_decay": DECAY}],
+        {"lr": LR, "betas": BETAS, "eps": EPS},
+        masters,
+        seed=1,
+    )
+    new, *moments = optimizer.rule(
+        optimizer.param_groups[0],
+        torch.tensor(float(count)),
+        weight.clone(),
+        gradient,
+        [mean.clone(), square.clone()],
+    )
+    first = BETAS[0] * mean.double() + (1 - BETAS[0]) * gradient.double()
+    second = BETAS[1] * square.double() + (1 - BETAS[1]) * gradient.double() ** 2
+    root = (second / (1 - BETAS[1] ** count)) ** 0.5 + EPS
+    expected = weight.double() * (1 - LR * DECAY) - LR * first / (1 - BETAS[0] ** count) / root
+    for found, right in zip((new, *moments), (expected, first, second), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
