@@ -151,7 +151,8 @@ def _launch(
         return _show(here, job) if dry_run else _submit(job, recipe, here)
     # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
-        from ingot.launch.run_job import job_of, launcher_of
+        from ingot.launch.job import launcher_of
+        from ingot.launch.run_job import job_of
         from ingot.launch.staging import unreachable_inputs
 
         job = job_of(recipe, verb, distributed=shared, options=options)

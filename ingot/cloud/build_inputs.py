@@ -1,5 +1,8 @@
-"""What of a run goes into an image: found in its folder or fetched from its replica, and sent to
-the bucket once.
+"""What goes into the images that Cloud Build makes: ingot's source, as git knows it or as it is
+installed, and parts of a run. Archives of equal content are equal.
+
+The source holds only what the Dockerfiles copy: nothing untracked, no runs, no `.env`. Parts of a
+run are taken from its folder or fetched from its replica, and sent to the bucket once.
 """
 
 from __future__ import annotations

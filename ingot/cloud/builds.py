@@ -1,7 +1,7 @@
-"""Container images by Cloud Build: what is asked for, and following it to its end.
+"""Container images by Cloud Build: the request for a build, and following it to its end.
 
-Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other way to a cache
-there, is no longer maintained.
+Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other builder with a
+cache there, is no longer maintained.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ GCLOUD = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 MACHINE, DISK_GB, MOST_DISK_GB = "E2_HIGHCPU_8", 100, 4000
 GOING_ON = ("STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING")
 TIMEOUT_S, QUEUE_S = 7200, 3600
-LOOK_S = 5.0
-TOLD_LINES = 20
-"""Lines of the log that are told of a build that failed."""
+POLL_S = 5.0
+LOG_LINES = 20
+"""Lines of the log that are shown of a build that failed."""
 MODULE = "google.cloud.devtools.cloudbuild_v1"
 
 
 @dataclass(frozen=True)
 class BakedParts:
-    """What of a run goes into an image: an archive in the bucket."""
+    """Parts of a run that go into an image: an archive in the bucket."""
 
     run: str
     object: str
@@ -68,22 +68,22 @@ class BuiltImage:
         return f"{self.name.rpartition(':')[0]}@{self.digest}"
 
 
-def build_message(google: GoogleClients, wish: BuildRequest, *, generation: int = 0) -> Any:
-    """The build to ask for. `generation`: of the source's object, so that nothing else is built
-    than what was sent.
+def build_message(google: GoogleClients, wanted: BuildRequest, *, generation: int = 0) -> Any:
+    """The request for the build. `generation`: of the source's object, so that exactly what was
+    sent is built.
     """
     types, cloud = message_types(MODULE), google.cloud
     bucket = google.bucket.removeprefix("gs://")
-    steps = [step for kind in wish.kinds for step in _steps(google, wish, kind, types)]
-    baked = sum(baked.bytes for baked in wish.baked.values())
+    steps = [step for kind in wanted.kinds for step in _steps(google, wanted, kind, types)]
+    baked = sum(baked.bytes for baked in wanted.baked.values())
     return types.Build(
         source=types.Source(
             storage_source=types.StorageSource(
-                bucket=bucket, object_=wish.source, generation=generation
+                bucket=bucket, object_=wanted.source, generation=generation
             )
         ),
         steps=steps,
-        images=[name for kind in wish.kinds for name in image_names(google, wish, kind)],
+        images=[name for kind in wanted.kinds for name in image_names(google, wanted, kind)],
         timeout={"seconds": TIMEOUT_S},
         queue_ttl={"seconds": QUEUE_S},
         service_account=(
@@ -98,37 +98,37 @@ def build_message(google: GoogleClients, wish: BuildRequest, *, generation: int 
             disk_size_gb=min(MOST_DISK_GB, DISK_GB + 4 * baked // 10**9),
             logging="LEGACY",
         ),
-        tags=["ingot", *wish.kinds],
+        tags=["ingot", *wanted.kinds],
     )
 
 
-def image_names(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
+def image_names(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
     """All names that an image of a kind gets, those of the run that is baked in at the end."""
-    return [*_plain(google, wish, kind), *_of_run(google, wish, kind)]
+    return [*_plain(google, wanted, kind), *_of_run(google, wanted, kind)]
 
 
-def _plain(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
+def _plain(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
     return [
         f"{untagged_name(google.cloud, kind)}:{tag}"
-        for tag in dict.fromkeys([wish.revision, "latest", *wish.tags])
+        for tag in dict.fromkeys([wanted.revision, "latest", *wanted.tags])
     ]
 
 
-def _of_run(google: GoogleClients, wish: BuildRequest, kind: ImageKind) -> list[str]:
+def _of_run(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
     """`latest` is never the image of one run, since every other run would start from it."""
-    if kind not in wish.baked:
+    if kind not in wanted.baked:
         return []
-    image, run = untagged_name(google.cloud, kind), wish.baked[kind].run
-    return [f"{image}:{wish.revision}-{run}", f"{image}:run-{run}"]
+    image, run = untagged_name(google.cloud, kind), wanted.baked[kind].run
+    return [f"{image}:{wanted.revision}-{run}", f"{image}:run-{run}"]
 
 
-def _steps(google: GoogleClients, wish: BuildRequest, kind: ImageKind, types: Any) -> list[Any]:
-    """The image, from its own newest as far as nothing changed, and on it the one with what is
-    baked in. Kinds do not wait for each other.
+def _steps(google: GoogleClients, wanted: BuildRequest, kind: ImageKind, types: Any) -> list[Any]:
+    """The image, with its own newest one as cache, and on top of it the one with parts of a run.
+    Kinds do not wait for each other.
     """
-    image, baked = untagged_name(google.cloud, kind), wish.baked.get(kind)
-    arguments = {"COMMIT": wish.revision, "BUILDKIT_INLINE_CACHE": "1"} | (
-        {"TORCH_BUILD": wish.torch[kind]} if kind in wish.torch else {}
+    image, baked = untagged_name(google.cloud, kind), wanted.baked.get(kind)
+    arguments = {"COMMIT": wanted.revision, "BUILDKIT_INLINE_CACHE": "1"} | (
+        {"TORCH_BUILD": wanted.torch[kind]} if kind in wanted.torch else {}
     )
     steps = [
         types.BuildStep(
@@ -139,7 +139,7 @@ def _steps(google: GoogleClients, wish: BuildRequest, kind: ImageKind, types: An
             args=_docker(
                 f"images/{kind}.Dockerfile",
                 arguments,
-                _plain(google, wish, kind),
+                _plain(google, wanted, kind),
                 ".",
                 cache=f"{image}:latest",
             ),
@@ -166,8 +166,8 @@ def _steps(google: GoogleClients, wish: BuildRequest, kind: ImageKind, types: An
                 wait_for=[kind, f"fetch-{kind}"],
                 args=_docker(
                     "images/bake.Dockerfile",
-                    {"BASE": f"{image}:{wish.revision}", "NAME": baked.run},
-                    _of_run(google, wish, kind),
+                    {"BASE": f"{image}:{wanted.revision}", "NAME": baked.run},
+                    _of_run(google, wanted, kind),
                     folder,
                 ),
             ),
@@ -198,9 +198,9 @@ def _docker(
     ]
 
 
-def render_build(google: GoogleClients, wish: BuildRequest) -> str:
+def render_build(google: GoogleClients, wanted: BuildRequest) -> str:
     """The build as JSON, as it would be asked for."""
-    build = build_message(google, wish)
+    build = build_message(google, wanted)
     text: str = type(build).to_json(
         build,
         use_integers_for_enums=False,
@@ -210,24 +210,24 @@ def render_build(google: GoogleClients, wish: BuildRequest) -> str:
     return text + "\n"
 
 
-def run_build(google: GoogleClients, wish: BuildRequest) -> list[BuiltImage]:
-    """Ask for the build, follow it to its end, and tell the images with their digests; stopped
-    meanwhile, it is cancelled.
+def run_build(google: GoogleClients, wanted: BuildRequest) -> list[BuiltImage]:
+    """Run the build to its end and return the images with their digests; when this process is
+    stopped meanwhile, the build is cancelled.
 
     Raises:
         WrongInput: it cannot be asked for: no rights, no repository, no bucket.
-        Failed: a step failed, it took too long, or was cancelled; the end of its log is told.
+        Failed: a step failed, it took too long, or was cancelled; the end of its log is shown.
     """
-    stat = open_bucket(google.bucket).stat(wish.source)
+    stat = open_bucket(google.bucket).stat(wanted.source)
     if stat is None:
         raise Failed(
-            f"the source gs://{google.bucket.removeprefix('gs://')}/{wish.source} is gone; run the"
+            f"the source gs://{google.bucket.removeprefix('gs://')}/{wanted.source} is gone; run the"
             " same command again"
         )
-    wanted = build_message(google, wish, generation=stat.generation)
+    message = build_message(google, wanted, generation=stat.generation)
     mark = f"ingot-{uuid.uuid4().hex[:16]}"
-    wanted.tags.append(mark)
-    name = _submit(google, wanted, mark)
+    message.tags.append(mark)
+    name = _submit(google, message, mark)
     try:
         done = _follow(google, name)
     except BaseException:
@@ -236,18 +236,18 @@ def run_build(google: GoogleClients, wish: BuildRequest) -> list[BuiltImage]:
     if done.status.name != "SUCCESS":
         raise _failure(google, done)
     found = {image.name: image.digest for image in done.results.images}
-    called = [name for kind in wish.kinds for name in image_names(google, wish, kind)]
+    called = [name for kind in wanted.kinds for name in image_names(google, wanted, kind)]
     if absent := [name for name in called if name not in found]:
         raise Failed(f"the build ended well without {absent[0]}; see {done.log_url}")
     return [BuiltImage(name, found[name]) for name in called]
 
 
-def _submit(google: GoogleClients, wanted: Any, mark: str) -> str:
-    """The name of the build. An answer that got lost is no reason to build twice: the build is
-    looked for by its mark.
+def _submit(google: GoogleClients, message: Any, mark: str) -> str:
+    """The name of the build. After a lost answer the build is looked for by its mark, so that it is
+    not made twice.
     """
     client = google.client("builds")
-    kinds = ", ".join(tag for tag in wanted.tags if not tag.startswith("ingot"))
+    kinds = ", ".join(tag for tag in message.tags if not tag.startswith("ingot"))
     denied = (
         f"gcloud projects add-iam-policy-binding {google.project} --member=user:YOU"
         " --role=roles/cloudbuild.builds.editor"
@@ -260,7 +260,7 @@ def _submit(google: GoogleClients, wanted: Any, mark: str) -> str:
             again=False,
             denied=denied,
             parent=google.parent,
-            build=wanted,
+            build=message,
         )
         made = operation.metadata.build
     except Failed:
@@ -279,23 +279,23 @@ def _submit(google: GoogleClients, wanted: Any, mark: str) -> str:
 
 
 def _follow(google: GoogleClients, name: str) -> Any:
-    """Look until it is over, telling each step as it begins and ends."""
-    client, told = google.client("builds"), _Told()
+    """Poll until it is over, reporting each step as it begins and ends."""
+    client, progress = google.client("builds"), _Progress()
     while True:
         now = call_api(client.get_build, "look at the build", request={"name": name})
-        told.tell(now)
+        progress.report(now)
         if now.status.name not in GOING_ON:
             return now
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-class _Told:
-    """What a person was told of a build, so that each thing is told once."""
+class _Progress:
+    """Reports each change of a build and its steps once."""
 
     def __init__(self) -> None:
         self._began, self._states = time.monotonic(), dict[str, str]()
 
-    def tell(self, build: Any) -> None:
+    def report(self, build: Any) -> None:
         for key, state in [
             ("build", build.status.name),
             *((step.id, step.status.name) for step in build.steps),
@@ -334,11 +334,11 @@ def _log(google: GoogleClients, number: str) -> list[str]:
         data = open_bucket(f"{google.bucket}/{FOLDER}/logs").get(f"log-{number}.txt")
     except (Missing, WrongInput, Failed):
         return []
-    return data.decode(errors="replace").splitlines()[-TOLD_LINES:]
+    return data.decode(errors="replace").splitlines()[-LOG_LINES:]
 
 
 def _cancel(google: GoogleClients, name: str) -> None:
-    """End a build that nobody waits for any more. One that is over says so, which is as good."""
+    """End a build that nobody waits for any more; one that is over stays as it is."""
     try:
         call_api(google.client("builds").cancel_build, "cancel the build", request={"name": name})
         say("the build is cancelled")

@@ -1,5 +1,5 @@
-"""Google's own clients, each made when it is first asked for, and their errors in words: the one
-place that imports them.
+"""Google's own clients, each made when it is first used, and their errors as ours: the one place
+that imports them.
 
 All speak JSON over HTTPS (their REST transports), so that `cloud.endpoint` may be any address that
 answers Google's paths.

@@ -1,5 +1,6 @@
-"""Jobs of Dataflow: found by their labels, and cancelled. They are made by Beam itself, in its own
-environment.
+"""Jobs that prepare data as a service: batches of Managed Service for Apache Spark (Dataproc
+Serverless), and jobs of Dataflow, which Beam creates itself. What is in one is for the launchers to
+say.
 """
 
 from __future__ import annotations

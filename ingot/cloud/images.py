@@ -1,6 +1,4 @@
-"""What our container images are called, in Artifact Registry. Only names: `builds.py` makes
-them.
-"""
+"""The names of our container images in Artifact Registry; `builds.py` makes them."""
 
 from __future__ import annotations
 

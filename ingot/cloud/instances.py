@@ -1,5 +1,5 @@
-"""Virtual machines of Compute Engine: make, find by labels, delete, and what one says on its serial
-port. No policy: which ones is not decided here.
+"""Virtual machines of Compute Engine: created, found by labels, deleted, and their serial ports
+read. Which machines is for the launcher to decide.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ingot.cloud.clients import (
 
 MODULE = "google.cloud.compute_v1"
 POLL_S, LIMIT_S = 2.0, 600.0
-"""Seconds between two looks at an operation, and how long one is waited for."""
+"""Seconds between two polls of an operation, and how long one is waited for."""
 MOST_CHARACTERS = 63
 GONE = (
     "STOPPING",
@@ -35,7 +35,7 @@ GONE = (
     "SUSPENDING",
     "SUSPENDED",
 )
-"""Of a machine's states those in which nothing runs any more, or soon will not."""
+"""The states of a machine in which nothing runs any more, or soon will not."""
 _NO_ROOM = re.compile(
     r"QUOTA_EXCEEDED|RESOURCE_POOL_EXHAUSTED|STOCKOUT|quota|does not have enough resources",
     re.IGNORECASE,
@@ -61,7 +61,7 @@ class NoSuchMachine(NoCapacity):
 
 @dataclass(frozen=True)
 class Instance:
-    """A machine that there is. `id` is Compute Engine's own number."""
+    """An existing machine. `id` is Compute Engine's own number."""
 
     name: str
     zone: str

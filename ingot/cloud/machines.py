@@ -1,8 +1,8 @@
-"""Machine types and accelerators of Compute Engine that training, preparing and serving run on:
-what each brings, and what goes together.
+"""Machine types and accelerators of Compute Engine for training, preparing and serving: what each
+has, and what can be combined.
 
-A table and arithmetic over it; nothing is asked of Google, whose own list per zone and quota `ingot
-doctor --cloud` looks at.
+A table and arithmetic over it; Google's own list by zone and quota is what `ingot doctor --cloud`
+queries.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What machines cost an hour, by the project's table or by `cloud.prices`, and how long a run may
-go on for the money.
+last for its budget.
 
 Estimates that stop a run, not a bill: the table is approximate and dated, and disks, network and
 storage are not in it.

@@ -1,5 +1,5 @@
-"""Where the bucket lies, and whether machines of a region work beside it: bytes that cross regions
-are slow, and paid for at each start.
+"""Where the bucket lies, and whether machines of a region are beside it: traffic between regions is
+slow, and billed at each start.
 """
 
 from __future__ import annotations

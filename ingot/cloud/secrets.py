@@ -1,5 +1,5 @@
-"""Secrets by reference out of Secret Manager. Values go into the environment of a verb and nowhere
-else: no error and no log tells one.
+"""Secrets by reference, from Secret Manager. Values go into the environment of a verb and nowhere
+else: no error and no log contains one.
 """
 
 from __future__ import annotations

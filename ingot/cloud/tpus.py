@@ -1,5 +1,5 @@
-"""TPU VMs as queued resources, through the REST interface of tpu.googleapis.com (v2): Google has no
-REST client for it. No policy here.
+"""TPU VMs as queued resources, through the REST interface of tpu.googleapis.com (v2), for which
+Google has no REST client. No policy here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A job: one ingot command with what it needs, the launcher's protocol, and the handles of a run's
-jobs under `RUN/jobs/`: `VERB.KIND.json`, with the recipe that its place was given, `VERB.KIND.yaml`.
+"""A job: one ingot command with what it needs; the launcher's protocol; and the handles of a run's
+jobs, `RUN/jobs/VERB.KIND.json`, each with the recipe that its place was given, `VERB.KIND.yaml`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from ingot.base.errors import IngotError
+from ingot.base.errors import IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
+from ingot.config.doors import PLACES
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 
 JobState = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled", "unknown"]
 FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "preempted", "cancelled")
-WITHOUT_SHARED_DISK = ("gce", "vertex", "tpu", "dataproc", "dataflow")
-"""Kinds of places whose nodes share no disk with us, and work from the run folder's replica."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,9 @@ class Job:
     `argv` is what stands after `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same
     wherever it runs. `processes` is the number of ranks on each node. `environment` is added to
     what the nodes have; `secrets` are names of variables whose values must never be written down.
-    `rendezvous` is where the nodes of this start leave notes, a folder or `gs://`. `run_folder_url` is the replica of
-    the run folder that nodes without our disk work from, None where they share a disk with us.
+    `rendezvous` is where the nodes of this start leave notes, a folder or `gs://`. `run_folder_url`
+    is the replica of the run folder that nodes without our disk work from, None where they share a
+    disk with us.
     """
 
     name: str
@@ -100,11 +100,17 @@ class JobLog(Protocol):
 
 
 class Launcher(Protocol):
-    """What every place that runs jobs must offer. `poll_s`: seconds between two queries of a job's
-    state.
+    """What every place that runs jobs must offer. It is made of the recipe alone, without effects.
+
+    `poll_s`: seconds between two queries of a job's state. `shares_disk`: whether the nodes see our
+    disk; otherwise they work from the run folder's replica in `cloud.bucket`, and their time is
+    bounded by `cloud.max_run` and `cloud.max_cost`. `paid_by_use`: whether the place is billed by
+    what is used rather than by machine and hour.
     """
 
     poll_s: float
+    shares_disk: bool
+    paid_by_use: bool
 
     def can(self, job: Job) -> list[str]:
         """Why this launcher cannot run `job`, one reason each; [] when it can. Has no effect."""
@@ -131,6 +137,29 @@ class Launcher(Protocol):
     def cancel(self, handle: Handle) -> None:
         """End it at once, and wait until nothing of it is left."""
         ...
+
+
+@runtime_checkable
+class ExclusiveLauncher(Protocol):
+    """A launcher that also knows whether another computer has started the same job."""
+
+    def busy(self, job: Job) -> str | None:
+        """Why the job must not be started now; None when it may. Changes nothing."""
+        ...
+
+
+def launcher_of(recipe: Recipe) -> Launcher:
+    """The launcher of `launch.kind`. Raises WrongInput for `local`, which needs none, and for an
+    unknown kind.
+    """
+    kind = recipe.launch.kind
+    if kind == "local":
+        raise WrongInput(
+            "launch.kind local has no launcher; choose one of"
+            f" {', '.join(name for name in PLACES.kinds() if name != 'local')}"
+        )
+    launcher: Launcher = PLACES.load(kind, "launch.kind")(recipe)
+    return launcher
 
 
 def status_or_unknown(launcher: Launcher, handle: Handle) -> JobState:

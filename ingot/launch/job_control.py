@@ -18,13 +18,13 @@ from ingot.launch.job import (
     Handle,
     JobLog,
     JobState,
+    launcher_of,
     recipe_of,
     status_or_unknown,
     stored_handles,
 )
 from ingot.launch.places.local import LocalLauncher
 from ingot.launch.places.logs import FileLog
-from ingot.launch.run_job import launcher_of
 
 LOCAL_POLL_S = 0.2
 STOP_MARGIN_S = 60.0

@@ -14,21 +14,15 @@ from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StopRequests, follow
 from ingot.launch.job import (
-    WITHOUT_SHARED_DISK,
+    ExclusiveLauncher,
     Job,
     Launcher,
     find_handle,
+    launcher_of,
     status_or_unknown,
 )
-from ingot.launch.places.dataflow import DataflowLauncher
-from ingot.launch.places.dataproc import DataprocLauncher
-from ingot.launch.places.gce import GceLauncher
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.node_commands import path_on_nodes
-from ingot.launch.places.slurm import SlurmLauncher
-from ingot.launch.places.ssh import SshLauncher
-from ingot.launch.places.tpu import TpuLauncher
-from ingot.launch.places.vertex import VertexLauncher
 from ingot.launch.staging import committed_anywhere, missing_inputs, next_rendezvous, stage_start
 from ingot.launch.supervisor.budget import (
     end_of_last_start,
@@ -38,26 +32,6 @@ from ingot.launch.supervisor.budget import (
 )
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt
 from ingot.launch.supervisor.supervise import FRESH, supervise
-
-LAUNCHERS: dict[str, Callable[[Recipe], Launcher]] = {
-    "ssh": SshLauncher,
-    "slurm": SlurmLauncher,
-    "gce": GceLauncher,
-    "vertex": VertexLauncher,
-    "dataproc": DataprocLauncher,
-    "dataflow": DataflowLauncher,
-    "tpu": TpuLauncher,
-}
-
-
-def launcher_of(recipe: Recipe) -> Launcher:
-    """The launcher of `launch.kind`. Raises WrongInput for `local`, which needs none."""
-    kind = recipe.launch.kind
-    if kind not in LAUNCHERS:
-        raise WrongInput(
-            f"launch.kind {kind} has no launcher here; choose one of {', '.join(LAUNCHERS)}"
-        )
-    return LAUNCHERS[kind](recipe)
 
 
 def job_of(recipe: Recipe, verb: str, *, distributed: bool, options: Sequence[str] = ()) -> Job:
@@ -69,7 +43,7 @@ def job_of(recipe: Recipe, verb: str, *, distributed: bool, options: Sequence[st
     """
     launch = recipe.launch
     nodes, processes = (launch.nodes, launch.processes) if distributed else (1, 1)
-    shares_disk = launch.kind not in WITHOUT_SHARED_DISK
+    shares_disk = launcher_of(recipe).shares_disk
     resolved = Path(recipe.output) / recipe.name / "jobs" / f"nodes.{verb}.yaml"
     job = Job(
         verb,
@@ -172,6 +146,6 @@ def _checked(launcher: Launcher, job: Job) -> Job:
     """Raises Failed where the same job runs that was started elsewhere: its folder in the bucket is
     not ours to write to.
     """
-    if isinstance(launcher, GceLauncher) and (reason := launcher.busy(job)) is not None:
+    if isinstance(launcher, ExclusiveLauncher) and (reason := launcher.busy(job)) is not None:
         raise Failed(reason)
     return job

@@ -14,7 +14,8 @@ from ingot.cli.arguments import read_recipe, split
 from ingot.cloud.doctor.context import needs_of
 from ingot.cloud.prices import hourly_price_of
 from ingot.config.recipe import Recipe
-from ingot.launch.run_job import job_of, launcher_of
+from ingot.launch.job import launcher_of
+from ingot.launch.run_job import job_of
 from ingot.pipeline.plan import submission_problems
 from tests.house.source import PROJECT
 

@@ -27,7 +27,7 @@ HERE = "us-central1-docker.pkg.dev/proj/ingot"
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.State]:
     running_from(monkeypatch, committed(tmp_path / "checkout"))
-    monkeypatch.setattr(builds, "LOOK_S", 0.01)
+    monkeypatch.setattr(builds, "POLL_S", 0.01)
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(clients, "PATIENCE_S", 2.0)
     server = Server()

@@ -128,7 +128,7 @@ def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
     )
     beside = next(Path(path) for path in sys.path if path.endswith("site-packages"))
     code = (
-        "import io, tarfile; from ingot.cloud.build_inputs import source; made = ingot_source();"
+        "import io, tarfile; from ingot.cloud.build_inputs import ingot_source; made = ingot_source();"
         " print(made.revision, *sorted(item.name for item in"
         " tarfile.open(fileobj=io.BytesIO(made.data), mode='r:gz')))"
     )

@@ -20,8 +20,7 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
-from ingot.cloud import clients
-from ingot.cloud import data_jobs as dataflows
+from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Handle, Job, find_handle, jobs_folder
 from ingot.launch.places.dataflow import DataflowLauncher
@@ -205,7 +204,7 @@ def test_secrets_are_references_that_the_driver_resolves(
     [
         ({"name": "train"}, {}, "not train"),
         ({"nodes": 2}, {}, r"launch\.nodes=1"),
-        ({"mirror": None}, {}, r"cloud\.bucket"),
+        ({"run_folder_url": None}, {}, r"cloud\.bucket"),
         ({"image": None}, {}, r"launch\.image"),
         ({}, {"data__engine": "{kind: spark}"}, "dataproc"),
         ({}, {"data__engine": "{kind: local}"}, "environment of its own"),
@@ -365,7 +364,7 @@ def test_a_page_that_fails_is_told_in_one_line(
 
     service.server.on("JobsV1Beta3.ListJobs", fails_later)
     with pytest.raises(WrongInput, match=r"could not list Dataflow jobs: .*no more of it"):
-        dataflows.active(clients.Google(made().cloud), NAME, OURS)
+        data_jobs.active_dataflow_jobs(clients.GoogleClients(made().cloud), NAME, OURS)
 
 
 def test_a_command_that_is_repeated_while_it_runs_starts_no_second_driver(

@@ -222,7 +222,7 @@ def test_settings_of_a_spark_engine_go_along(
     [
         ({"name": "train"}, {}, "not train"),
         ({"nodes": 2}, {}, r"launch\.nodes=1"),
-        ({"mirror": None}, {}, r"cloud\.bucket"),
+        ({"run_folder_url": None}, {}, r"cloud\.bucket"),
         ({"secrets": ("TOKEN",)}, {}, r"cloud\.secrets"),
         ({"time_limit_s": 60.0}, {}, "10 minutes"),
         ({}, {"cloud__max_run": "30d"}, "14 days"),

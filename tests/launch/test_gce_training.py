@@ -130,7 +130,6 @@ def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is
     expected = trained_here(here, monkeypatch)
     prepared_in(there, monkeypatch)
     recipe = on_machines(there, cloud.server.address)
-    monkeypatch.setitem(run_job.LAUNCHERS, "gce", GceLauncher)
 
     write = bucket.write
 

@@ -69,6 +69,7 @@ class Ending:
     """
 
     poll_s = 0.01
+    shares_disk, paid_by_use = False, False
 
     def __init__(self, states: list[JobState]) -> None:
         self.states, self.limits = states, list[float | None]()
@@ -115,7 +116,7 @@ def run_out(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, states: list[JobState], *options: str
 ) -> tuple[JobExit, list[float | None]]:
     elsewhere = Ending(states)
-    monkeypatch.setitem(run_job.LAUNCHERS, "gce", lambda recipe: elsewhere)
+    monkeypatch.setattr(run_job, "launcher_of", lambda recipe: elsewhere)
     job = replace(
         run_job.job_of(recipe, "train", distributed=True, options=options), run_folder_url=None
     )

@@ -158,7 +158,7 @@ def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(
     (sent,) = service.server.requests("JobService.CreateCustomJob")
     mark = sent.custom_job.labels.pop(vertex.MARK)
     assert len(mark) == 16
-    assert sent == jobs.request(launcher._google, launcher.custom_job(job))
+    assert sent == jobs.custom_job_request(launcher._google, launcher.custom_job(job))
     assert find_handle(recipe.folder.root, "train", "vertex") == handle
     assert (
         handle.log
@@ -191,7 +191,7 @@ def test_no_secret_stands_in_what_is_sent(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         ({"launch.code": "sync"}, {}, "launch.code sync"),
         ({}, {"secrets": ("HF_TOKEN",)}, "cloud.secrets: {HF_TOKEN: secret:NAME}"),
-        ({"cloud.bucket": None}, {"mirror": None}, "set cloud.bucket"),
+        ({"cloud.bucket": None}, {"run_folder_url": None}, "set cloud.bucket"),
         ({"cloud.network": "default"}, {}, "projects/NUMBER/global/networks/NAME"),
         (
             {"cloud.tensorboard": "'7'"},
@@ -216,7 +216,7 @@ def test_what_cannot_be_done_is_told_before_anything_is_sent(
     service: vertex_jobs.State,
 ) -> None:
     recipe = recipe_for(tmp_path, service.server.address, **knobs)
-    values = {"meet": f"{REPLICA}/jobs/train-1", "mirror": REPLICA, **about}
+    values = {"rendezvous": f"{REPLICA}/jobs/train-1", "run_folder_url": REPLICA, **about}
     job = Job("train", ("train", "x.yaml"), recipe.launch.processes, recipe.launch.nodes, **values)
     launcher = VertexLauncher(recipe)
     assert any(told in reason for reason in launcher.can(job)), launcher.can(job)
@@ -409,7 +409,6 @@ def test_a_training_on_two_workers_whose_machines_are_taken_away_goes_on_from_it
     """The containers' commands really run, each in a folder of its own; all that they share is the
     bucket.
     """
-    monkeypatch.setitem(run_job.LAUNCHERS, "vertex", VertexLauncher)
     monkeypatch.setattr(remote_attempt, "HEARTBEAT_POLL_S", 0.5)
     monkeypatch.setattr(VertexLauncher, "poll_s", 0.5)
     monkeypatch.setattr(VertexLauncher, "_image", lambda self, job: IMAGE)

@@ -1,4 +1,9 @@
-"""What of Google Cloud a recipe needs, and why: arithmetic over its knobs, nothing is asked."""
+"""`ingot doctor --cloud`: what of Google Cloud a recipe needs (arithmetic over its knobs), and how the
+checks run that look whether it exists. They change nothing.
+
+The checks are independent of each other: one that is denied or fails reports so in a line of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -247,9 +252,7 @@ def _guarded(site: CheckContext, name: str, check: Check) -> list[CloudFinding]:
 
 
 def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | None:
-    """What a call of a client gives, None where the service knows no such thing. Raises as `call_api`
-    does.
-    """
+    """The answer to a call, None where the service has no such thing. Raises as `call_api` does."""
     try:
         return call_api(call, what, **request)
     except WrongInput as error:

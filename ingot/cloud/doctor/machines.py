@@ -1,5 +1,5 @@
-"""Checks of the machines that a recipe will ask for: do their types exist where they shall run, and
-does the quota allow so many?
+"""Checks of the machines that a recipe will request: do their types exist in its zones, and does
+the quota allow so many?
 """
 
 from __future__ import annotations

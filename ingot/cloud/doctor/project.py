@@ -1,5 +1,5 @@
-"""Checks of the project itself: is it there, which services are on, what may the caller and the
-jobs' service account do?
+"""Checks of the project itself: does it exist, which services are enabled, and what may the caller
+and the jobs' service account do?
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what must lie ready in the project: bucket, repository and images, subnetwork, secrets,
+"""Checks of what must exist in the project: bucket, repository and images, subnetwork, secrets,
 TensorBoard.
 """
 

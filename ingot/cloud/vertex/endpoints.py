@@ -1,5 +1,5 @@
-"""Endpoints of Vertex AI and what is deployed behind them. Plain values in and out; the order of
-things is the registry's to know.
+"""Endpoints of Vertex AI and the models deployed to them. Plain values in and out; the order of
+operations is for the registry to know.
 """
 
 from __future__ import annotations

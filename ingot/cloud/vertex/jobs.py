@@ -1,5 +1,5 @@
-"""Long-running operations of Vertex AI's services: to wait for one, to see which still run on a
-thing, to give one up.
+"""Jobs of Vertex AI: long-running operations, custom jobs, pipeline jobs and the schedules that start
+them. What a job means is for its launcher or pipeline to know.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
 
 
 def http_status_of(error: BaseException) -> int | None:
-    """The HTTP status with which Google refused, of an error that `call_api` or `google_errors` made; None
-    where it was no refusal.
+    """The HTTP status with which Google refused, of an error that `call_api` or `google_errors`
+    raised; None where it was no refusal.
     """
     code = getattr(error.__cause__, "code", None)
     return int(code) if code is not None else None

@@ -1,8 +1,8 @@
-"""Metrics of a run to a managed TensorBoard while it trains: what `metrics.jsonl` holds goes there,
-each step once, whoever was restarted meanwhile.
+"""Metrics of a run to a managed TensorBoard while it trains: the content of `metrics.jsonl`, each
+step once, whatever was restarted meanwhile.
 
-The service itself knows how far it is, by the highest step of each time series; nothing is kept on
-this disk.
+The service itself knows how far it is, by the highest step of each time series; nothing is stored
+on this disk.
 """
 
 from __future__ import annotations

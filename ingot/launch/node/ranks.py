@@ -34,8 +34,8 @@ STACKS_S = 1.0
 does.
 """
 PORTS = range(20_000, 30_000)
-"""Below the ephemeral ports, so that no other process is given ours between our probe and the bind of
-rank 0.
+"""Below the ephemeral ports, so that no other process is given ours between our probe and the bind
+of rank 0.
 """
 
 

@@ -26,7 +26,7 @@ HEARTBEAT_INTERVAL_S, LEASE_S = 5.0, 45.0
 cannot reach us.
 """
 FAILED_NODE_GRACE_S = 5.0
-"""How long our ranks may go on when those of another node have failed: they may still report why."""
+"""How long our ranks may go on when those of another node have failed, to report why."""
 FOLDER_POLL_S, BUCKET_POLL_S = 0.5, 5.0
 FLUSH_INTERVAL_S = 5.0
 """Between two flushes of the heartbeats to a network disk, which would delay them for half a

@@ -55,6 +55,7 @@ class DataflowLauncher:
     """`launch.kind: dataflow`, or `pipeline.steps.prepare.launch: dataflow`; for `prepare`."""
 
     poll_s = 2.0
+    shares_disk, paid_by_use = False, True
 
     def __init__(self, recipe: Recipe) -> None:
         engine = recipe.data.engine

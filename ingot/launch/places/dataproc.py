@@ -51,7 +51,9 @@ STATES: dict[str, JobState] = {
     "SUCCEEDED": "succeeded",
     "FAILED": "failed",
 }
-DRIVER = '''"""What Spark starts: a node of an ingot job. The first argument is JSON: variables, and secrets by reference, which are read here."""
+DRIVER = '''"""What Spark starts: a node of an ingot job. The first argument is JSON: variables, and
+secrets by reference, which are read here.
+"""
 
 import json
 import os
@@ -78,6 +80,7 @@ class DataprocLauncher:
     """
 
     poll_s = 5.0
+    shares_disk, paid_by_use = False, True
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._root = recipe, recipe.folder.root
@@ -155,8 +158,8 @@ class DataprocLauncher:
             return handle
 
     def _running(self, job: Job) -> Handle | None:
-        """The batch that runs already: by its handle, or by its labels where the handle lies on another
-        machine.
+        """The batch that runs already: by its handle, or by its labels where the handle lies on
+        another machine.
         """
         known = find_handle(self._root, job.name, KIND)
         if known is not None and self.status(known) in ("queued", "running"):
@@ -189,7 +192,7 @@ class DataprocLauncher:
         return SparkDriverLog(self._google, handle.id)
 
     def signal(self, handle: Handle, number: int) -> None:
-        """By a note in the bucket, which the driver polls: the service itself can only end a batch."""
+        """By a note in the bucket, which the driver polls: the service can only end a batch."""
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
@@ -217,7 +220,7 @@ class DataprocLauncher:
         ]
         execution = types.ExecutionConfig(
             service_account=cloud.service_account or "",
-            ttl={"parse_duration": int(self._limit_s(job))},
+            ttl={"seconds": int(self._limit_s(job))},
             network_tags=[TAG],
             staging_bucket=cloud.bucket or "",
         )

@@ -61,6 +61,7 @@ class GceLauncher:
     """One job, one cluster of `launch.nodes` machines in one zone."""
 
     poll_s = 10.0
+    shares_disk, paid_by_use = False, False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._root = recipe, recipe.folder.root

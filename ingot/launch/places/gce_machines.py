@@ -1,5 +1,5 @@
-"""The machines of one job on Compute Engine as they are requested: names, labels, requests, start-up
-script. Nothing is sent from here.
+"""The machines of one job on Compute Engine as they are requested: names, labels, requests and
+start-up script. Nothing is sent from here.
 
 Container-Optimized OS rather than a Deep Learning VM: all software is in the image anyway, this
 system is Docker and nothing else, starts in seconds, is the same with and without GPUs, installs
@@ -64,10 +64,9 @@ class ComputeCluster:
         """What the names of its machines begin with; two people may have runs of one name in one
         project.
         """
-        return resource_name(
-            f"ingot-{self.recipe.name}-{self.job.name}-{fingerprint(self.job.run_folder_url or '')[:6]}-{self.job.start_number}",
-            room=5,
-        )
+        replica = fingerprint(self.job.run_folder_url or "")[:6]
+        run = f"ingot-{self.recipe.name}-{self.job.name}-{replica}"
+        return resource_name(f"{run}-{self.job.start_number}", room=5)
 
     def name(self, node: int) -> str:
         return f"{self.id}-{node}"
@@ -171,8 +170,8 @@ class ComputeCluster:
         )
 
     def _scheduling(self, compute: Any, *, with_gpus: bool) -> Any:
-        """The place restarts nothing, since the supervisor does. The machine is deleted when its time
-        is over, even if this process has died.
+        """The place restarts nothing, since the supervisor does. The machine is deleted when its
+        time is over, even if this process has died.
         """
         spot = self.recipe.launch.machine.spot
         return compute.Scheduling(

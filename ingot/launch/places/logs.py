@@ -1,5 +1,5 @@
-"""The logs of jobs, wherever their place keeps them: files on the shared disk, Cloud Logging, serial
-ports, objects in a bucket.
+"""The logs of jobs, wherever their place keeps them: files on the shared disk, Cloud Logging,
+serial ports, objects in a bucket.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class SlurmLauncher:
     """`launch.slurm`, driven from a node of the cluster."""
 
     poll_s = 3.0
+    shares_disk, paid_by_use = True, False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._knobs = recipe, recipe.launch.slurm

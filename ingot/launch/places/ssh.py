@@ -68,6 +68,7 @@ class SshLauncher:
     """Hosts of `launch.ssh`, the first of them node 0."""
 
     poll_s = 0.5
+    shares_disk, paid_by_use = True, False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._config = recipe, recipe.launch.ssh.config

@@ -1,5 +1,5 @@
-"""Hosts reached by ssh: the command lines, what a host lacks to run a node, this ingot copied there,
-and the nodes of a start that still run there.
+"""Hosts reached by ssh: the command lines, what a host lacks to run a node, this ingot copied
+there, and the nodes of a start that still run there.
 """
 
 from __future__ import annotations

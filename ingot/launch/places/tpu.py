@@ -49,6 +49,7 @@ class TpuLauncher:
     """One job, one TPU VM of one host."""
 
     poll_s = 15.0
+    shares_disk, paid_by_use = False, False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.google = recipe, GoogleClients(recipe.cloud)

@@ -96,6 +96,7 @@ class VertexLauncher:
     """`launch.kind: vertex`."""
 
     poll_s = 10.0
+    shares_disk, paid_by_use = False, False
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._root = recipe, recipe.folder.root
@@ -240,7 +241,7 @@ class VertexLauncher:
         return scheduling
 
     def _create(self, body: dict[str, Any]) -> CustomJobStatus:
-        """Create a job. Without an answer it is looked for by its mark: it may exist all the same."""
+        """Create a job. Without an answer it is looked for by its mark, since it may exist."""
         try:
             return jobs.create_custom_job(self._google, body)
         except Failed as error:

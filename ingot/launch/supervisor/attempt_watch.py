@@ -177,7 +177,7 @@ class ChaosKills:
 
 
 def _kill_this_process() -> NoReturn:
-    """The kernel ends the ranks with us; the same command, started again, continues the training."""
+    """The kernel ends the ranks too; the same command, started again, continues the training."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process is dead")
 

@@ -17,11 +17,8 @@ from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
 from ingot.config.recipe import Recipe
-from ingot.launch.job import WITHOUT_SHARED_DISK, Job, find_handle
+from ingot.launch.job import Job, find_handle, launcher_of
 from ingot.launch.rendezvous import EXIT, Rendezvous
-
-BILLED_BY_USE = ("dataproc", "dataflow")
-"""Kinds of places that are not billed by machine and hour."""
 
 
 @dataclass
@@ -92,7 +89,7 @@ def meter_of(recipe: Recipe, job: Job) -> SpendingMeter | None:
     """Counts the job's time, where that is limited; None elsewhere."""
     if job.time_limit_s is None:
         return None
-    rate = 0.0 if recipe.launch.kind in BILLED_BY_USE else hourly_price_of(recipe, job.nodes)
+    rate = 0.0 if launcher_of(recipe).paid_by_use else hourly_price_of(recipe, job.nodes)
     return SpendingMeter(recipe.folder.root, job.name, rate)
 
 
@@ -100,15 +97,15 @@ def time_left_s(recipe: Recipe, nodes: int, used: tuple[float, float] = (0.0, 0.
     """What is left of the time that the job may take; None where nothing is billed. `used`: seconds
     and US dollars of earlier starts.
     """
-    kind = recipe.launch.kind
-    if kind in BILLED_BY_USE:
+    launcher = launcher_of(recipe)
+    if launcher.paid_by_use:
         if recipe.cloud.max_cost is not None and not used[0]:
             say(
-                f"note: {kind} is paid by what it uses, which cloud.max_cost does not bound;"
+                f"note: {recipe.launch.kind} is paid by what it uses, which cloud.max_cost does not bound;"
                 " cloud.max_run does"
             )
         return recipe.cloud.max_run - used[0]
-    return time_limit_s(recipe, nodes=nodes, used=used) if kind in WITHOUT_SHARED_DISK else None
+    return None if launcher.shares_disk else time_limit_s(recipe, nodes=nodes, used=used)
 
 
 def with_time_left(recipe: Recipe, job: Job, meter: SpendingMeter) -> Job:
