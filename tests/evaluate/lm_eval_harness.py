@@ -34,8 +34,8 @@ def local_hellaswag(folder: Path, items: Path) -> Path:
     return folder
 
 
-def evaluated(model: Path, tasks: Path, name: str, **settings: Any) -> dict[str, Any]:
-    """Results of the harness's own Hugging Face model on a local task."""
+def evaluated(model: Path, tasks: Path, *names: str, **settings: Any) -> dict[str, Any]:
+    """Results of the harness's own Hugging Face model on local tasks."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -43,7 +43,7 @@ def evaluated(model: Path, tasks: Path, name: str, **settings: Any) -> dict[str,
     theirs = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=8)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found = simple_evaluate(
-        model=theirs, tasks=[name], task_manager=manager, bootstrap_iters=0, **settings
+        model=theirs, tasks=list(names), task_manager=manager, bootstrap_iters=0, **settings
     )
     assert found is not None
     return dict(found)

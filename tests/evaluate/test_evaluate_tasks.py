@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from ingot.base.errors import WrongInput
 from ingot.data.cleaning.documents import read_documents
@@ -138,6 +136,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(root: Path, tmp_p
 
 
 def test_an_adapter_is_measured_on_its_base(root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     base, adapter = root / "base", root / "adapter"
     recipe = with_model(root, base, evaluate__model=str(adapter))
     model = AutoModelForCausalLM.from_pretrained(base)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import Batch, fixed_batches
@@ -36,6 +35,8 @@ def held_out(recipe: Recipe) -> list[Column]:
 
 
 def test_equals_the_loss_of_transformers_on_each_document_alone(root: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     recipe = with_model(root)
     rows = validation(recipe)
     reference = AutoModelForCausalLM.from_pretrained(recipe.folder.model)
@@ -64,6 +65,9 @@ def test_equals_the_loss_of_transformers_on_each_document_alone(root: Path) -> N
 
 def test_equals_the_mean_that_transformers_reports_for_a_plain_batch(root: Path) -> None:
     """Rows of one document each: transformers' own `loss` of a batch."""
+
+    from transformers import AutoModelForCausalLM
+
     recipe = with_model(root)
     generator = torch.Generator().manual_seed(0)
     stream = torch.randint(0, 300, (3, 21), generator=generator)

@@ -8,8 +8,6 @@ import base64
 import functools
 import io
 
-import sentencepiece
-
 WORDS = (
     "the",
     "furnace",
@@ -44,6 +42,9 @@ def ranks_file() -> bytes:
 @functools.cache
 def pieces_file(kind: str, **settings: object) -> bytes:
     """A SentencePiece model: `bpe` as Llama 2 has it, `unigram` as T5 has it."""
+
+    import sentencepiece
+
     like = {
         "bpe": {
             "byte_fallback": True,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer as Ours
 
 TEXTS = [
@@ -20,6 +23,20 @@ CHATML = (
     " trim + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
     " '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@functools.cache
+def real_tokenizer(folder: Path) -> Ours:
+    """A tokenizer of the test data, read once for all tests."""
+    return load_tokenizer(folder)
+
+
+@functools.cache
+def transformers_tokenizer(folder: Path) -> Any:
+    """The same by transformers; not to be changed."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def bpe_files(template: str | None = None, **config: Any) -> dict[str, str]:

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
-import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.backend import split_batch
@@ -52,6 +49,10 @@ def tokenizer(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def library_ids(kind: str, text: str) -> list[int]:
     """What the library says, asked without this project."""
+
+    import sentencepiece
+    import tiktoken
+
     if kind == "ranks":
         ranks = read_ranks(ranks_file(), "")
         return tiktoken.Encoding(
@@ -118,6 +119,8 @@ def test_the_vocabulary(tokenizer: Tokenizer) -> None:
 def test_saved_it_is_the_same_and_transformers_opens_it(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert (again.identity(), again.files, again.library) == (
@@ -206,6 +209,8 @@ def test_pieces_have_an_identity(tmp_path: Path) -> None:
 
 
 def test_the_configuration_names_special_tokens(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     count = len(read_ranks(ranks_file(), ""))
     folder = folder_of("ranks", tmp_path / "ranks")
     tokens = {

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.bpe import BOS, EOS, PAD, train_bpe
@@ -76,6 +75,8 @@ def test_no_room_for_the_bytes() -> None:
 
 
 def test_transformers_opens_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     TRAINED.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in (*TEXTS, " \n\n  x", "12345 6"):

@@ -14,13 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
-from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat import encode_chats, end_of_turn
-from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.tokenizers.small import CHATML, bpe_files, chatty, unigram_files
+from tests.tokenizers.small import (
+    CHATML,
+    bpe_files,
+    chatty,
+    real_tokenizer,
+    transformers_tokenizer,
+    unigram_files,
+)
 
 Chat = list[dict[str, Any]]
 U, A, S = "user", "assistant", "system"
@@ -325,7 +330,7 @@ REAL = [
 @pytest.mark.parametrize("name", ["hf_llama3_2", "hf_qwen3"])
 def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str) -> None:
     folder = test_data / "tokenizers" / name
-    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = real_tokenizer(folder), transformers_tokenizer(folder)
     ids, mask, lengths = encode_chats(ours, REAL, ours.encode_batch)
     ends = np.cumsum(lengths)
     for chat, mine, trained in zip(
@@ -365,7 +370,7 @@ def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str)
 def test_real_templates_train_what_the_assistant_says(
     test_data: Path, name: str, said: list[str]
 ) -> None:
-    tokenizer = load_tokenizer(test_data / "tokenizers" / name)
+    tokenizer = real_tokenizer(test_data / "tokenizers" / name)
     text = "".join(bracketed(tokenizer, chat) for chat in REAL)
     assert [part for part in said if part not in text] == []
     for others in ("Be brief.", "Hi there", "more? 金属", "42\n</tool_response>", "ok"):
@@ -374,7 +379,7 @@ def test_real_templates_train_what_the_assistant_says(
 
 @pytest.mark.parametrize("name", ["hf_llama3_2", "hf_qwen3"])
 def test_look_alikes_in_real_tokenizers_stay_text(test_data: Path, name: str) -> None:
-    tokenizer = load_tokenizer(test_data / "tokenizers" / name)
+    tokenizer = real_tokenizer(test_data / "tokenizers" / name)
     end = str(end_of_turn(tokenizer))
     plain = turns((U, "a"), (A, "b"))
     sly = turns((U, f"a{end}"), (A, f"{end}b"))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
-from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
@@ -23,7 +22,7 @@ from ingot.tokenizers.chat_templates import (
 )
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.tokenizers.small import bpe_files, unigram_files
+from tests.tokenizers.small import bpe_files, real_tokenizer, unigram_files
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT = [
@@ -114,6 +113,8 @@ def test_every_file_says_the_new_eos() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_transformers_reads_it_the_same(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = with_template(all_tokens(), find_template(name))
     tokenizer.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -176,7 +177,7 @@ def test_llama3_as_the_real_one(test_data: Path) -> None:
     """The real template puts knowledge and today's date into a system turn; the turns after it are
     the same.
     """
-    real = load_tokenizer(test_data / "tokenizers" / "hf_llama3_2")
+    real = real_tokenizer(test_data / "tokenizers" / "hf_llama3_2")
     ours = with_template(real, find_template("llama3"))
     ids, mask, _ = encode_chats(ours, [NO_SYSTEM], ours.encode_batch)
     theirs, their_mask, _ = encode_chats(real, [NO_SYSTEM], real.encode_batch)
@@ -190,7 +191,7 @@ def test_chatml_as_qwens(test_data: Path) -> None:
     """Qwen's template puts an empty thought before the last answer; with a question at the end
     there is none.
     """
-    real = load_tokenizer(test_data / "tokenizers" / "hf_qwen3")
+    real = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
     ours = with_template(real, find_template("chatml"))
     chat = [*CHAT, {"role": "user", "content": "and?"}]
     assert [part.tolist() for part in encode_chats(ours, [chat], ours.encode_batch)] == [

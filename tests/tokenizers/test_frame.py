@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
 
 from ingot.data.tokenizing.encode import encode_framed
 from ingot.tokenizers.bpe import train_bpe
@@ -81,6 +80,8 @@ def framed_files(kind: str, processor: str) -> dict[str, str]:
 
 
 def check_theirs(folder: Path, ours: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
     theirs = AutoTokenizer.from_pretrained(folder)
     wanted = [theirs(text)["input_ids"] for text in PLAIN]
     assert [ours.encode_framed(text) for text in PLAIN] == wanted
@@ -140,6 +141,8 @@ def test_a_sentencepiece_model_without_bos_ends_a_text(tmp_path: Path) -> None:
 
 
 def test_real_t5(test_data: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     folder = test_data / "tokenizers" / "hf_t5"
     ours = load_tokenizer(folder)
     assert ours.frame == ([], [1])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, GPT2Tokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.load import load_recipe
@@ -109,6 +108,8 @@ def gpt2_files() -> dict[str, str]:
 
 
 def test_gpt2s_pair(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
     tokenizer = load_tokenizer(write(tmp_path / "pair", gpt2_files()))
     theirs = GPT2Tokenizer.from_pretrained(tmp_path / "pair")
     texts = [*TEXTS, "it's  12345\n\n x", "é 🔥"]

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score
-from transformers import AutoModelForSequenceClassification
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
@@ -41,6 +39,8 @@ def measured(recipe: Recipe, folder: Path | None = None) -> TaskResult:
 
 @pytest.mark.parametrize("classes", [2, 3, 7])
 def test_f1_is_that_of_scikit_learn(classes: int) -> None:
+    from sklearn.metrics import f1_score
+
     generator = np.random.default_rng(classes)
     label, chosen = (
         generator.integers(0, classes, 200),
@@ -60,6 +60,8 @@ def test_f1_is_that_of_scikit_learn(classes: int) -> None:
 
 
 def test_classes_that_nobody_has_do_not_count() -> None:
+    from sklearn.metrics import f1_score
+
     label, chosen = np.array([0, 0, 2, 2]), np.array([0, 2, 2, 2])
     found = f1_metrics("t", ["a", "b", "c"], label, chosen, "set")
     assert found["t/f1"].value == pytest.approx(
@@ -88,6 +90,9 @@ def test_the_interval_of_f1_covers_the_truth_as_often_as_it_says() -> None:
 
 @torch.no_grad()
 def test_a_classifier_as_transformers_has_it(recipe: Recipe) -> None:
+    from sklearn.metrics import accuracy_score, f1_score
+    from transformers import AutoModelForSequenceClassification
+
     rows = open_rows(recipe.folder.columns, "validation", 48, pack="none", pad_last=True)
     assert isinstance(rows, Samples)
     reference = AutoModelForSequenceClassification.from_pretrained(recipe.folder.model)

@@ -97,8 +97,9 @@ def test_choices_texts_and_writing_as_the_harness_has_them(root: Path, tmp_path:
         "local_writing.exact_match",
     ]
     assert set(found.metrics) == {f"theirs/{key}" for key in keys}
-    for name in ("local_hellaswag", "local_text", "local_writing"):
-        results = evaluated(recipe.folder.model, folder, name)
+    names = ("local_hellaswag", "local_text", "local_writing")
+    results = evaluated(recipe.folder.model, folder, *names)
+    for name in names:
         for key, value in results["results"][name].items():
             metric = key.removesuffix(",none")
             if f"theirs/{name}.{metric}" in found.metrics and key != metric:
@@ -172,15 +173,38 @@ def test_only_what_is_made_of_samples_has_an_interval() -> None:
     assert sample_interval(3.0, ["a", "b"]) == (3.0, 3.0)
 
 
-def test_unknown_tasks_and_missing_data_are_refused(root: Path, tmp_path: Path) -> None:
+def test_unknown_tasks_and_missing_data_are_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval.tasks
+
     recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    real, searched = lm_eval.tasks.TaskManager, list[bool]()
+
+    def without_the_thousands(include_path: str | None, include_defaults: bool = True) -> Any:
+        """Reading the package's own tasks takes most of a minute; the slow test does it."""
+        searched.append(include_defaults)
+        return real(include_path=include_path or str(folder), include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", without_the_thousands)
     with running_mesh() as mesh:
         about = subject_in(recipe.folder.model, recipe, mesh).info
         with pytest.raises(WrongInput, match="lm_eval knows no task no_such_task"):
             check(LMEvalTask(kind="lm_eval", tasks=["no_such_task"]), about)
+        assert searched == [True], "the package's own tasks are searched too"
         (folder / "texts.jsonl").unlink()
         with pytest.raises(Failed, match="local_text cannot be loaded"):
             check(LMEvalTask(kind="lm_eval", tasks=["local_text"], include=str(folder)), about)
+        assert searched == [True, False], "nothing but the folder is searched where that suffices"
+
+
+@pytest.mark.slow
+def test_a_task_that_the_package_does_not_have(root: Path) -> None:
+    with running_mesh() as mesh:
+        recipe = with_model(root)
+        info = subject_in(recipe.folder.model, recipe, mesh).info
+        with pytest.raises(WrongInput, match="lm_eval knows no task no_such_task"):
+            check(LMEvalTask(kind="lm_eval", tasks=["no_such_task"]), info)
 
 
 def test_without_the_package_the_way_to_get_it_is_told(

@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-)
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
@@ -81,6 +76,8 @@ def close(values: Any) -> Any:
 
 @torch.no_grad()
 def test_pairs_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
     recipe = made("pair")
     rows, tokenizer = samples(recipe), load_tokenizer(recipe.folder.model)
     reference = AutoModelForSeq2SeqLM.from_pretrained(recipe.folder.model)
@@ -109,6 +106,8 @@ def test_pairs_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
 
 @torch.no_grad()
 def test_labelled_texts_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    from transformers import AutoModelForSequenceClassification
+
     recipe = made("labelled")
     rows = samples(recipe)
     reference = AutoModelForSequenceClassification.from_pretrained(recipe.folder.model)
@@ -129,6 +128,8 @@ def test_labelled_texts_as_transformers_has_them(made: Callable[[str], Recipe]) 
 
 @torch.no_grad()
 def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> None:
+    from transformers import AutoModelForCausalLM
+
     recipe = made("preference")
     rows, reference = samples(recipe), AutoModelForCausalLM.from_pretrained(recipe.folder.model)
     sides: list[tuple[float, float]] = []

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
@@ -54,6 +52,9 @@ def measured(recipe: Recipe, **knobs: Any) -> TaskResult:
 
 def assert_scores(found: TaskResult, *, stemmer: bool = True) -> None:
     """Each example's scores are the package's own, and the metrics are their means."""
+
+    from rouge_score.rouge_scorer import RougeScorer
+
     package = RougeScorer(list(NAMES), use_stemmer=stemmer)
     for example in found.examples:
         theirs = package.score(example["reference"], example["prediction"])
@@ -72,6 +73,8 @@ def assert_scores(found: TaskResult, *, stemmer: bool = True) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 @torch.no_grad()
 def test_pairs_as_transformers_writes_them(beams: int, made: Callable[[str], Recipe]) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
     recipe = made("pair")
     tokenizer, reference = (
         load_tokenizer(recipe.folder.model),
@@ -95,6 +98,8 @@ def test_pairs_as_transformers_writes_them(beams: int, made: Callable[[str], Rec
 
 @torch.no_grad()
 def test_chats_are_answered_after_their_template(made: Callable[[str], Recipe]) -> None:
+    from transformers import AutoModelForCausalLM
+
     recipe = made("chat")
     tokenizer, reference = (
         load_tokenizer(recipe.folder.model),
