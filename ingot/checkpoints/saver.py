@@ -101,7 +101,7 @@ class Saver:
     ) -> None:
         self._checkpoints, self._mirror, self._said = checkpoints, mirror, said
         self._staging = Staging() if asynchronous else None
-        self._line = mesh.aside()
+        self._line = mesh.side_channel()
         self._thread: threading.Thread | None = None
         self._done: deque[Saved] = deque()
         self._error: Exception | None = None

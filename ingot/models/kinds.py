@@ -1,5 +1,5 @@
-"""The kinds of model: a native decoder, and what comes through transformers behind the same face.
-Built, opened and written here alike.
+"""The kinds of model: native decoders, and transformers' models behind the same interface. Opening
+a folder and listing the tensors to export work alike for all of them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _of_tokenizer(
     }
 
 
-def create_model(plan: ModelSpec, seed: int) -> AnyModel:
+def create_model(spec: ModelSpec, seed: int) -> AnyModel:
     """The model before wrappers: a decoder on `meta`.
 
     One of transformers has its weights at once, all of them in this host's memory: what its
@@ -106,17 +106,17 @@ def create_model(plan: ModelSpec, seed: int) -> AnyModel:
     a time to the device. It is filled even where a checkpoint follows, which holds what is
     trained and nothing else: not Marian's bias of each token, nor embeddings that nobody reads.
     """
-    if isinstance(plan.config, DecoderConfig):
+    if isinstance(spec.config, DecoderConfig):
         with torch.device("meta"):
-            return Decoder(plan.config)
+            return Decoder(spec.config)
     host = torch.device("cpu")
-    if plan.folder is None or plan.random:
-        return init_hf_model(plan.config, seed, host)
-    return load_hf_model(plan.config, plan.folder, device=host, dtype=torch.float32, seed=seed)
+    if spec.folder is None or spec.random:
+        return init_hf_model(spec.config, seed, host)
+    return load_hf_model(spec.config, spec.folder, device=host, dtype=torch.float32, seed=seed)
 
 
 def materialize_model(
-    model: AnyModel, plan: ModelSpec, seed: int, device: torch.device, *, filled: bool
+    model: AnyModel, spec: ModelSpec, seed: int, device: torch.device, *, filled: bool
 ) -> None:
     """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or
     drawn; not `filled`: just room for them.
@@ -128,18 +128,18 @@ def materialize_model(
     allocate(model, device)
     if not filled:
         return
-    if plan.folder is None or plan.random:
+    if spec.folder is None or spec.random:
         init_weights(model, seed)
     else:
-        load_weights(model, plan.folder)
+        load_weights(model, spec.folder)
 
 
-def build_model(plan: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:
+def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:
     """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room
     for them, where a checkpoint follows.
     """
-    model = create_model(plan, seed)
-    materialize_model(model, plan, seed, device, filled=filled)
+    model = create_model(spec, seed)
+    materialize_model(model, spec, seed, device, filled=filled)
     return model
 
 

@@ -43,7 +43,7 @@ class Distill:
     @torch.no_grad()
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:
         """The teacher's final hidden states `[B, T, D]`."""
-        return self.teacher.vocabulary.enter(
+        return self.teacher.vocabulary_head.enter(
             self.teacher.hidden(batch.tokens, batch.positions, segments)
         )
 
@@ -54,7 +54,7 @@ class Distill:
         """
         assert extras is not None
         with torch.no_grad():
-            theirs = self.teacher.vocabulary.view(self.teacher.project(extras).float())
+            theirs = self.teacher.vocabulary_head.view(self.teacher.project(extras).float())
             wanted = theirs.log_probabilities(self.temperature)
         given = view.log_probabilities(self.temperature)
         # Of the vocabulary both models have the same share here.

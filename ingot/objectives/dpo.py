@@ -60,7 +60,7 @@ class DPO:
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the loss over pairs; `rewards/...` are summed alike, `rewards/accuracy` counts
-        pairs that are told apart rightly.
+        pairs whose preferred answer has the higher reward.
         """
         live = batch.rows >= 0
         # What fills a batch up has no reference; a NaN here would reach the gradient through a mask
@@ -72,12 +72,12 @@ class DPO:
             -functional.logsigmoid(margin) * (1 - self.label_smoothing)
             - functional.logsigmoid(-margin) * self.label_smoothing
         )
-        told: dict[str, Tensor] = {
+        metrics: dict[str, Tensor] = {
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "rewards/margin": margin,
             "rewards/accuracy": (margin > 0).float(),
         }
         return torch.where(live, loss, 0.0).sum(), {
-            name: torch.where(live, each.detach(), 0.0).sum() for name, each in told.items()
+            name: torch.where(live, each.detach(), 0.0).sum() for name, each in metrics.items()
         }

@@ -1,4 +1,4 @@
-"""What every way of training answers; the loop knows nothing else about it."""
+"""The interface of a training objective: all that the training loop knows about it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Objective(Protocol):
 
     `token` is called with a chunk of tokens at the model's head, `reduce` with all values of a
     micro-batch. Everything is a *sum* over what `targets` counts, never a mean, so that any split
-    of a batch gives one number.
+    of a batch gives one number. An objective whose loss needs the total over a row calls `all_sum`
+    and makes all that it returns from such totals: they are then the same on every rank that shares
+    the row, and counted once.
     """
 
     name: str

@@ -93,7 +93,7 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
 
             apply_tensor_parallel(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
-            model.attention = context_attention(
+            model.make_attn_fns = context_attention(
                 how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world
             )
     recompute_layers(model, how.memory.recompute)

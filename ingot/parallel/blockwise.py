@@ -39,15 +39,15 @@ class PartialAttention(NamedTuple):
 
 class BlockKernel(Protocol):
     """q `[B, H, P, E]`; k, v `[B, K, S, E]`; `mask` bool, broadcast to `[B, 1, P, S]`, True where a
-    query may look, None: everywhere; `causal` (P = S, without a mask): each query sees the keys up
+    query attends, None: everywhere; `causal` (P = S, without a mask): each query sees the keys up
     to its own number.
     """
 
-    def look(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention: ...
 
-    def back(
+    def backward(
         self,
         gradient: Tensor,
         q: Tensor,
@@ -79,7 +79,7 @@ def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAtten
 class FlashKernel:
     """torch's own kernel of a CPU, which never holds all scores."""
 
-    def look(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention:
         out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -87,7 +87,7 @@ class FlashKernel:
         )
         return PartialAttention(out.float(), logsum)
 
-    def back(
+    def backward(
         self,
         gradient: Tensor,
         q: Tensor,
@@ -122,7 +122,7 @@ class MatmulKernel:
     exist at a time.
     """
 
-    def look(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention:
         outs, logsums = [], []
@@ -133,7 +133,7 @@ class MatmulKernel:
             logsums.append(scores.logsumexp(-1).flatten(1, 2))  # [B, H, C]
         return PartialAttention(torch.cat(outs, 2), torch.cat(logsums, 2))
 
-    def back(
+    def backward(
         self,
         gradient: Tensor,
         q: Tensor,

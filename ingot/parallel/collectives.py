@@ -1,5 +1,5 @@
-"""Collectives that gradients pass through. What a gradient wants on the way back is decided by how
-the result is used.
+"""Differentiable collectives. Which of them fits depends on how the ranks use the result, since
+that decides how gradients must be combined.
 
 A group of None is a rank alone: nothing happens.
 """

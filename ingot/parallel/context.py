@@ -1,8 +1,8 @@
-"""Context parallelism: several ranks share each row, and all that they have to tell each other is
-attention.
+"""Context parallelism: several ranks share each row, and only attention
+communicates.
 
 Rows are cut by `ingot.parallel.rows`; the decoder is given an attention that sees the whole row.
-Nothing else in it looks at two tokens.
+Nothing else in a decoder depends on more than one token.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class UlyssesAttention:
     ) -> dict[int | None, AttnFn]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
         chunk_size(positions.shape[1])
-        looks = make_attn_fns(
+        attn_fns = make_attn_fns(
             self._row(positions), None if segments is None else self._row(segments), windows
         )
-        return {window: partial(self._look, look) for window, look in looks.items()}
+        return {window: partial(self._attend, attn_fn) for window, attn_fn in attn_fns.items()}
 
     def _row(self, numbers: Tensor) -> Tensor:
         """`[B, T]` -> `[B, WT]`."""
         return join_rows(gather(numbers, self.group))
 
-    def _look(self, look: AttnFn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, attn_fn: AttnFn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
-        return self._to_tokens(look(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
+        return self._to_tokens(attn_fn(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads,

@@ -74,7 +74,7 @@ def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = 
     float8, in place.
 
     Those whose sides, cut over `tensor` ranks, are no multiples of 16 stay as they are, which is
-    told if `loud`.
+    printed if `loud`.
 
     Raises:
         WrongInput: that is all of them.

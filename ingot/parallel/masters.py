@@ -86,7 +86,7 @@ class Masters:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        away = _share(trained, on_host)
+        away = _first_share(trained, on_host)
         self._masters = [
             self._of(name, parameter, exact=not stochastic, away=name in away)
             for name, parameter in trained.items()
@@ -110,7 +110,7 @@ class Masters:
         if dtype != torch.float32:
             tensor.grad_dtype = torch.float32
         counted = name not in self._shared or self.mesh.ends.is_main
-        return Master(name, parameter, tensor, counted, _cut_along(parameter))
+        return Master(name, parameter, tensor, counted, _sharded_axes(parameter))
 
     def work_in(self, dtype: torch.dtype | None) -> None:
         """Put the model's own weights in another type; float32 gives it the masters themselves."""
@@ -132,7 +132,7 @@ class Masters:
         """
         for master in self._masters:
             if master.parameter.dtype != torch.float32 and master.parameter.grad is not None:
-                _add(master, local_tensor(_whole(master.parameter)))
+                _add(master, local_tensor(_full_gradient(master.parameter)))
 
     def collect(self) -> None:
         """After the last micro-batch: every master has its gradient, summed over all ranks that
@@ -140,7 +140,7 @@ class Masters:
         """
         for master in self._masters:
             if master.tensor is not master.parameter and master.parameter.grad is not None:
-                _add(master, local_tensor(_whole(master.parameter)))
+                _add(master, local_tensor(_full_gradient(master.parameter)))
             if master.name in self._shared and self.mesh.ends.world > 1:
                 if master.tensor.grad is None:
                     master.tensor.grad = torch.zeros_like(master.tensor, dtype=torch.float32)
@@ -168,9 +168,9 @@ class Masters:
         for device, gradients in groups.items():
             torch._foreach_mul_(gradients, by.to(device))
 
-    def told(self, flag: Tensor) -> Tensor:
-        """A flag where the optimizer may read it: on the host, which is waited for, if any of its
-        work is done there.
+    def flag_for_optimizer(self, flag: Tensor) -> Tensor:
+        """A flag on the device where the optimizer reads it: copied to the host, which waits for
+        the device, if any master lives there.
         """
         return (
             flag.to(HOST) if any(master.tensor.device == HOST for master in self._masters) else flag
@@ -190,7 +190,7 @@ class Masters:
             master.parameter.grad = master.tensor.grad = None
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _full_gradient(parameter: nn.Parameter) -> Tensor:
     """The gradient of a parameter, spread as it is: what several ranks hold a part of the sum of is
     summed.
     """
@@ -209,7 +209,7 @@ def _add(master: Master, grad: Tensor) -> None:
         master.tensor.grad += grad.to(master.tensor.device)
 
 
-def _share(trained: Mapping[str, Tensor], share: float) -> set[str]:
+def _first_share(trained: Mapping[str, Tensor], share: float) -> set[str]:
     """Names of parameters, the first ones, that hold as nearly as can be this share of all numbers;
     the same on all ranks that hold them.
     """
@@ -222,7 +222,7 @@ def _share(trained: Mapping[str, Tensor], share: float) -> set[str]:
     }
 
 
-def _cut_along(parameter: Tensor) -> Axes:
+def _sharded_axes(parameter: Tensor) -> Axes:
     if not is_dtensor(parameter):
         return ()
     return tuple(

@@ -27,18 +27,17 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process among others, and its device.
+    """The ranks of a job, or of one part of it, as one of them sees them, and this rank's device.
 
-    The whole job, or a part of it as seen from one of its processes: `mesh.data` are those ranks
-    that take a share of the batch each and agree in all else, `mesh.tensor` those that share this
-    rank's matrices. A part of one rank costs nothing and speaks with nobody.
+    `mesh.data` are the ranks that each take a share of the batch and are alike otherwise,
+    `mesh.tensor` those that share this rank's matrices. A part of one rank never communicates.
     """
 
     ranks: Ranks
     device: torch.device
     degrees: Degrees = field(default_factory=Degrees)
     group: dist.ProcessGroup | None = None
-    """Those who are spoken to; None where there is but one, or for the whole job."""
+    """The process group; None for a single rank, or for the whole job (the default group)."""
     parts: Mapping[str, Mesh] = field(default_factory=dict)
     weights: DeviceMesh | None = None
     """Axes `pipeline, replicate, shard, tensor`, for weights that are spread; None for one process.
@@ -89,7 +88,7 @@ class Mesh:
 
     @property
     def ends(self) -> Mesh:
-        """The first and the last rank of this rank's pipeline; alone in its midst."""
+        """The first and the last rank of this rank's pipeline; a middle rank alone."""
         return self.part("ends")
 
     @property
@@ -124,27 +123,28 @@ class Mesh:
         """What `call` gives on rank 0, on every rank; what it raises there is raised everywhere."""
         if self.world == 1:
             return call()
-        box: list[Any] = [None, None]
+        value_and_error: list[Any] = [None, None]
         if self.is_main:
             try:
-                box[0] = call()
+                value_and_error[0] = call()
             except Exception as error:
-                box[1] = error
-        dist.broadcast_object_list(box, group_src=0, group=self.group, device=torch.device("cpu"))
-        if box[1] is not None:
-            raise box[1]
-        value: T = box[0]
+                value_and_error[1] = error
+        dist.broadcast_object_list(
+            value_and_error, group_src=0, group=self.group, device=torch.device("cpu")
+        )
+        if value_and_error[1] is not None:
+            raise value_and_error[1]
+        value: T = value_and_error[0]
         return value
 
     def barrier(self) -> None:
         self.agree(0.0)
 
-    def aside(self) -> Mesh:
-        """The same ranks with a line of their own, on which a thread may speak beside all else; for
-        numbers and objects of the host only.
+    def side_channel(self) -> Mesh:
+        """The same ranks with a process group of their own, so that a thread can communicate beside
+        the main one; for numbers and objects on the host only.
 
-        Every rank of it calls this, and each call opens another line. It has no parts and no
-        weights.
+        Collective; each call makes another group. The result has no parts and no weights.
         """
         if self.world == 1:
             return Mesh(self.ranks, torch.device("cpu"), self.degrees)
@@ -190,7 +190,7 @@ def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B0
     mesh = make_mesh(here, device, degrees)
     try:
         yield mesh
-        # Nobody hangs up while another one still speaks.
+        # No rank leaves while another one still communicates.
         mesh.barrier()
     finally:
         if owns_group:

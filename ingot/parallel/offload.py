@@ -59,7 +59,7 @@ def _offloading(kind: type, road: CopyStream) -> type:
 
 
 class CopyStream:
-    """The way to the host and back, and who went last."""
+    """The stream on which copies to and from the host run, and the layer call that used it last."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
@@ -81,7 +81,7 @@ class CopyStream:
 
 
 class OffloadedTensor:
-    """One tensor on the host."""
+    """One saved tensor, copied to the host."""
 
     def __init__(self, tensor: Tensor, road: CopyStream) -> None:
         self.device = tensor.device
@@ -93,14 +93,14 @@ class OffloadedTensor:
 
 
 class LayerOffload:
-    """What one call of a layer has on the host."""
+    """The tensors that one call of a layer saved for backward, on the host."""
 
     def __init__(self, layer: nn.Module, road: CopyStream) -> None:
         self._layer, self._road, self._before, road.last = layer, road, road.last, weakref.ref(self)
         self._loads: list[OffloadedTensor] = []
         self._back: dict[int, Tensor] = {}
         self._arrived: torch.Event | None = None
-        self._at_home: set[int] | None = None
+        self._kept_here: set[int] | None = None
         self._known: dict[Any, tuple[Tensor, int]] = {}
         """Where a tensor is that was saved before in this call; tensors are held, so that their
         memory is no other's meanwhile.
@@ -117,16 +117,16 @@ class LayerOffload:
     def _pack(self, tensor: Tensor) -> Any:
         mine = local_tensor(tensor)
         if (
-            self._at_home is None
+            self._kept_here is None
         ):  # only now: before the call, weights may not have been gathered yet
-            self._at_home = {
+            self._kept_here = {
                 *self._given,
                 *(_memory(local_tensor(parameter)) for parameter in self._layer.parameters()),
             }
         if (
             type(mine) not in (Tensor, nn.Parameter)
             or mine.nbytes < SMALL_BYTES
-            or _memory(mine) in self._at_home
+            or _memory(mine) in self._kept_here
         ):
             return tensor
         flat = mine.detach().view(-1) if mine.is_contiguous() else mine.detach()

@@ -3,7 +3,7 @@ al. 2016).
 
 A layer stays where it is and keeps its names: its class is replaced by a subclass whose forward is
 recomputed. That lies inside of what is compiled and of what gathers weights. Only runs of several
-layers are put together from outside, by the decoder's `through`.
+layers are put together from outside, by the decoder's `run_layers`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
             knobs,
         )
         assert isinstance(model, Decoder)
-        model.through = partial(checkpoint_in_runs, again, knobs.layers)
+        model.run_layers = partial(checkpoint_in_runs, again, knobs.layers)
         return
     if knobs.kind == "selective":
         again = partial(

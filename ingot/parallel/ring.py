@@ -2,9 +2,9 @@
 travel once around.
 
 In each of W steps a rank hands the keys and values that it holds to the next rank, and while those
-of the one before arrive, lets its queries look at what it has; the parts are put together by their
-log-sums. Backward is a second round: keys and values travel again, and their gradients one step
-behind them, each rank adding its own, until they are home.
+of the one before arrive, computes attention of its queries over what it has; the parts are put
+together by their log-sums. Backward is a second round: keys and values travel again, and their
+gradients one step behind them, each rank adding its own, until they are home.
 
 Who sees whom is what `dense` says of whole rows: no later token, none of another document, none
 outside the window. As a row is cut in 2W pieces (`ingot.parallel.rows`), most pairs of pieces are
@@ -41,20 +41,20 @@ class RingAttention:
         self.group, self.rank, self.world = group, rank, world
         # Here, not as decorators: that would load the compiler (a second) wherever this file is
         # imported.
-        self.look: Callable[[RingSchedule, Tensor, Tensor, Tensor], Tensor] = (
+        self.attend: Callable[[RingSchedule, Tensor, Tensor, Tensor], Tensor] = (
             torch.compiler.disable(_ring_attend)
         )
-        self._looks: Callable[
+        self._uncompiled: Callable[
             [Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]
-        ] = torch.compiler.disable(self._make_looks)
+        ] = torch.compiler.disable(self._make_attn_fns)
 
     def __call__(
         self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
     ) -> dict[int | None, AttnFn]:
         """positions, segments `[B, T]`. All ranks must agree on whether there are segments."""
-        return self._looks(positions, segments, windows)
+        return self._uncompiled(positions, segments, windows)
 
-    def _make_looks(
+    def _make_attn_fns(
         self, positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
     ) -> dict[int | None, AttnFn]:
         size = chunk_size(positions.shape[1])
@@ -64,7 +64,7 @@ class RingAttention:
             else join_rows(gather(segments, self.group)).chunk(2 * self.world, dim=1)
         )  # each [B, P]
         made: dict[int | None, AttnFn] = {}
-        looks: dict[int | None, AttnFn] = {}
+        attn_fns: dict[int | None, AttnFn] = {}
         for window in windows:
             reach = window if window is not None and window < 2 * self.world * size else None
             if reach not in made:
@@ -78,8 +78,8 @@ class RingAttention:
                         peek=positions.device.type == "cpu",
                     )
                 )
-            looks[window] = made[reach]
-        return looks
+            attn_fns[window] = made[reach]
+        return attn_fns
 
 
 class _RingAttnFn:
@@ -87,12 +87,12 @@ class _RingAttnFn:
         self._round = round_
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._round.ring.look(self._round, q, k, v)
+        return self._round.ring.attend(self._round, q, k, v)
 
 
 class BlockPair(NamedTuple):
-    """One of this rank's two pieces of queries looks at one of the two pieces of keys that are here
-    in a step; see `blocks.Kernel`.
+    """One of this rank's two pieces of queries attends to one of the two pieces of keys that are
+    here in a step; see `blocks.Kernel`.
     """
 
     queries: int
@@ -159,7 +159,7 @@ def _seen(
     peek: bool,
 ) -> tuple[Tensor | None, bool] | None:
     """Mask and causal of a piece of queries that stands `ahead` tokens after a piece of keys; None
-    where no query may look.
+    where no query attends.
 
     `same`: which query and key are of one document.
     """
@@ -201,7 +201,7 @@ class _Ring(torch.autograd.Function):
                 for queries, keys, mask, causal in glances:
                     parts[queries] = merge(
                         parts[queries],
-                        kernel.look(ours[queries], here[keys][0], here[keys][1], mask, causal),
+                        kernel.forward(ours[queries], here[keys][0], here[keys][1], mask, causal),
                     )
                 _wait(under_way)
                 travelling = arriving[0] if arriving else travelling
@@ -237,7 +237,7 @@ class _Ring(torch.autograd.Function):
                 )
                 for queries, keys, mask, causal in glances:
                     grad, query, *seen = ours[queries]
-                    found = kernel.back(
+                    found = kernel.backward(
                         grad,
                         query,
                         here[keys][0],

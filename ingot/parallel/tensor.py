@@ -169,7 +169,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     parallelize_module(model, mesh, ends)
     if model.lm_head is not None:
         distribute(model.lm_head, mesh, weight=Shard(0))
-    model.vocabulary = VocabParallelHead(mesh, model.config.vocab_size)
+    model.vocabulary_head = VocabParallelHead(mesh, model.config.vocab_size)
 
 
 def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, ParallelStyle]:

@@ -258,7 +258,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         masters.scale(scale)
 
         # Update. Fused kernels leave weights and state alone where `found_inf` is 1.
-        found_inf = masters.told(skipped.float())
+        found_inf = masters.flag_for_optimizer(skipped.float())
         optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
         optimizer.step()
         masters.publish()

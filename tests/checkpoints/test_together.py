@@ -37,7 +37,7 @@ def all_cases() -> list[str]:
     none leaves anything behind.
     """
     with running_mesh() as mesh:
-        line, learnt = mesh.aside(), []
+        line, learnt = mesh.side_channel(), []
 
         def refuse(values: Sequence[int]) -> str:
             raise OSError(28, "No space left on device", "x")
@@ -74,7 +74,7 @@ def test_all_ranks_learn_the_same() -> None:
 
 
 def test_alone_it_is_a_plain_call() -> None:
-    line = Mesh(Ranks(), torch.device("cpu")).aside()
+    line = Mesh(Ranks(), torch.device("cpu")).side_channel()
     assert together(line, lambda: 3, joined) == "3"
     with pytest.raises(Failed, match="no"):
         together(line, lambda: failing(0, 0, Failed("no")), joined)
@@ -85,7 +85,7 @@ def crossing() -> tuple[list[str], list[float]]:
     line would cross their words.
     """
     with running_mesh() as mesh:
-        line, heard = mesh.aside(), list[str]()
+        line, heard = mesh.side_channel(), list[str]()
         assert (line.world, line.rank, line.degrees) == (2, mesh.rank, mesh.degrees)
         assert line.group is not None
         assert line.group is not dist.group.WORLD

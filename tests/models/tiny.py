@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -80,6 +79,8 @@ def make_reference(
     """Save a tiny random causal model; weights are large enough that logits differ visibly.
     `norms`: how far the weights of norms are from 1.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": 97,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from ingot.data.batches.loader import Batch
 from ingot.models.hf.folder import load_model
@@ -44,6 +43,8 @@ def batch(lengths: tuple[int, ...], trained_from: tuple[int, ...]) -> Batch:
 def test_the_loss_of_chats_and_texts_is_transformers(
     tmp_path: Path, trained_from: tuple[int, ...]
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = make_reference(tmp_path / "model")
     given = batch((TIME, 7, 13), trained_from)
     loss, _ = forward(load_model(folder, device=CPU), CrossEntropy(), given, "fp32", CPU)

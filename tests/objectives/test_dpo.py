@@ -5,13 +5,11 @@ nothing.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer
 
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import open_rows
@@ -25,6 +23,9 @@ from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.small import small_recipe
 from tests.tokenizers.small import chatty
+
+if TYPE_CHECKING:
+    from trl import DPOTrainer
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,9 @@ def as_trl(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def trainer(folder: Path, reference: Path, tmp_path: Path, **knobs: Any) -> DPOTrainer:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
     made = DPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,

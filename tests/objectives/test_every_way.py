@@ -18,9 +18,16 @@ from ingot.config.recipe import Recipe
 from ingot.train import step as loop
 from ingot.train.trainer import train
 from tests import tolerances
-from tests.objectives.ways import WAYS, make_ready, recipe_of
+from tests.objectives.ways import WAYS, make_ready, prepare_way, recipe_of
 from tests.ranks import run_ranks
 
+PROVED = "sft-lora"
+"""The way that is proved in full without `-m slow`: masked labels, an adapter, and dropout whose
+masks depend on the sample alone.
+"""
+SPLIT = ("pretrain-best-fit", "dpo", "distill-chats", "seq2seq", "classify")
+"""One way for each other objective, and for each other layout of rows."""
+WHOLE = [pytest.param(way, marks=[pytest.mark.slow] * (way != PROVED)) for way in WAYS]
 SGD = {
     "train__optimizer": "{kind: sgd, lr: 0.2}",
     "train__clip_norm": 0.5,
@@ -31,13 +38,14 @@ SGD = {
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_ready(tmp_path_factory.mktemp("ways") / "root")
+    return make_ready(tmp_path_factory.mktemp("ways") / "root", ())
 
 
 def apart(ready: Path, target: Path, way: str, **knobs: Any) -> Recipe:
     """The recipe of a way in a folder of its own, prepared as in `ready`; what it names there stays
     there.
     """
+    prepare_way(ready, way)
     recipe = recipe_of(ready, way, output=str(target / "runs"), **knobs)
     if not recipe.folder.data.exists():
         shutil.copytree(ready / "runs" / way / "data", recipe.folder.data)
@@ -64,7 +72,28 @@ def on_ranks(ready: str, target: str, way: str) -> None:
     train(apart(Path(ready), Path(target), way, train__micro_batch=1, **SGD))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SPLIT)
+def test_unequal_micro_batches_give_the_same_numbers(way: str, ready: Path, tmp_path: Path) -> None:
+    """Rows of 4 as 3 and 1, padded to different lengths and with different numbers of targets: a
+    loss that is averaged over a micro-batch, or padding that is counted, gives other numbers.
+    """
+    whole, parted = (
+        apart(
+            ready,
+            tmp_path / str(size),
+            way,
+            **{**SGD, "train__steps": 2, "train__micro_batch": size},
+        )
+        for size in (4, 3)
+    )
+    train(whole)
+    train(parted)
+    for key in ("train/loss", "train/grad_norm"):
+        assert logged(parted, key) == pytest.approx(logged(whole, key), rel=tolerances.SPLIT_LOSS)
+    assert distance(weights(parted), weights(whole)) < tolerances.SPLIT_WEIGHTS
+
+
+@pytest.mark.parametrize("way", WHOLE)
 def test_any_split_of_the_work_gives_the_same_numbers(
     way: str, ready: Path, tmp_path: Path
 ) -> None:
@@ -94,12 +123,19 @@ def test_any_split_of_the_work_gives_the_same_numbers(
 @pytest.mark.parametrize(
     ("way", "more"),
     [
-        *((way, {}) for way in WAYS),
+        *(
+            pytest.param(way, {}, id=way, marks=[pytest.mark.slow] * (way != PROVED))
+            for way in WAYS
+        ),
         # The models of transformers have a dropout of their own.
-        ("seq2seq", {"model__config": {"dropout_rate": 0.2}}),
-        ("classify", {"model__config": {"hidden_dropout_prob": 0.2}}),
+        pytest.param("seq2seq", {"model__config": {"dropout_rate": 0.2}}, id="seq2seq-dropout"),
+        pytest.param(
+            "classify",
+            {"model__config": {"hidden_dropout_prob": 0.2}},
+            id="classify-dropout",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=[*WAYS, "seq2seq-dropout", "classify-dropout"],
 )
 def test_it_learns_and_resumes_bit_for_bit(
     way: str, more: dict[str, Any], ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

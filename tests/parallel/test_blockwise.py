@@ -50,9 +50,9 @@ def test_a_kernel_equals_attention(kernel: BlockKernel, how: str, heads: tuple[i
         ) | torch.eye(20, dtype=torch.bool)
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     expected = attend(*leaves, allowed)
-    part = kernel.look(q, k, v, allowed if how == "mask" else None, how == "causal")
+    part = kernel.forward(q, k, v, allowed if how == "mask" else None, how == "causal")
     assert near(part.out, expected)
-    found = kernel.back(
+    found = kernel.backward(
         gradient, q, k, v, part, allowed if how == "mask" else None, how == "causal"
     )
     for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, gradient), strict=True):
@@ -66,19 +66,21 @@ def test_parts_make_the_whole(kernel: BlockKernel) -> None:
     mask = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[:, :, :5, 8:], mask[:, :, 5:9, :8], mask[..., 0], mask[..., 12] = False, False, True, True
     mask[:, :, :5, 12], mask[:, :, 5:9, 0] = False, False
-    whole = kernel.look(q, k, v, mask, False)
+    whole = kernel.forward(q, k, v, mask, False)
     cuts, found, total = (slice(0, 8), slice(8, 20)), [], None
     for keys in cuts:
-        part = kernel.look(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False)
+        part = kernel.forward(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False)
         assert part.out.isfinite().all()
         total = merge(total, part)
         found.append(
-            kernel.back(gradient, q, k[:, :, keys], v[:, :, keys], whole, mask[..., keys], False)
+            kernel.backward(
+                gradient, q, k[:, :, keys], v[:, :, keys], whole, mask[..., keys], False
+            )
         )
     assert total is not None
     assert near(total.out, whole.out)
     assert near(total.logsum, whole.logsum)
-    dq, dk, dv = kernel.back(gradient, q, k, v, whole, mask, False)
+    dq, dk, dv = kernel.backward(gradient, q, k, v, whole, mask, False)
     assert near(found[0][0] + found[1][0], dq)
     assert near(torch.cat((found[0][1], found[1][1]), 2), dk)
     assert near(torch.cat((found[0][2], found[1][2]), 2), dv)
@@ -87,16 +89,16 @@ def test_parts_make_the_whole(kernel: BlockKernel) -> None:
 def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, gradient = some()
     mask = causal_mask(20, 7, q.device)[None, None]
-    at_once = MatmulKernel().look(q, k, v, mask, False)
-    gradients = MatmulKernel().back(gradient, q, k, v, at_once, mask, False)
+    at_once = MatmulKernel().forward(q, k, v, mask, False)
+    gradients = MatmulKernel().backward(gradient, q, k, v, at_once, mask, False)
     monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 20 * 3)
-    part = MatmulKernel().look(q, k, v, mask, False)
+    part = MatmulKernel().forward(q, k, v, mask, False)
     assert near(part.out, at_once.out)
     assert near(part.logsum, at_once.logsum)
     assert all(
         near(a, b)
         for a, b in zip(
-            MatmulKernel().back(gradient, q, k, v, part, mask, False), gradients, strict=True
+            MatmulKernel().backward(gradient, q, k, v, part, mask, False), gradients, strict=True
         )
     )
 
@@ -104,9 +106,9 @@ def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
 def test_half_precision_is_summed_in_full(kernel: BlockKernel) -> None:
     q, k, v, _ = (each.bfloat16() for each in some())
-    part = kernel.look(q, k, v, None, True)
+    part = kernel.forward(q, k, v, None, True)
     assert part.out.dtype == part.logsum.dtype == torch.float32
-    exact: PartialAttention = MatmulKernel().look(q.float(), k.float(), v.float(), None, True)
+    exact: PartialAttention = MatmulKernel().forward(q.float(), k.float(), v.float(), None, True)
     assert (part.out - exact.out).norm() < tolerances.SHARED_ROWS_BF16 * exact.out.norm()
     assert (part.logsum - exact.logsum).abs().max() < tolerances.LOGPROB
 

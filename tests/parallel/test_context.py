@@ -134,7 +134,7 @@ def _decoder_case(case: str, here: Mesh, shared: Rows | None = None) -> dict[str
     reference, model = _decoder(), _decoder()
     expected = _loss(reference, rows)
     expected.backward()
-    model.attention = _attention(case, here)
+    model.make_attn_fns = _attention(case, here)
     if "again" in case:
         for layer in model.model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[assignment]
@@ -183,13 +183,13 @@ def _autocast_case(here: Mesh) -> dict[str, float]:
     mine = rows.shared(here.rank, here.world)
     with computing_in("bf16", torch.device("cpu")), torch.no_grad():
         expected = _loss(model, rows)
-        model.attention = _attention("ring", here)
+        model.make_attn_fns = _attention("ring", here)
         total = here.all_sum(_loss(model, mine))
         q, v = (
             torch.ones(4, 8, mine.tokens.shape[1], 4),
             torch.ones(4, 4, mine.tokens.shape[1], 4, dtype=torch.bfloat16),
         )
-        mixed = model.attention(mine.positions, mine.segments, [None])[None](q, q[:, :4], v)
+        mixed = model.make_attn_fns(mine.positions, mine.segments, [None])[None](q, q[:, :4], v)
     assert mixed.dtype == torch.bfloat16
     assert torch.equal(mixed, torch.ones_like(mixed))
     return {"loss": abs(float(total / expected) - 1)}
@@ -200,7 +200,7 @@ def _compiled_case(here: Mesh) -> dict[str, float]:
     and how many more after the last.
     """
     model = _decoder()
-    model.attention = _attention("ring", here)
+    model.make_attn_fns = _attention("ring", here)
     for layer in model.model.layers:
         layer.compile(backend="eager")
     graphs, losses = [], 0.0

@@ -52,21 +52,45 @@ def assert_same(result: Result, wanted: Result) -> None:
     assert result.names == wanted.names
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[bool, Result]:
+    """What nothing recomputed gives, without and with an adapter."""
+    return {lora: run_case(Case(lora=lora, steps=2)) for lora in (False, True)}
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_recomputed_layers_give_the_same_bits(kind: str, lora: bool) -> None:
+def test_recomputed_layers_give_the_same_bits(
+    kind: str, lora: bool, plain: dict[bool, Result]
+) -> None:
     """With an adapter its dropout too: masks are the same when they are made again."""
-    case = Case(lora=lora)
-    assert_same(run_case(replace(case, memory={"recompute": KINDS[kind]})), run_case(case))
+    case = Case(lora=lora, steps=2, memory={"recompute": KINDS[kind]})
+    assert_same(run_case(case), plain[lora])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ring", "ulysses")))
-        for name in LAYOUTS
-    ],
-)
+ON_TWO_RANKS = {"shard": ("full", "selective"), "tensor": ("runs of 3",), "pipeline": ("first 2",)}
+"""Each kind with one layout that could disturb it; the slow tests have every pair."""
+
+
+def test_each_kind_gives_the_same_bits_on_two_ranks() -> None:
+    cases, pairs = [], []
+    for layout, kinds in ON_TWO_RANKS.items():
+        case = Case(
+            parallel=LAYOUTS[layout],
+            lora=layout == "shard",
+            model={**MODEL, "num_hidden_layers": 6},
+            steps=2,
+        )
+        first = len(cases)
+        cases += [case, *(replace(case, memory={"recompute": KINDS[kind]}) for kind in kinds)]
+        pairs += [(first, number) for number in range(first + 1, len(cases))]
+    for results in run_ranks(2, run_cases, cases, timeout_s=200):
+        for without, recomputed in pairs:
+            assert_same(results[recomputed], results[without])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputed_layers_give_the_same_bits_on_ranks(layout: str) -> None:
     case = Case(
         parallel=LAYOUTS[layout],
@@ -217,8 +241,17 @@ def hub_gradients(name: str, knobs: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["full", "first 2", "selective"])
-@pytest.mark.parametrize("name", ["t5", "bart", "bert", "modernbert"])
+IN_SHORT = {("t5", "full"), ("bart", "selective"), ("bert", "first 2"), ("modernbert", "full")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.slow] * ((name, kind) not in IN_SHORT))
+        for name in ("t5", "bart", "bert", "modernbert")
+        for kind in ("full", "first 2", "selective")
+    ],
+)
 def test_models_of_transformers_repeat_their_dropout(name: str, kind: str) -> None:
     wanted, found = hub_gradients(name, {}), hub_gradients(name, KINDS[kind])
     assert wanted.keys() == found.keys()

@@ -84,12 +84,12 @@ def run_case(case: Case) -> Result:
     """Every rank calls it."""
     torch.manual_seed(0)
     with running_mesh(Parallel(**case.parallel)) as mesh:
-        drawing = ModelSpec("decoder", DecoderConfig.from_hf(case.model), None, True)
-        model = create_model(drawing, 0)
+        spec = ModelSpec("decoder", DecoderConfig.from_hf(case.model), None, True)
+        model = create_model(spec, 0)
         if case.lora:
             add_lora(model, Lora(rank=4, dropout=0.3), 0)
         model = apply_wrappers(model, mesh, case.how)
-        materialize_model(model, drawing, 0, mesh.device, filled=True)
+        materialize_model(model, spec, 0, mesh.device, filled=True)
         init_adapter(model, 0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):

@@ -1,5 +1,5 @@
-"""Classes of texts from an encoder: all that wait go through the model together, each judged as it
-would be alone.
+"""Classification of texts by an encoder: waiting texts are batched, and each gets the scores that
+it would get alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ingot.models.hf.models import Encoder
 
 @dataclass(frozen=True)
 class ClassScores(CompletionChunk):
-    """A verdict: `text` is the likeliest label, `scores` the probability of each, in the model's
-    order.
+    """The answer of a classifier: `text` is the likeliest label, `scores` the probability of each
+    class, in the model's order.
     """
 
     scores: tuple[float, ...] = ()
@@ -47,8 +47,8 @@ class ClassifierJob:
 
 
 class Classifier:
-    """A `Generator` for encoders: each step judges up to `max_rows` of the texts that wait; one
-    piece each, and the last.
+    """A `Generator` for encoders: each step classifies up to `max_rows` waiting texts and
+    returns one final chunk for each.
 
     A request's `prompt` is the text as the model reads it, framed; its other fields mean nothing
     here.
@@ -60,7 +60,7 @@ class Classifier:
 
     @property
     def busy(self) -> int:
-        """Texts that are not judged."""
+        """Texts that are not classified yet."""
         return len(self._pending)
 
     def add(self, request: Request) -> ClassifierJob:
@@ -71,7 +71,7 @@ class Classifier:
         return job
 
     def cancel(self, job: ClassifierJob) -> None:
-        """Forget a text; one that is judged already is ignored."""
+        """Forget a text; one that is done already is ignored."""
         if job in self._pending:
             self._pending.remove(job)
 
@@ -80,7 +80,7 @@ class Classifier:
         self._pending.clear()
 
     def step(self) -> list[tuple[ClassifierJob, ClassScores]]:
-        """Judge the next batch."""
+        """Classify the next batch."""
         group = [self._pending[index] for index in range(min(self._max_rows, len(self._pending)))]
         if not group:
             return []

@@ -1,5 +1,5 @@
-"""What a model of transformers looks like: sequence-to-sequence models and encoders, read from a
-Hugging Face configuration.
+"""Configurations of transformers' sequence-to-sequence models and encoders, read from a Hugging
+Face `config.json`.
 
 transformers itself is imported here alone, and only once such a model is asked for.
 """

@@ -65,7 +65,8 @@ def load_hf_model(
 ) -> HFModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
-    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and that is told.
+    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and a line is
+    printed.
     `seed` None: that is an error.
 
     Raises:

@@ -1,4 +1,11 @@
-"""The one function through which all attention goes, and the masks: who may look at whom."""
+"""Attention of the native decoder: masks, the kernels for CPU and GPU, and the choice between them.
+
+On a GPU packed rows and windows use torch's flex attention, which skips blocks that are masked as a
+whole; its kernel is compiled at its first use. On a CPU bf16 training uses `cpu_attention`: a block
+of queries meets all its visible keys at once, in products that fit the processor's cache; scores
+are rounded to bf16 before the softmax, which computes in float32. It costs half of torch's flash
+kernel there, and is registered as an operator so that a compiler leaves it as it is.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +20,18 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Numbers of row, head, query and key -> whether that query may look at that key."""
+"""Indices of row, head, query and key -> whether that query attends to that key (a `mask_mod`)."""
 
 
 def make_flex_attn_fns(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """How the layers of each window look at rows of `length` tokens; `segments` `[B, T]` numbers
-    the documents of packed ones.
+    """The attention function of each window for rows of `length` tokens; `segments` `[B, T]`
+    numbers the documents of packed ones.
     """
-    looks: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    attn_fns: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     for window in windows:
-        if window not in looks:
+        if window not in attn_fns:
             rows = None if segments is None else len(segments)
             mask = create_block_mask(
                 _visible(segments, window),
@@ -35,8 +42,8 @@ def make_flex_attn_fns(
                 device=str(device),
                 _compile=device.type == "cuda",
             )
-            looks[window] = partial(_flex_attend, mask)
-    return looks
+            attn_fns[window] = partial(_flex_attend, mask)
+    return attn_fns
 
 
 def _visible(segments: Tensor | None, window: int | None) -> MaskFunction:
@@ -180,12 +187,12 @@ cpu_attention.register_autograd(_backward, setup_context=_keep)
 
 
 AttnFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`: who may look at whom is
-settled already.
+"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`; the mask
+is part of the function.
 """
 AttnFnFactory = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]]
-"""positions and segments `[B, T]`, windows -> how the layers of each window look; made once for all
-layers.
+"""positions and segments `[B, T]`, windows -> the attention function of each window, made once for
+all layers.
 """
 
 
@@ -230,8 +237,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention.
 
     q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to `[B, H,
-    T, S]`, True where a query may look; None for plain causal attention. Returns `[B, H, T, E]`. In
-    training, a query may look at itself at least.
+    T, S]`, True where a query attends; None for plain causal attention. Returns `[B, H, T, E]`. In
+    training every query must attend to itself at least.
     """
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (

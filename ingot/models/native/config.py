@@ -1,5 +1,5 @@
-"""What a decoder looks like, read from a Hugging Face configuration; whatever would change the
-maths unseen is refused.
+"""The configuration of a native decoder, read from a Hugging Face `config.json`. A setting that
+would change the maths and is not implemented is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that
-conversion is nearly the identity.
+"""The native decoder family. Parameter names and rotary layout are Hugging Face's, so that loading
+and export need almost no conversion.
 
 Knows no parallelism, no environment and no recipe; wrappers are applied from outside.
 Shapes: B batch, T time, D model, H query heads, K key/value heads, E head size, F feed-forward, V
@@ -24,17 +24,17 @@ from ingot.models.native.rope import angles, inverse_frequencies, rotate
 
 
 class AttentionCache(Protocol):
-    """Keys and values of earlier tokens. `append` stores one layer's new ones and answers what to
-    attend over.
-    """
+    """Keys and values of earlier tokens."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """k, v `[B, K, T, E]` -> keys and values `[B, K, S, E]` and a bool mask `[B, 1, T, S]`."""
+        """Store one layer's new k and v `[B, K, T, E]`; returns the keys and values to attend over
+        `[B, K, S, E]` and a bool mask `[B, 1, T, S]`.
+        """
         ...
 
 
 RunLayers = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
-"""What comes out of the layers, in their order, when a tensor is handed in."""
+"""Applies the layers to a tensor, in their order."""
 
 
 def run_in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
@@ -78,7 +78,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, look: AttnFn | None, cache: AttentionCache | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attn_fn: AttnFn | None,
+        cache: AttentionCache | None,
     ) -> Tensor:
         batch, time, _ = x.shape
         # The number of heads is read off the tensor: a wrapper may have left this rank a share of
@@ -90,8 +95,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if look is not None:
-            mixed = look(q, k, v)
+        if attn_fn is not None:
+            mixed = attn_fn(q, k, v)
         else:
             assert cache is not None
             mixed = attend(q, *cache.append(self.layer, k, v))
@@ -133,11 +138,13 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        look: AttnFn | None,
+        attn_fn: AttnFn | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """`look` is how this layer attends; None where `cache` says what to attend over."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, look, cache)
+        """`attn_fn` is this layer's attention; None where `cache` provides keys, values and
+        mask.
+        """
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attn_fn, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -161,14 +168,14 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A causal language model, or one stage of it.
 
-    `forward` is the face that training uses: per-token values of an objective, full logits never
-    existing at once.
+    Training calls `forward`, which returns the objective's value per token; the logits of all
+    tokens never exist at once.
     Built on any device, `meta` included: nothing is computed from the parameters in the
     constructor.
 
-    `attention`, `through` and `vocabulary` say how rows, the layers and the head are computed;
-    wrappers put others there, that speak with other ranks or do not keep all that backward needs.
-    Of a stage, only `stage` and the layers that it holds (under their own numbers) are there.
+    `make_attn_fns`, `run_layers` and `vocabulary_head` compute attention, the layers and the head;
+    wrappers replace them by versions that communicate with other ranks or recompute activations.
+    A pipeline stage has only its own layers, under their numbers in the whole model.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -180,9 +187,9 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.attention: attention.AttnFnFactory = attention.make_attn_fns
-        self.through: RunLayers = run_in_order
-        self.vocabulary = VocabularyHead()
+        self.make_attn_fns: attention.AttnFnFactory = attention.make_attn_fns
+        self.run_layers: RunLayers = run_in_order
+        self.vocabulary_head = VocabularyHead()
         self.stage = StageEnds()
 
     @property
@@ -224,15 +231,17 @@ class Decoder(nn.Module):
             inverse_frequencies(rope, self.config.head_dim, positions.device),
             rope.amplitude,
         )
-        looks = (
-            {} if cache is not None else self.attention(positions, segments, self.config.windows)
+        attn_fns = (
+            {}
+            if cache is not None
+            else self.make_attn_fns(positions, segments, self.config.windows)
         )
         x = self.model.embed_tokens(tokens) if self.stage.first else tokens
         layers = cast("Iterable[Block]", self.model.layers.children())
-        x = self.through(
+        x = self.run_layers(
             x,
             [
-                partial(layer, cos=cos, sin=sin, look=looks.get(layer.window), cache=cache)
+                partial(layer, cos=cos, sin=sin, attn_fn=attn_fns.get(layer.window), cache=cache)
                 for layer in layers
             ],
         )
@@ -240,7 +249,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
-        return self.vocabulary.whole(self._project(self.vocabulary.enter(hidden))).float()
+        return self.vocabulary_head.whole(self._project(self.vocabulary_head.enter(hidden))).float()
 
     def project(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's
@@ -249,7 +258,7 @@ class Decoder(nn.Module):
         return self._project(hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.vocabulary.weight(self.head_weight))
+        return functional.linear(hidden, self.vocabulary_head.weight(self.head_weight))
 
     def forward(
         self,
@@ -270,8 +279,8 @@ class Decoder(nn.Module):
         if not self.stage.last:
             return hidden
         flat = None if extras is None else extras.flatten(0, 1)
-        hidden = self.vocabulary.enter(hidden)
-        weight = self.vocabulary.weight(self.head_weight)
+        hidden = self.vocabulary_head.enter(hidden)
+        weight = self.vocabulary_head.weight(self.head_weight)
         values = apply_head(
             hidden.flatten(0, 1),
             self._project,
@@ -279,7 +288,7 @@ class Decoder(nn.Module):
             labels.flatten(),
             token,
             flat,
-            self.vocabulary.view,
+            self.vocabulary_head.view,
             weight,
         )
         return values.view(
@@ -288,7 +297,7 @@ class Decoder(nn.Module):
 
 
 class StageEnds(NamedTuple):
-    """Which ends of the model are here."""
+    """Which ends of the model a pipeline stage holds."""
 
     first: bool = True
     """The embedding is looked up."""

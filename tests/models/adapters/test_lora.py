@@ -34,7 +34,7 @@ from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import LogitsView
 from tests import tolerances
-from tests.models.hf.tiny import ALL, ENCODERS, SEQ2SEQ, drawn
+from tests.models.hf.tiny import ALL, ENCODERS, SEQ2SEQ, drawn, in_short
 from tests.models.tiny import CASES, make_reference
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def test_beside_weights_held_in_bf16_the_adapter_stays_float32(tmp_path: Path) -
     assert relative(logits(half), unmerged) < tolerances.MERGED_COMPUTED_BF16
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_short(ALL))
 def test_merged_weights_of_transformers_models_open_there(name: str, tmp_path: Path) -> None:
     model = drawn(name)
     add_lora(model, Lora(rank=2), 0)

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
@@ -34,11 +32,14 @@ from tests.models.adapters.test_lora import (
     negative_log_likelihood,
     relative,
 )
-from tests.models.hf.tiny import ALL, CPU, LABELS, drawn
+from tests.models.hf.tiny import ALL, CPU, LABELS, WHOLE, drawn
 from tests.models.tiny import CASES, make_reference
 
 EVERY = {"rank": 4, "alpha": 6.0, "targets": "all-linear"}
 SOME = {"rank": 3, "alpha": 3.0, "targets": ["wq", "v_proj", "layers.1.mlp.down_proj"]}
+OF_EACH = [
+    pytest.param(name, "all-linear", marks=[pytest.mark.slow] * (name not in WHOLE)) for name in ALL
+]
 SOME_OF = {
     "t5": ["q", "wi"],
     "marian": ["q_proj", "fc1"],
@@ -49,6 +50,8 @@ TASK = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
 
 
 def reference(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -72,6 +75,8 @@ def stir(model: nn.Module) -> None:
 
 def theirs(base: nn.Module, folder: Path, **knobs: Any) -> nn.Module:
     """An adapter that PEFT made and wrote into `folder`."""
+    from peft import LoraConfig, get_peft_model
+
     model = get_peft_model(
         base, LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, **knobs})
     ).eval()
@@ -88,6 +93,8 @@ def edit_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize("case", ["grouped", "tied", "biases"])
 @pytest.mark.parametrize("knobs", [EVERY, SOME])
 def test_ours_opens_in_peft(case: str, knobs: dict[str, Any], tmp_path: Path) -> None:
+    from peft import PeftModel
+
     base, folder = make_reference(tmp_path / "base", **CASES[case]), tmp_path / "adapter"
     model = load_model(base, device=CPU)
     plain = logits(model)
@@ -106,10 +113,10 @@ def test_ours_opens_in_peft(case: str, knobs: dict[str, Any], tmp_path: Path) ->
     assert base_of(folder) == str(base)
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"), [(name, "all-linear") for name in ALL] + list(SOME_OF.items())
-)
+@pytest.mark.parametrize(("name", "targets"), [*OF_EACH, *SOME_OF.items()])
 def test_ours_of_transformers_models_opens_in_peft(name: str, targets: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model = drawn(name)
     base, kind = copy.deepcopy(model.inner), model.config.kind
     plain = their_logits(model.inner, kind)
@@ -143,6 +150,8 @@ def test_ours_of_transformers_models_opens_in_peft(name: str, targets: Any, tmp_
 )
 @pytest.mark.parametrize("case", ["grouped", "tied", "biases"])
 def test_pefts_opens_here(case: str, knobs: dict[str, Any], tmp_path: Path) -> None:
+    from peft import PeftModel
+
     base, folder = make_reference(tmp_path / "base", **CASES[case]), tmp_path / "adapter"
     expected = their_logits(theirs(reference(base), folder, **knobs))
     model = load_model(base, device=CPU)
@@ -170,13 +179,13 @@ def test_an_unsaved_all_linear_means_the_same_layers(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), expected, atol=tolerances.LOGITS_FP32, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"), [(name, "all-linear") for name in ALL] + list(SOME_OF.items())
-)
+@pytest.mark.parametrize(("name", "targets"), [*OF_EACH, *SOME_OF.items()])
 def test_pefts_of_transformers_models_opens_here(name: str, targets: Any, tmp_path: Path) -> None:
     """PEFT trains only what ends in `classifier` whole; with all-linear it adapts what else the
     head has.
     """
+    from peft import PeftModel
+
     model = drawn(name)
     kind = model.config.kind
     # Without being told of it, PEFT stumbles over this model's second layer of the head.
@@ -211,6 +220,8 @@ def test_pefts_of_transformers_models_opens_here(name: str, targets: Any, tmp_pa
 
 @pytest.mark.parametrize("case", ["grouped", "tied"])
 def test_gradients_equal_pefts(case: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     base, folder = make_reference(tmp_path / "base", **CASES[case]), tmp_path / "adapter"
     theirs(reference(base), folder, target_modules="all-linear")
     model = load_model(base, device=CPU).train()
@@ -383,6 +394,8 @@ def test_torn_and_missing_files_are_named(tmp_path: Path) -> None:
 
 
 def test_prefix_tuning_is_refused_by_its_name(tmp_path: Path) -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
     base = make_reference(tmp_path / "base")
     get_peft_model(
         reference(base), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.presets import preset
@@ -84,6 +83,8 @@ def without_cache(
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_is_what_transformers_generates(case: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     reference = make_reference(tmp_path, seed=3, **CASES[case])
     theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     together = Generator(load_model(reference, device=CPU), max_rows=4).run(
@@ -396,6 +397,8 @@ TEXTS = [
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.timeout(900)
 def test_smollm2_gives_the_text_of_transformers(smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model, tokenizer = load_model(smollm2, device=CPU), load_tokenizer(smollm2)
     prompts = [tokenizer.encode_prompt(text) for text in TEXTS[1::2]] + [
         tokenizer.encode_chat([{"role": "user", "content": "What is a llama?"}])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
@@ -17,7 +16,7 @@ from ingot.models.generation.sampling import Sampling, UniformDraws, sample_toke
 from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest, answer_batch, generate
 from ingot.models.hf.loading import generation_settings
 from ingot.models.hf.models import Seq2Seq
-from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, reference
+from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, in_short, reference
 from tests.models.hf.tiny import varied as model_of
 
 SOURCES = [
@@ -30,6 +29,8 @@ def theirs(
     model: Seq2Seq, folder: Path, eos: int | None, max_tokens: int, beams: int
 ) -> list[list[int]]:
     """What transformers writes for each source alone."""
+    from transformers import GenerationConfig
+
     opened: Any = reference(model, folder)
     start = model.inner.config.decoder_start_token_id
     asked = GenerationConfig(
@@ -49,7 +50,7 @@ def theirs(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", SEQ2SEQ)
+@pytest.mark.parametrize("name", in_short(SEQ2SEQ))
 def test_ids_are_transformers_own_and_the_batch_changes_nothing(
     name: str, beams: int, tmp_path: Path
 ) -> None:
@@ -104,6 +105,8 @@ def test_each_request_has_its_own_settings() -> None:
 
 
 def test_lengths_of_a_folder_do_not_count_but_what_it_forbids_does() -> None:
+    from transformers import GenerationConfig
+
     model = model_of("bart")
     plain = generate(model, SOURCES, 30, eos=[VOCAB - 3])
     forbidden = plain[0][0]

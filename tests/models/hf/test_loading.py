@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +18,17 @@ from ingot.models.hf.loading import generation_settings, hf_weights, init_hf_mod
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.spec import ModelSpec, build_model
 from tests.models.hf.test_models import POSITIONS, nll, sources, targets
-from tests.models.hf.tiny import ALL, CPU, ENCODERS, SEQ2SEQ, config, drawn, reference, write
+from tests.models.hf.tiny import (
+    ALL,
+    CPU,
+    ENCODERS,
+    SEQ2SEQ,
+    config,
+    drawn,
+    in_short,
+    reference,
+    write,
+)
 
 
 def loaded(
@@ -85,7 +94,7 @@ def test_transformers_opens_what_is_written_and_gives_the_same_logits(
             )
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_short(ALL))
 def test_a_folder_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> None:
     model = drawn(name)
     reference(model, tmp_path / "a").save_pretrained(tmp_path / "b")
@@ -94,6 +103,8 @@ def test_a_folder_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["t5", "t5-1.1", "marian", "modernbert", "deberta-v2"])
 def test_random_weights_are_transformers_own_for_a_seed(name: str) -> None:
+    import transformers
+
     before = torch.get_rng_state()
     model = init_hf_model(config(name), 5, CPU)
     assert torch.equal(torch.get_rng_state(), before), (
@@ -115,7 +126,7 @@ def test_random_weights_are_transformers_own_for_a_seed(name: str) -> None:
         assert torch.equal(model.inner.state_dict()[key], tensor), key
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_short(ALL))
 def test_another_model_becomes_the_one_of_the_checkpoint(name: str) -> None:
     """What the constructor computes is there; two heads that are one stay one, and two stay two."""
     model, empty = drawn(name), init_hf_model(config(name), 0, CPU).eval()
@@ -253,6 +264,8 @@ def test_a_pretrained_encoder_gets_a_head_from_the_seed(
     """As they lie on the hub: without a classifier, with the head of another task, names with the
     prefix or without.
     """
+    import transformers
+
     kind, unused = BASES[name]
     torch.manual_seed(0)
     base = getattr(transformers, kind)(transformers.AutoConfig.for_model(**ALL[name]))

@@ -8,11 +8,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_model
@@ -23,6 +22,9 @@ from tests.cli.commands import ingot
 from tests.models.native.test_decoder import tokens_and_positions
 from tests.models.tiny import make_reference
 from tests.tokenizers.models import pieces_file, ranks_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 4, 2, 16, 2
@@ -99,6 +101,8 @@ def make_meta(
     **params: Any,
 ) -> Path:
     """`root/meta` in Meta's layout and `root/hf`, the same model as transformers wrote it."""
+    from transformers import AutoModelForCausalLM
+
     hf = make_reference(
         root / "hf", norms=0.2, vocab_size=VOCAB[like], rms_norm_eps=1e-5, dtype=dtype, **LIKE[like]
     )
@@ -140,6 +144,8 @@ def make_meta(
 def test_meta_files_import_as_the_model_that_they_were_made_of(
     like: str, world: int, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = make_meta(tmp_path, like, world)
     made = copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)
     assert made["export_type"] == "fp32"

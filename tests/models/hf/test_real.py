@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ingot.checkpoints.export import copy_model
 from ingot.models.hf.folder import hash_model, load_model
@@ -25,6 +24,8 @@ def english(test_data: Path, count: int) -> list[str]:
 
 
 def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     ours, theirs = (
         load_model(smollm2, device=CPU),
         AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval(),
@@ -49,6 +50,8 @@ def test_export_of_real_weights_loses_nothing(
     export_type: str, smollm2: Path, tmp_path: Path
 ) -> None:
     """The source is bf16, so either type holds it exactly."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     lineage = copy_model(smollm2, tmp_path / "copy", export_type=export_type, overwrite=False)  # type: ignore[arg-type]
     assert lineage["model_hash"] == hash_model(tmp_path / "copy")
     one = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
@@ -72,6 +75,8 @@ def test_stories260k_exports_and_imports(test_data: Path, tmp_path: Path) -> Non
     """A pretrained Llama whose folder has no tokenizer: its weights load, an export says what is
     missing.
     """
+    from transformers import AutoModelForCausalLM
+
     from ingot.base.errors import WrongInput
 
     folder = test_data / "stories260K/hf"

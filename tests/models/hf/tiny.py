@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -144,6 +145,15 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "mpnet": {"model_type": "mpnet", **_BERT, "pad_token_id": 1},
 }
 ALL = {**SEQ2SEQ, **ENCODERS}
+WHOLE = ("t5-1.1", "bart", "bert", "roberta", "modernbert")
+"""One model of each build (relative, learned, shifted and rotary positions): these are tried in
+full without `-m slow`, the others by their logits and by writing and reading them.
+"""
+
+
+def in_short(names: Iterable[str]) -> list[Any]:
+    """Names of models as parameters of a test; all but those of `WHOLE` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in WHOLE)) for name in names]
 
 
 def config(name: str, **overrides: Any) -> HFConfig:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from ingot.models.hf.folder import load_model
 from ingot.models.native import attention, head
@@ -27,6 +26,8 @@ def negative_log_likelihood(
 
 
 def both(folder: Path) -> tuple[Decoder, torch.nn.Module]:
+    from transformers import AutoModelForCausalLM
+
     return (
         load_model(folder, device=CPU),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),

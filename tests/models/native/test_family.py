@@ -8,12 +8,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
@@ -34,9 +32,12 @@ from tests.models.native.test_decoder import negative_log_likelihood, tokens_and
 from tests.models.tiny import FAMILY, WINDOW, make_member
 from tests.tokenizers.small import chatty
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CPU = torch.device("cpu")
 VOCAB = 331
-Both = tuple[Decoder, PreTrainedModel]
+Both = tuple[Decoder, Any]
 
 
 @pytest.fixture(scope="module", params=FAMILY)
@@ -55,6 +56,8 @@ def reference(folder: Path) -> PreTrainedModel:
     """transformers' model; its weights have to be those that the folder has, no more and no
     fewer.
     """
+    from transformers import AutoModelForCausalLM
+
     model, about = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -246,6 +249,8 @@ def test_masks_are_made_once_and_only_where_they_say_something() -> None:
 
 @pytest.mark.parametrize("kind", native_families())
 def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kind: str) -> None:
+    from transformers import AutoConfig
+
     sizes = {
         "vocab_size": 97,
         "hidden_size": 4096,
@@ -370,6 +375,9 @@ def test_what_would_change_the_maths_unseen_is_refused(
 )
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: str) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     sizes: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 256,
