@@ -122,8 +122,8 @@ class FailureDetails:
 
 
 def record_failure(deaths: list[FailureDetails], kind: str, event: Event, now: float) -> None:
-    """Add what an event of a kind of FAILURE_EVENTS tells to the last of `deaths`, or begin another. `now`:
-    when it was recorded, by the account's clock.
+    """Add what an event of a kind of FAILURE_EVENTS tells to the last of `deaths`, or begin
+    another. `now`: when it was recorded, by the account's clock.
     """
     if not deaths or _AFTER[kind] & deaths[-1].words.keys():
         deaths.append(FailureDetails())

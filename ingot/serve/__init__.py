@@ -1,3 +1,1 @@
-"""An exported model folder behind HTTP: OpenAI's routes and Vertex AI's prediction contract. Trains
-nothing, registers nothing.
-"""
+"""Serves an exported model folder over HTTP: OpenAI's API and Vertex AI's prediction protocol."""

@@ -1,6 +1,4 @@
-"""`ingot predict`: one answer, from a model folder in this process or from a running server over
-HTTP.
-"""
+"""`ingot predict`: one answer, from a model folder in this process or from a running server."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ SUMMARY_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """How to answer. `max_tokens` None: MAX_TOKENS of a decoder, of a sequence-to-sequence model
-    the whole text.
+    """Generation options. `max_tokens` None: MAX_TOKENS for a decoder, the whole text for a
+    sequence-to-sequence model.
     """
 
     max_tokens: int | None = None
@@ -40,7 +38,7 @@ class PredictOptions:
     chat: bool = False
 
     def check(self, kind: str) -> None:
-        """Raises WrongInput for what this kind of model cannot do."""
+        """Raises WrongInput for options that this kind of model does not have."""
         if self.chat and kind != "decoder":
             raise WrongInput("chat is for models that were trained on chats; leave it out")
         if self.beams != 1 and kind != "seq2seq":
@@ -65,97 +63,105 @@ def predict(
     chat: bool = False,
     api_key: str | None = None,
 ) -> str:
-    """The completion of `prompt`, without the prompt; a sequence-to-sequence model's text for it; a
-    classifier's label, its scores on stderr.
+    """The completion of `prompt` without the prompt, a sequence-to-sequence model's text, or a
+    classifier's label with the scores on stderr.
 
-    `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message, and
-    the model's chat template is put around it.
+    `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message and
+    goes through the model's chat template.
+
 
     Raises:
         WrongInput: no such model, a prompt that it cannot read, or a request that the server
             refuses.
         Failed: the server does not answer, or fails.
     """
-    wish = PredictOptions(max_tokens, temperature, top_p, seed, tuple(stop), beams, chat)
+    options = PredictOptions(max_tokens, temperature, top_p, seed, tuple(stop), beams, chat)
     if str(target).startswith(("http://", "https://")):
-        return _ask(str(target), prompt, wish, api_key)
+        return _predict_remotely(str(target), prompt, options, api_key)
     loaded = load(Path(target), any_template=not chat)
-    wish.check(loaded.kind)
-    text, scores = _here(loaded, prompt, wish)
+    options.check(loaded.kind)
+    text, scores = _predict_locally(loaded, prompt, options)
     if text is None:
         raise Failed(
             f"{target}: the model's numbers are not finite on this prompt; it was not trained to"
             " the end, or its weights are damaged"
         )
     if scores:
-        say(_spelled(scores))
+        say(_format_scores(scores))
     return text
 
 
-def _here(
-    loaded: LoadedModel, prompt: str, wish: PredictOptions
+def _predict_locally(
+    loaded: LoadedModel, prompt: str, options: PredictOptions
 ) -> tuple[str | None, dict[str, float]]:
-    """Text and scores by the model in this process; None for numbers that are not finite."""
-    worker, sampling = loaded.worker(1), Sampling(wish.temperature, wish.top_p, wish.seed)
+    """Text and scores from the model in this process; the text is None where logits are not
+    finite.
+    """
+    worker, sampling = loaded.worker(1), Sampling(options.temperature, options.top_p, options.seed)
     if isinstance(worker, Classifier):
         worker.add(Request(loaded.encode(prompt), 1))
         ((_, verdict),) = worker.step()
-        return _text(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
+        return _label(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
     if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.model.config.max_position_embeddings)
-        tokens = whole if wish.max_tokens is None else wish.max_tokens
+        tokens = whole if options.max_tokens is None else options.max_tokens
         (answer,) = worker.run(
-            [Seq2SeqRequest(loaded.encode(prompt), tokens, sampling, wish.stop, wish.beams)]
+            [Seq2SeqRequest(loaded.encode(prompt), tokens, sampling, options.stop, options.beams)]
         )
     else:
         ids = (
-            loaded.tokenizer.encode_chat([_message(prompt)]) if wish.chat else loaded.encode(prompt)
+            loaded.tokenizer.encode_chat([_user_message(prompt)])
+            if options.chat
+            else loaded.encode(prompt)
         )
         (answer,) = worker.run(
             [
                 Request(
                     ids,
-                    MAX_TOKENS if wish.max_tokens is None else wish.max_tokens,
+                    MAX_TOKENS if options.max_tokens is None else options.max_tokens,
                     sampling,
-                    wish.stop,
+                    options.stop,
                 )
             ]
         )
     return None if answer.finish == "error" else answer.text, {}
 
 
-def _text(verdict: ClassScores) -> str | None:
+def _label(verdict: ClassScores) -> str | None:
     return None if verdict.finish == "error" else verdict.text
 
 
-def _spelled(scores: Mapping[str, float]) -> str:
+def _format_scores(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{label} {score:.4f}" for label, score in scores.items())
 
 
-def _message(prompt: str) -> dict[str, str]:
+def _user_message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
-def _ask(url: str, prompt: str, wish: PredictOptions, api_key: str | None) -> str:
-    """Through OpenAI's routes, which other servers have too; the model is the first that the server
-    names. Other kinds than decoders by `/predict`.
+def _predict_remotely(url: str, prompt: str, options: PredictOptions, api_key: str | None) -> str:
+    """Ask a server through OpenAI's routes, which other servers have too, for its first model;
+    models that are no decoders through `/predict`.
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
     with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT) as client:
         if (triton := _triton_model(client)) is not None:
-            return _triton(client, triton, prompt, wish)
+            return _triton(client, triton, prompt, options)
         models = _json(client, "GET", "/v1/models", None)
         try:
             model = models["data"][0]
             kind = model.get("kind", "decoder")
-            wish.check(kind)
+            options.check(kind)
             if kind != "decoder":
-                return _predicted(client, prompt, wish, kind)
-            body = {"model": model["id"], "max_tokens": MAX_TOKENS, **_options(wish)}
-            if wish.chat:
+                return _predict_route(client, prompt, options, kind)
+            body = {"model": model["id"], "max_tokens": MAX_TOKENS, **_options(options)}
+            if options.chat:
                 answer = _json(
-                    client, "POST", "/v1/chat/completions", {**body, "messages": [_message(prompt)]}
+                    client,
+                    "POST",
+                    "/v1/chat/completions",
+                    {**body, "messages": [_user_message(prompt)]},
                 )
                 return str(answer["choices"][0]["message"]["content"])
             return str(
@@ -170,7 +176,7 @@ def _ask(url: str, prompt: str, wish: PredictOptions, api_key: str | None) -> st
 
 
 def _triton_model(client: httpx.Client) -> str | None:
-    """The model that a Triton serves first; None where the server is no Triton, or does not
+    """The first model of a Triton server; None where the server is no Triton, or does not
     answer.
     """
     try:
@@ -181,8 +187,8 @@ def _triton_model(client: httpx.Client) -> str | None:
         return None
 
 
-def _triton(client: httpx.Client, model: str, prompt: str, wish: PredictOptions) -> str:
-    if wish.chat or wish.beams != 1:
+def _triton(client: httpx.Client, model: str, prompt: str, options: PredictOptions) -> str:
+    if options.chat or options.beams != 1:
         raise WrongInput(
             f"{client.base_url} is a Triton, which goes on from texts and knows neither chat nor"
             " beams; leave them out"
@@ -193,27 +199,31 @@ def _triton(client: httpx.Client, model: str, prompt: str, wish: PredictOptions)
             client,
             "POST",
             triton_route(model),
-            triton_question(prompt, {"max_tokens": MAX_TOKENS, **_options(wish)}),
+            triton_question(prompt, {"max_tokens": MAX_TOKENS, **_options(options)}),
         ),
     )
 
 
-def _predicted(client: httpx.Client, prompt: str, wish: PredictOptions, kind: str) -> str:
-    parameters = {} if kind == "encoder" else {**_options(wish), "beams": wish.beams}
+def _predict_route(client: httpx.Client, prompt: str, options: PredictOptions, kind: str) -> str:
+    parameters = {} if kind == "encoder" else {**_options(options), "beams": options.beams}
     (prediction,) = _json(
         client, "POST", "/predict", {"instances": [prompt], "parameters": parameters}
     )["predictions"]
     if kind != "encoder":
         return str(prediction)
-    say(_spelled(prediction["scores"]))
+    say(_format_scores(prediction["scores"]))
     return str(prediction["label"])
 
 
-def _options(wish: PredictOptions) -> dict[str, Any]:
-    given = {"max_tokens": wish.max_tokens, "seed": wish.seed, "stop": list(wish.stop) or None}
+def _options(options: PredictOptions) -> dict[str, Any]:
+    given = {
+        "max_tokens": options.max_tokens,
+        "seed": options.seed,
+        "stop": list(options.stop) or None,
+    }
     return {
-        "temperature": wish.temperature,
-        "top_p": wish.top_p,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
         **{name: value for name, value in given.items() if value is not None},
     }
 

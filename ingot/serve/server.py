@@ -1,5 +1,5 @@
-"""`ingot serve`: open the model, listen, answer until SIGTERM or Ctrl-C, finish what runs, leave.
-Other engines run as processes of their own.
+"""`ingot serve`: loads the model and answers HTTP requests until SIGTERM or Ctrl-C; running
+requests are finished first. Other engines run as child processes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ingot.serve.engines.vllm import render_vllm, serve_vllm
 from ingot.serve.http import openai, vertex
 from ingot.serve.http.errors import install_error_handlers
 from ingot.serve.http.listen import (
-    address,
     bind_error,
     bound_socket,
     fetched_model_folder,
     health_routes,
+    listen_address,
     read_api_key,
-    shown,
+    url_host,
 )
 from ingot.serve.http.middleware import ApiKeyAuth, BodySizeLimit, RequestMetrics, ServerMetrics
 from ingot.serve.http.service import Service
@@ -43,7 +43,9 @@ from ingot.serve.native.model import check_model_folder, load
 def create_app(
     service: Service, metrics: ServerMetrics, *, key: str | None, environ: Mapping[str, str]
 ) -> FastAPI:
-    """All routes of one served model. `key`: what clients must send, None when nobody is asked."""
+    """The web application of one served model. `key`: the API key clients must send, None for
+    none.
+    """
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     routers = [openai.router(service), vertex.router(service, environ)]
@@ -63,8 +65,8 @@ def create_app(
     async def scrape() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    # Paths with a name in them are left out of the counting: clients could make up any number of
-    # those.
+    # Routes with a parameter in their path count as `other`: clients could send any number of
+    # different paths.
     routes = [
         *open_routes,
         "/metrics",
@@ -75,7 +77,7 @@ def create_app(
             if isinstance(route, APIRoute)
         ),
     ]
-    # The last one added is the first to see a request.
+    # The middleware that is added last sees a request first.
     app.add_middleware(BodySizeLimit, max_bytes=service.settings.max_body_bytes)
     if key is not None:
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
@@ -83,18 +85,17 @@ def create_app(
     return app
 
 
-# Seconds that running requests get to finish in once the server is asked to stop.
+# Seconds that running requests get to finish once the server is stopping.
 GRACE_S = 10.0
 
 
 def serve(target_folder: Path, settings: Serve, name: str) -> None:
-    """Serve the model in `target_folder` under `name`; blocks until SIGTERM or SIGINT, then
-    returns.
+    """Serve the model in `target_folder` under `name` until SIGTERM or SIGINT.
 
     Raises:
-        WrongInput: no model or no tokenizer there, an address that is not this machine's, a key
-            that is not set, no such engine in `serve.python`.
-        Failed: the port is taken, or the engine died.
+        WrongInput: no model or no tokenizer in the folder, an address that is not this machine's, a
+            key that is not set, or an engine that `serve.python` does not have.
+        Failed: the port is taken, or the engine's process died.
     """
     if settings.engine == "vllm":
         serve_vllm(target_folder, settings, name)
@@ -103,8 +104,8 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         serve_triton(target_folder, settings, name)
         return
     key = read_api_key(settings.api_key)
-    host, port = address(settings, os.environ)
-    # The port comes first: a model that takes minutes to load should not find it taken then.
+    host, port = listen_address(settings, os.environ)
+    # The port is bound first, so that a taken port is an error before minutes of loading.
     with (
         bound_socket(host, port) as listener,
         fetched_model_folder(target_folder, os.environ) as folder,
@@ -121,13 +122,14 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
             Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
         )
         UvicornServer(
-            app, engine, f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}"
+            app, engine, f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}"
         ).run(sockets=[listener])
 
 
 def render(folder: Path, settings: Serve, name: str) -> str:
-    """What `serve` would start, as text: another engine's files and command, or that this process
-    answers itself. No secret is in it.
+    """What `serve` would start, as text: another engine's files and command, or a note that this
+    process would answer. It contains no secret.
+
 
     Raises:
         WrongInput: a folder that the engine cannot serve.
@@ -139,13 +141,13 @@ def render(folder: Path, settings: Serve, name: str) -> str:
     kind = check_model_folder(folder, any_template=settings.any_template).kind
     return (
         f"# nothing is started: this process would serve {name}, a {kind} in {folder}, at"
-        f" http://{shown(settings.host)}:{settings.port}\n"
+        f" http://{url_host(settings.host)}:{settings.port}\n"
     )
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn with our end: running requests get GRACE_S, what is left then is answered with 503,
-    and the exit is clean.
+    """uvicorn with our shutdown: running requests get GRACE_S, the rest is answered with 503, and
+    the process exits normally.
     """
 
     def __init__(self, app: FastAPI, engine: ServingEngine, greeting: str) -> None:
@@ -164,7 +166,7 @@ class UvicornServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except OSError as error:  # another server that was loading, too, listened first
+        except OSError as error:  # another server, loading at the same time, listened first
             raise bind_error(error, *(sockets or [])[0].getsockname()[:2]) from None
         self._engine.start()
         say(self._greeting)
@@ -179,8 +181,8 @@ class UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, but the signal is not raised again afterwards: to be stopped is how a
-        server ends well.
+        """As uvicorn's own, except that the signal is not raised again afterwards: a server that
+        was stopped has ended well.
         """
         before = {
             number: signal.signal(number, self.handle_exit)

@@ -205,7 +205,7 @@ def test_a_stranger_who_answers_at_the_port_is_not_taken_for_the_engine(tmp_path
         )
         with pytest.raises(
             Failed,
-            match=r"vLLM ended while loading \(exit 3\): it has said nothing; its whole log is .*",
+            match=r"vLLM ended while loading \(exit 3\): it printed nothing; its whole log is .*",
         ) as failed:
             run_server_process(engine, "serving")
         Path(str(failed.value).rpartition(" ")[2]).unlink()

@@ -25,7 +25,7 @@ from ingot.base.server import ask
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import answered, question, triton_route
 from ingot.models.generation.request import Request
-from ingot.serve.engines.triton import TritonInstallation, assemble_backend, command, find_triton
+from ingot.serve.engines.triton import TritonInstallation, assemble_backend, find_triton, triton_command
 from ingot.serve.engines.triton_backend import TritonBackend
 from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
@@ -138,7 +138,7 @@ def test_a_full_queue_refuses_and_who_goes_away_makes_room(
     for sender in running:
         sender.cancelled = True
     gate.set()
-    assert [said(sender)[-1] for sender in running][-1] == "the client went away"
+    assert [said(sender)[-1] for sender in running][-1] == "the client disconnected"
     until = time.monotonic() + 60
     while (answer := said(asked(model, "fox", max_tokens=1))) and "no more fit" in answer[0]:
         assert time.monotonic() < until
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused(
         ),
     ):
         serve(folder, Serve(engine="triton", port=0), "model")
-    with pytest.raises(WrongInput, match="Triton asks nobody for a key; remove it"):
+    with pytest.raises(WrongInput, match="Triton checks no key; remove it"):
         serve(folder, Serve(engine="triton", api_key="env:KEY"), "model")
     with pytest.raises(WrongInput, match=r"serve\.engine triton answers with decoders alone"):
         render(
@@ -300,7 +300,7 @@ def test_the_wheel_of_triton_is_put_together(
     ]
     assert made["triton_python_backend_stub"] == 0o111
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
-    started = command(str(python), found, tmp_path / "place", "m", "0.0.0.0", 5)
+    started = triton_command(str(python), found, tmp_path / "place", "m", "0.0.0.0", 5)
     assert f"--backend-directory={tmp_path / 'place' / 'backends'}" in started.argv
     assert (
         started.environment["LD_LIBRARY_PATH"]
@@ -314,7 +314,7 @@ def test_the_wheel_of_triton_is_put_together(
     ):
         find_triton(str(python))
     assert (
-        command("python", TritonInstallation(Path("tritonserver")), tmp_path, "m", "::", 5).health
+        triton_command("python", TritonInstallation(Path("tritonserver")), tmp_path, "m", "::", 5).health
         == "http://[::1]:5/v2/models/m/ready"
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
-from ingot.serve.http.listen import address, fetched_model_folder
+from ingot.serve.http.listen import listen_address, fetched_model_folder
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
@@ -71,13 +71,13 @@ def test_refusals(strict: Running, body: dict[str, Any], words: str) -> None:
 
 def test_the_port_comes_from_the_environment() -> None:
     settings = Serve(port=8000)
-    assert address(settings, {}) == ("127.0.0.1", 8000)
-    assert address(settings, {"AIP_HTTP_PORT": ""}) == ("127.0.0.1", 8000)
-    assert address(settings, {"AIP_HTTP_PORT": "8080"}) == ("0.0.0.0", 8080)
-    assert address(Serve(host="10.1.2.3"), {"AIP_HTTP_PORT": "8080"}) == ("10.1.2.3", 8080)
+    assert listen_address(settings, {}) == ("127.0.0.1", 8000)
+    assert listen_address(settings, {"AIP_HTTP_PORT": ""}) == ("127.0.0.1", 8000)
+    assert listen_address(settings, {"AIP_HTTP_PORT": "8080"}) == ("0.0.0.0", 8080)
+    assert listen_address(Serve(host="10.1.2.3"), {"AIP_HTTP_PORT": "8080"}) == ("10.1.2.3", 8080)
     for wrong in ("http", "-1", "70000"):
         with pytest.raises(WrongInput, match=r"\$AIP_HTTP_PORT"):
-            address(settings, {"AIP_HTTP_PORT": wrong})
+            listen_address(settings, {"AIP_HTTP_PORT": wrong})
 
 
 def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Another engine's server as a process of ours: started, waited for until it answers, told signals,
-ended. None outlives this one.
+"""Runs another engine's server as a child process: starts it, waits until it answers, stops it. It
+never outlives this process.
 
-While it loads its log is held back; a server that dies then is one line with its last words, and
-its log lies in a file. Once it answers, what it says goes on to stderr.
+Its log is held back while it loads; a server that dies then is reported in one line, and its log is
+kept in a file. Once it answers, its log goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ import psutil
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 
-# Seconds between two looks at a server that loads, and between two lines that tell that it still
-# does.
+# Seconds between two health checks of a loading server, and between two progress messages.
 POLL_S, REPORT_S = 0.2, 30.0
-# Seconds that a server gets to end in once it is told to, before it is killed with all that it
-# started.
+# Seconds that a server gets to end after SIGTERM, before it and its children are killed.
 GRACE_S = 12.0
 _KEPT_LINES = 4000
-# Reads the group, then waits until the other end of the pipe is closed, which the kernel does when
-# we are gone.
+# Reads the process group, then waits until the other end of the pipe is closed, which the kernel
+# does when this process ends.
 _GUARD = """
 read -r group || exit
 read -r nothing
@@ -44,8 +42,8 @@ kill -s TERM -- "-$group"
 for second in $(seq "$1"); do kill -s 0 -- "-$group" || exit; sleep 1; done
 kill -s KILL -- "-$group"
 """
-# What stands before the words of a line in the logs of vLLM and Triton.
-_HEAD = re.compile(
+# The prefix of log lines of vLLM and Triton.
+_LOG_PREFIX = re.compile(
     r"^(?:\((?:APIServer|EngineCore|VllmWorker|Worker)[^)]*\)\s*)?(?:(?:INFO|WARNING|ERROR)\s+\d\d-\d\d"
     r" [\d:]+ \[[^\]]+\]\s?)?"
     r"(?:[EWI]\d{4} [\d:.]+ \d+ [\w.]+:\d+\] )?"
@@ -54,15 +52,14 @@ _ERROR = re.compile(
     r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b: .+|[\w./-]+: error: .+|\"?(?:ERROR|failed"
     r" to)\b.+|error: .+|.*: error while loading shared libraries: .+)"
 )
-_ONWARDS = ("See root cause above", "initialization failed due to")
+_NOT_ROOT_CAUSE = ("See root cause above", "initialization failed due to")
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How a server is started. `environment` is set beside our own; of `secrets` (by their
-    variables) no value is ever shown.
-
-    `health`: the address that answers 200 once it serves.
+    """How a server is started. `environment` is added to ours; the values of `secrets` are never
+    shown.
+    `health`: the URL that answers 200 once it serves.
     """
 
     engine: str
@@ -77,28 +74,28 @@ def run_server_process(
     greeting: str,
     meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
-    """Start the server, say `greeting` once it answers, and return when SIGTERM or SIGINT has ended
+    """Start the server, print `greeting` once it answers, and return when SIGTERM or SIGINT stopped
     it.
 
-    `meanwhile`: what runs beside it from then on.
+    `meanwhile`: a context that is open while it serves.
 
     Raises:
         WrongInput: there is no such program.
-        Failed: it died; with its last words.
+        Failed: it died; with its last error message.
     """
     with _started(command) as (process, log):
         _wait(command, process, log)
-        with meanwhile(), _told_to_stop() as stop:
-            log.let_through()
+        with meanwhile(), _stop_event() as stop:
+            log.forward()
             say(greeting)
             while not stop.wait(POLL_S):
                 if process.poll() is not None:
                     log.join()
                     raise Failed(
-                        f"{command.engine} died ({_code(process)}): {log.last_words()}; its log"
-                        " stands above, start it again"
+                        f"{command.engine} died ({_describe_exit(process)}): {log.root_error()};"
+                        " its log stands above, start it again"
                     )
-            log.hold()
+            log.silence()
 
 
 @contextlib.contextmanager
@@ -128,11 +125,11 @@ def _started(command: ServerCommand) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 @contextlib.contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """What the block gets takes a process group, which is ended should this process die inside the
-    block, however it dies.
+    """A function that registers a process group to be killed if this process dies inside the block,
+    even by SIGKILL.
 
-    A process of its own waits for that: vLLM that is only told to stop, with nobody left who reads
-    its log, hangs with all its processes.
+    A separate process waits for that. vLLM would not end by itself: after SIGTERM, with nobody
+    reading its log, it hangs with all its processes.
     """
     with subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", str(math.ceil(GRACE_S))],
@@ -150,7 +147,7 @@ def _guard() -> Iterator[Callable[[int], None]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, GRACE_S, then SIGKILL to whatever is left of it and of what it started."""
+    """Send SIGTERM, wait up to GRACE_S, then SIGKILL what is left of its process group."""
     try:
         if process.poll() is None:
             process.terminate()
@@ -163,29 +160,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(command: ServerCommand, process: subprocess.Popen[bytes], log: _ServerLog) -> None:
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while True:
             if process.poll() is not None:
                 log.join()
                 raise Failed(
-                    f"{command.engine} ended while loading ({_code(process)}): {log.last_words()};"
-                    f" its whole log is {log.keep(command.engine)}"
+                    f"{command.engine} ended while loading ({_describe_exit(process)}):"
+                    f" {log.root_error()}; its whole log is {log.keep(command.engine)}"
                 )
             with contextlib.suppress(httpx.HTTPError):
                 if client.get(command.health).status_code == httpx.codes.OK and _listens(
                     process.pid, httpx.URL(command.health).port
                 ):
                     return
-            if time.monotonic() - told > REPORT_S:
-                told = time.monotonic()
-                say(f"{command.engine} is still loading ({told - began:.0f} s)")
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                say(f"{command.engine} is still loading ({reported - began:.0f} s)")
             time.sleep(POLL_S)
 
 
 def _listens(pid: int, port: int | None) -> bool:
-    """Whether it is this process, or one that it started, that has the port: while it loads, a
-    stranger may have taken it and answer.
+    """Whether this process or one of its children listens on the port: while it loads, another
+    process may have taken the port and answer.
     """
     try:
         process = psutil.Process(pid)
@@ -202,8 +199,8 @@ def _listens(pid: int, port: int | None) -> bool:
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
-    """Set at the first SIGINT or SIGTERM; to be stopped is how a server ends well."""
+def _stop_event() -> Iterator[threading.Event]:
+    """An event that is set at the first SIGINT or SIGTERM, which then do not raise."""
     stop = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -217,19 +214,19 @@ def _told_to_stop() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _code(process: subprocess.Popen[bytes]) -> str:
+def _describe_exit(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     return f"exit {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 class _ServerLog:
-    """What a process says: kept while it loads, and passed on from `let_through` on."""
+    """The log of a process: held back at first, and passed to stderr after `forward`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._stream = process.stdout
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._first_error: str | None = None
-        self._through = False
+        self._forwarding = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -238,36 +235,35 @@ class _ServerLog:
         for raw in self._stream:
             line = raw.decode(errors="replace").rstrip()
             self._lines.append(line)
-            words = _HEAD.sub("", line, count=1).strip()
-            if _ERROR.match(words) and not any(onwards in words for onwards in _ONWARDS):
+            words = _LOG_PREFIX.sub("", line, count=1).strip()
+            if _ERROR.match(words) and not any(phrase in words for phrase in _NOT_ROOT_CAUSE):
                 self._first_error = self._first_error or words
-            if self._through:
+            if self._forwarding:
                 print(line, file=sys.stderr, flush=True)
 
-    def let_through(self) -> None:
-        """From here on lines go to stderr, and what went wrong before, and was got over, is
-        forgotten.
-        """
-        self._through, self._first_error = True, None
+    def forward(self) -> None:
+        """Pass further lines to stderr, and forget errors from before, which it recovered from."""
+        self._forwarding, self._first_error = True, None
 
-    def hold(self) -> None:
-        """What it says while it is ended on purpose is of no use to anybody."""
-        self._through = False
+    def silence(self) -> None:
+        """Stop passing lines to stderr; used while the process is being stopped."""
+        self._forwarding = False
 
     def join(self) -> None:
-        """Wait until all is read; a grandchild that holds the pipe open is not waited for."""
+        """Wait until the log is read, but not for a grandchild that holds the pipe open."""
         self._thread.join(2.0)
 
     def newest(self) -> str:
-        words = (_HEAD.sub("", line, count=1).strip() for line in reversed(list(self._lines)))
-        return next((text for text in words if text), "it has said nothing")[:200]
+        """Its last line that is not empty."""
+        words = (_LOG_PREFIX.sub("", line, count=1).strip() for line in reversed(list(self._lines)))
+        return next((text for text in words if text), "it printed nothing")[:200]
 
-    def last_words(self) -> str:
-        """The first error that it named, which the others follow from; else its last line."""
+    def root_error(self) -> str:
+        """The first error in the log, of which later ones are consequences; else its last line."""
         return (self._first_error or self.newest())[:400].replace("\\n", " ").rstrip(' ".')
 
     def keep(self, engine: str) -> str:
-        """A file with all that it said."""
+        """Write the log to a file and return its path."""
         with tempfile.NamedTemporaryFile(
             "w", prefix=f"ingot-{engine.lower()}-", suffix=".log", delete=False, encoding="utf-8"
         ) as file:

@@ -1,9 +1,8 @@
-"""Vertex AI's contract in front of another engine's OpenAI server: health, predictions, and
-OpenAI's routes handed through.
+"""A proxy with Vertex AI's prediction protocol in front of another engine's OpenAI server: health,
+predictions, and OpenAI's routes passed through.
 
-A front rather than Vertex's own way of exposing all routes (`invoke_route_prefix`): that one works
-on dedicated endpoints alone and takes the place of predictions, so that clients would have to know
-which engine answers.
+Vertex AI could expose all routes itself (`invoke_route_prefix`), but only on dedicated endpoints
+and instead of predictions, so that clients would have to know which engine answers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _STOP_S = 5.0
 def create_proxy(
     url: str, settings: Serve, name: str, *, key: str | None, environ: Mapping[str, str]
 ) -> FastAPI:
-    """The application before the server at `url`, which calls its model `name`."""
+    """The application in front of the server at `url`, which calls its model `name`."""
     client = httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(ANSWER_S, connect=10.0),
@@ -56,18 +55,18 @@ def create_proxy(
 
     async def predict(body: PredictBody) -> dict[str, Any]:
         prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
-        wishes = body.parameters.model_dump(exclude_none=True)
+        parameters = body.parameters.model_dump(exclude_none=True)
         if (
-            wishes.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens))
+            parameters.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens))
             > settings.max_tokens
         ):
             raise ApiError(
                 400,
-                f"max_tokens {wishes['max_tokens']} is over this server's limit of"
+                f"max_tokens {parameters['max_tokens']} is over this server's limit of"
                 f" {settings.max_tokens}; lower it, or raise serve.max_tokens",
             )
-        answer = await _asked(
-            client, "/v1/completions", {"model": name, "prompt": prompts, **wishes}
+        answer = await _post(
+            client, "/v1/completions", {"model": name, "prompt": prompts, **parameters}
         )
         return {
             "predictions": [
@@ -76,51 +75,53 @@ def create_proxy(
             ]
         }
 
-    async def through(request: Request) -> Response:
+    async def pass_through(request: Request) -> Response:
         kept = {
             header: value
             for header in ("content-type", "accept")
             if (value := request.headers.get(header))
         }
-        asked = client.build_request(
+        forwarded = client.build_request(
             request.method, request.url.path, content=await request.body(), headers=kept
         )
         try:
-            answer = await client.send(asked, stream=True)
+            answer = await client.send(forwarded, stream=True)
         except httpx.HTTPError as error:
-            raise _gone(error) from None
+            raise _unavailable(error) from None
         return StreamingResponse(
-            _passed(answer), answer.status_code, media_type=answer.headers.get("content-type")
+            _stream(answer), answer.status_code, media_type=answer.headers.get("content-type")
         )
 
     open_routes = health_routes(environ)
     for route in open_routes:
         app.add_api_route(route, health, methods=["GET"])
     app.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", predict, methods=["POST"])
-    app.add_api_route("/v1/{path:path}", through, methods=["GET", "POST"], include_in_schema=False)
+    app.add_api_route(
+        "/v1/{path:path}", pass_through, methods=["GET", "POST"], include_in_schema=False
+    )
     app.add_middleware(BodySizeLimit, max_bytes=settings.max_body_bytes)
     if key is not None:
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
     return app
 
 
-async def _asked(client: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> Any:
+async def _post(client: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> Any:
     try:
         answer = await client.post(route, json=body)
     except httpx.HTTPError as error:
-        raise _gone(error) from None
+        raise _unavailable(error) from None
     try:
-        said = answer.json()
-        reason = None if answer.is_success else said["error"]["message"]
+        content = answer.json()
+        reason = None if answer.is_success else content["error"]["message"]
     except (ValueError, KeyError, TypeError):
         reason = f"the engine answered {answer.status_code}"
     if reason is not None:
         raise ApiError(answer.status_code if answer.is_error else 502, str(reason))
-    return said
+    return content
 
 
-async def _passed(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Bytes as they come; when the client hangs up, the engine is hung up on, too."""
+async def _stream(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The response's bytes as they arrive; if the client disconnects, so does the proxy."""
     try:
         async for chunk in answer.aiter_raw():
             yield chunk
@@ -128,7 +129,7 @@ async def _passed(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
-def _gone(error: httpx.HTTPError) -> ApiError:
+def _unavailable(error: httpx.HTTPError) -> ApiError:
     return ApiError(
         503,
         f"the engine behind this server does not answer ({type(error).__name__}); try again",
@@ -145,14 +146,15 @@ def running_proxy(
     key: str | None,
     environ: Mapping[str, str],
 ) -> Iterator[None]:
-    """The front listens for as long as the block lasts, in a thread; running requests get a moment
-    at its end.
+    """Run the proxy in a thread for the length of the block; running requests get _STOP_S at its
+    end.
+
 
     Raises:
         Failed: another server listened at the address first.
     """
     try:
-        listener.listen()  # from now on nobody is turned away, even before the thread runs
+        listener.listen()  # connections are accepted from here on, before the thread runs
     except OSError as error:
         raise bind_error(error, *listener.getsockname()[:2]) from None
     app = create_proxy(url, settings, name, key=key, environ=environ)
@@ -166,7 +168,7 @@ def running_proxy(
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(
-        target=server.run, kwargs={"sockets": [listener]}, name="ingot-front", daemon=True
+        target=server.run, kwargs={"sockets": [listener]}, name="ingot-proxy", daemon=True
     )
     thread.start()
     try:

@@ -1,9 +1,9 @@
-"""`serve.engine: triton`: NVIDIA's Triton over a model repository written here, as a process of
-ours, answering with our own generation.
+"""`serve.engine: triton`: runs NVIDIA's Triton as a child process on a model repository written
+here, whose Python backend generates with our own code.
 
-The server is the one in the environment of `serve.python` (the wheel nvidia-pytriton carries it),
-else `tritonserver` on PATH. Its Python backend runs in the environment whose interpreter it finds
-first, so that environment needs ingot as well, with numpy 1.26 for that wheel.
+The server is that of the environment of `serve.python` (the wheel nvidia-pytriton includes it),
+else `tritonserver` on PATH. Its Python backend runs in the environment of the first `python3` on
+PATH, which must have ingot as well, with numpy 1.26 for that wheel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from ingot.config.sections.deployment import Serve
 from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.vllm import python_with_module
-from ingot.serve.http.listen import LOOPBACK, address, fetched_model_folder, free_port, shown
+from ingot.serve.http.listen import (
+    LOOPBACK,
+    fetched_model_folder,
+    free_port,
+    listen_address,
+    url_host,
+)
 from ingot.serve.native.model import check_decoder_folder
 
 PROGRAM = "tritonserver"
-_ASK = (
+_ENVIRONMENT_SCRIPT = (
     "import json, sys, sysconfig; print(json.dumps([sysconfig.get_path('platlib'),"
     " sysconfig.get_config_var('LIBDIR'), '%d.%d' % sys.version_info[:2]]))"
 )
@@ -37,7 +43,7 @@ _ASK = (
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """Where a Triton is. `backend`: files of the Python backend that still have to be put together;
+    """An installed Triton. `backend`: files of the Python backend that must be copied together;
     empty where the server finds it by itself.
     """
 
@@ -50,14 +56,14 @@ def serve_triton(target: Path, settings: Serve, name: str) -> None:
     """Serve the model in `target` with Triton; blocks until SIGTERM or SIGINT.
 
     Raises:
-        WrongInput: not a decoder's folder, a key (Triton asks for none), or no Triton.
-        Failed: the port is taken, or Triton died; with its last words.
+        WrongInput: not a decoder's folder, an API key (Triton checks none), or no Triton.
+        Failed: the port is taken, or Triton died; with its error message.
     """
     _check_key(settings)
-    host, port = address(settings, os.environ)
+    host, port = listen_address(settings, os.environ)
     python = python_with_module(settings.python, "ingot")
     installation = find_triton(python)
-    with fetched_model_folder(target, os.environ) as folder, _workplace() as place:
+    with fetched_model_folder(target, os.environ) as folder, _temporary_folder() as place:
         check_decoder_folder(folder, "triton", any_template=settings.any_template)
         own = free_port(host, port)
         for path, text in triton_repository(
@@ -66,26 +72,26 @@ def serve_triton(target: Path, settings: Serve, name: str) -> None:
             (place / "models" / path).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(place / "models" / path, text)
         assemble_backend(installation, place / "backends" / "python")
-        url = f"http://{shown(host)}:{own}"
+        url = f"http://{url_host(host)}:{own}"
         run_server_process(
-            command(python, installation, place, triton_name(name), host, own),
+            triton_command(python, installation, place, triton_name(name), host, own),
             f"serving {name} at {url}",
         )
 
 
 def render_triton(folder: Path, settings: Serve, name: str) -> str:
-    """The repository's files and the command that `serve_triton` would run; `PLACE` is a temporary
-    folder.
+    """The repository's files and the command that `serve_triton` would run; `PLACE` stands for a
+    temporary folder.
     """
     _check_key(settings)
     check_decoder_folder(folder, "triton", any_template=settings.any_template)
     python = settings.python or sys.executable
-    installation = _look(python) or TritonInstallation(
+    installation = _find_installation(python) or TritonInstallation(
         Path(PROGRAM)
-    )  # what would be sent can be looked at without having it
+    )  # the command can be shown without having Triton
     files = triton_repository(name, settings, str(folder.resolve()), "python")
     shown_files = "".join(f"# PLACE/models/{path}\n{text}\n" for path, text in files.items())
-    made = command(
+    made = triton_command(
         python, installation, Path("PLACE"), triton_name(name), settings.host, settings.port
     )
     kept = {
@@ -95,10 +101,10 @@ def render_triton(folder: Path, settings: Serve, name: str) -> str:
     return shown_files + shell(made.argv, kept) + "\n"
 
 
-def command(
+def triton_command(
     python: str, installation: TritonInstallation, place: Path, model: str, host: str, port: int
 ) -> ServerCommand:
-    """How Triton is started here. Its Python backend takes the environment of the first `python3`
+    """The command line of Triton. Its Python backend runs in the environment of the first `python3`
     on PATH.
     """
     more = (
@@ -118,10 +124,9 @@ def command(
     libraries = os.pathsep.join(
         [*map(str, installation.libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     )
-    asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    # One model, so that the model being ready says more than the server being so: it loads before
-    # it.
-    health = f"http://{shown(asked)}:{port}/v2/models/{model}/ready"
+    reachable = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    # The server is ready before its model is, so the model's own health is checked.
+    health = f"http://{url_host(reachable)}:{port}/v2/models/{model}/ready"
     return ServerCommand(
         "Triton",
         argv,
@@ -132,9 +137,9 @@ def command(
 
 def find_triton(python: str) -> TritonInstallation:
     """The Triton in the environment of an interpreter, else the one on PATH. Raises WrongInput
-    where there is none, or no such interpreter.
+    where there is none, or the interpreter cannot be run.
     """
-    if (found := _look(python)) is None:
+    if (found := _find_installation(python)) is None:
         raise WrongInput(
             f"there is no Triton in the environment of {python}, and no {PROGRAM} on PATH; set"
             " serve.python to the interpreter of an environment that has nvidia-pytriton"
@@ -142,10 +147,10 @@ def find_triton(python: str) -> TritonInstallation:
     return found
 
 
-def _look(python: str) -> TritonInstallation | None:
+def _find_installation(python: str) -> TritonInstallation | None:
     try:
         done = subprocess.run(
-            [python, "-c", _ASK],
+            [python, "-c", _ENVIRONMENT_SCRIPT],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -179,8 +184,8 @@ def _look(python: str) -> TritonInstallation | None:
 
 
 def assemble_backend(installation: TritonInstallation, folder: Path) -> None:
-    """Put the Python backend together: the wheel keeps the part that belongs to one version of
-    Python elsewhere.
+    """Copy the Python backend together: the wheel keeps the part for each version of Python
+    elsewhere.
     """
     for file in installation.backend:
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,12 +197,12 @@ def assemble_backend(installation: TritonInstallation, folder: Path) -> None:
 def _check_key(settings: Serve) -> None:
     if settings.api_key:
         raise WrongInput(
-            "serve.api_key is set, but Triton asks nobody for a key; remove it and put Triton"
+            "serve.api_key is set, but Triton checks no key; remove it and put Triton"
             " behind a proxy, or set serve.engine=native"
         )
 
 
 @contextlib.contextmanager
-def _workplace() -> Iterator[Path]:
+def _temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ingot-triton-") as folder:
         yield Path(folder)

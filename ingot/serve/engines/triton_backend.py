@@ -1,9 +1,9 @@
-"""Our own generation behind Triton's Python backend: one thread runs the batch, requests join it
-while it runs, answers stream.
+"""Our own generation as a model of Triton's Python backend: one thread runs the batch, requests
+join it between steps, and answers stream.
 
-Runs inside Triton, which hands in its own module (`utils`); the repository's `model.py` is three
-lines. The tensors are those of Triton's
-vLLM backend: `text_input`, `sampling_parameters` (JSON), `stream`; `text_output`.
+This runs inside Triton, which passes its own module as `utils`; the repository's `model.py` is
+three lines. The tensors are those of Triton's vLLM backend: `text_input`, `sampling_parameters`
+(JSON), `stream`; `text_output`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ingot.serve.native.engine import BatchWorker
 from ingot.serve.native.model import LoadedModel, load
 
 PROMPT_TOKENS = 64
-# Tokens between two looks at whether somebody still waits.
+# Tokens between two checks whether the client has disconnected.
 CANCEL_CHECK_TOKENS = 16
 
 
 @dataclass(eq=False)
 class _BackendRequest:
-    """One request on its way."""
+    """A request that waits or runs."""
 
     request: Request
     sender: Any
@@ -51,31 +51,31 @@ class TritonBackend:
     utils: Any = None
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the model that the configuration names."""
-        told = {
+        """Load the model that the configuration names and start the thread."""
+        parameters = {
             key: value["string_value"]
             for key, value in json.loads(args["model_config"])["parameters"].items()
         }
         self._loaded: LoadedModel = load(
-            Path(told["folder"]), any_template=told["any_template"] == "true"
+            Path(parameters["folder"]), any_template=parameters["any_template"] == "true"
         )
-        self._worker: BatchWorker = self._loaded.worker(int(told["max_batch"]))
-        self._limit, self._rows = int(told["max_tokens"]), int(told["max_batch"])
-        self._most = self._rows + int(told["max_queue"])
+        self._worker: BatchWorker = self._loaded.worker(int(parameters["max_batch"]))
+        self._limit, self._rows = int(parameters["max_tokens"]), int(parameters["max_batch"])
+        self._most = self._rows + int(parameters["max_queue"])
         self._waiting: deque[_BackendRequest] = deque()
         self._running: dict[Any, _BackendRequest] = {}
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="ingot-triton", daemon=True)
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Queue requests; their answers come from the thread."""
+        """Queue requests; the thread sends their answers."""
         for request in requests:
             sender = request.get_response_sender()
             try:
                 row = self._read(request, sender)
-                with self._changed:
+                with self._condition:
                     if len(self._waiting) + len(self._running) >= self._most:
                         raise ApiError(
                             429,
@@ -83,21 +83,21 @@ class TritonBackend:
                             " again",
                         )
                     self._waiting.append(row)
-                    self._changed.notify()
+                    self._condition.notify()
             except (ApiError, IngotError) as error:
                 self._refuse(sender, str(error))
 
     def finalize(self) -> None:
-        """Triton is stopping."""
-        with self._changed:
+        """Stop the thread, because Triton is stopping."""
+        with self._condition:
             self._stopping = True
-            self._changed.notify()
+            self._condition.notify()
         self._thread.join(10.0)
 
     def _read(self, request: Any, sender: Any) -> _BackendRequest:
         text = self._text(request, "text_input") or ""
         try:
-            wishes = PredictParameters.model_validate(
+            options = PredictParameters.model_validate(
                 json.loads(self._text(request, "sampling_parameters") or "{}")
             )
         except ValidationError as error:
@@ -108,7 +108,7 @@ class TritonBackend:
             ) from None
         except ValueError as error:
             raise ApiError(400, f"sampling_parameters is not JSON ({error}); mend it") from None
-        tokens = wishes.max_tokens or min(PROMPT_TOKENS, self._limit)
+        tokens = options.max_tokens or min(PROMPT_TOKENS, self._limit)
         if tokens > self._limit:
             raise ApiError(
                 400,
@@ -118,8 +118,8 @@ class TritonBackend:
         made = Request(
             self._loaded.encode(text),
             tokens,
-            Sampling(wishes.temperature, wishes.top_p, wishes.seed),
-            tuple(wishes.stop),
+            Sampling(options.temperature, options.top_p, options.seed),
+            tuple(options.stop),
         )
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")
@@ -136,8 +136,8 @@ class TritonBackend:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._stopping)
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._running or self._stopping)
                 if self._stopping:
                     return
                 while self._waiting and len(self._running) < self._rows:
@@ -157,7 +157,7 @@ class TritonBackend:
                     )
 
     def _drop_all(self) -> list[_BackendRequest]:
-        with self._changed:
+        with self._condition:
             rows = list(self._running.values())
             self._running.clear()
         return rows
@@ -180,7 +180,7 @@ class TritonBackend:
         if not piece.finish and row.tokens % CANCEL_CHECK_TOKENS == 0 and row.sender.is_cancelled():
             self._worker.cancel(job)
             del self._running[job]
-            self._refuse(row.sender, "the client went away")
+            self._refuse(row.sender, "the client disconnected")
 
     def _send(self, sender: Any, text: str, *, last: bool = False) -> None:
         tensor = self.utils.Tensor("text_output", np.array([text.encode()], dtype=np.object_))

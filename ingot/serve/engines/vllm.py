@@ -1,9 +1,9 @@
-"""`serve.engine: vllm`: its own OpenAI server over a model folder, in an environment of its own, as
-a process of ours.
+"""`serve.engine: vllm`: runs vLLM's OpenAI server on a model folder as a child process, in an
+environment of its own.
 
-Its sampling, batches and limits are its own; of ours hold `max_tokens`, `max_batch`, the key and
-the address. Any `VLLM_...` variable that is set reaches it. Under Vertex AI's variables our small
-front stands before it (`front.py`).
+Sampling, batching and limits are vLLM's; `max_tokens`, `max_batch`, the API key and the address are
+passed to it, and so is any `VLLM_...` variable. Under Vertex AI's variables our proxy runs in front
+of it (`proxy.py`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.listen import (
     LOOPBACK,
-    address,
     bound_socket,
     fetched_model_folder,
     free_port,
+    listen_address,
     read_api_key,
-    shown,
+    url_host,
 )
 from ingot.serve.native.model import check_decoder_folder
 
-# On a CPU vLLM would take nine tenths of the memory for its cache, and refuse to start where they
-# are not free.
+# On a CPU vLLM would take nine tenths of the memory for its KV cache, and fail where they are not
+# free.
 MAX_CACHE_BYTES = 4 << 30
 
 
@@ -44,10 +44,10 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
 
     Raises:
         WrongInput: not a decoder's folder, or no vLLM in the environment of `serve.python`.
-        Failed: the port is taken, or vLLM died; with its last words.
+        Failed: the port is taken, or vLLM died; with its error message.
     """
     key = read_api_key(settings.api_key)
-    host, port = address(settings, os.environ)
+    host, port = listen_address(settings, os.environ)
     python = python_with_module(settings.python, "vllm")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fetched_model_folder(target, os.environ))
@@ -55,15 +55,15 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
             run_server_process(
-                command(python, folder, settings, name, host, own, key),
-                f"serving {name} at http://{shown(host)}:{own}",
+                vllm_command(python, folder, settings, name, host, own, key),
+                f"serving {name} at http://{url_host(host)}:{own}",
             )
             return
         listener = stack.enter_context(bound_socket(host, port))
         inside = free_port(LOOPBACK, 0)
         run_server_process(
-            command(python, folder, settings, name, LOOPBACK, inside, None),
-            f"serving {name} at http://{shown(host)}:{listener.getsockname()[1]}",
+            vllm_command(python, folder, settings, name, LOOPBACK, inside, None),
+            f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}",
             lambda: running_proxy(
                 listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ
             ),
@@ -71,9 +71,9 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
 
 
 def render_vllm(folder: Path, settings: Serve, name: str) -> str:
-    """The command that `serve_vllm` would run; the key is named and not shown."""
+    """The command that `serve_vllm` would run; the API key's variable is named, not its value."""
     check_decoder_folder(folder, "vllm", any_template=settings.any_template)
-    made = command(
+    made = vllm_command(
         settings.python or sys.executable,
         folder,
         settings,
@@ -86,10 +86,10 @@ def render_vllm(folder: Path, settings: Serve, name: str) -> str:
     return shell(made.argv, {**made.environment, **keys}) + "\n"
 
 
-def command(
+def vllm_command(
     python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
 ) -> ServerCommand:
-    """How vLLM is started here: on a CPU in float32, as our own server computes there, and without
+    """The command line of vLLM. On a CPU it runs in float32, as our own server does, without
     compiling first.
     """
     accelerated = torch.accelerator.is_available()
@@ -104,27 +104,31 @@ def command(
         *vllm_arguments(str(folder), name, settings, host=host, port=port, dtype=dtype),
         *more,
     )
-    asked = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    reachable = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     secrets: Mapping[str, str] = {"VLLM_API_KEY": key} if key else {}
     return ServerCommand(
-        "vLLM", argv, f"http://{shown(asked)}:{port}/health", quiet(os.environ), secrets
+        "vLLM",
+        argv,
+        f"http://{url_host(reachable)}:{port}/health",
+        quiet_environment(os.environ),
+        secrets,
     )
 
 
-def quiet(environ: Mapping[str, str]) -> dict[str, str]:
-    """What keeps vLLM from telling every step, and from telling anybody about its use; whoever has
-    set these keeps what was set.
+def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that silence vLLM's step log and usage reports; those already set are left
+    alone.
     """
-    wished = {
+    defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    return {name: value for name, value in wished.items() if name not in environ}
+    return {name: value for name, value in defaults.items() if name not in environ}
 
 
 def kv_cache_bytes() -> int:
-    """A quarter of the free memory in whole quarters of a GiB, MAX_CACHE_BYTES at most."""
+    """A quarter of the free memory, in quarters of a GiB, at most MAX_CACHE_BYTES."""
     step = 1 << 28
     return int(
         max(step, min(MAX_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
@@ -132,7 +136,7 @@ def kv_cache_bytes() -> int:
 
 
 def python_with_module(python: str | None, module: str) -> str:
-    """The interpreter to use. Raises WrongInput where it is not there, or lacks the module."""
+    """The interpreter to use. Raises WrongInput where it cannot be run or lacks the module."""
     chosen = python or sys.executable
     try:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"

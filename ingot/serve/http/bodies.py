@@ -1,5 +1,5 @@
-"""What clients may send. Unknown fields are refused by name; what exists elsewhere but not here is
-taken at its neutral value only.
+"""Request bodies. Unknown fields are refused by name; fields of OpenAI's API that this server does
+not support are accepted at their neutral values only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Fields of OpenAI's API that this server has no use for, with the values that ask for nothing.
+# Fields of OpenAI's API that this server does not support, with the values that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -26,26 +26,28 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-# Fields that describe the caller and change no answer.
+# Fields that describe the caller and do not affect the answer.
 IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_LOGPROBS = 20
 MAX_BEAMS = 16
 
 
 def _clean_text(value: Any) -> Any:
-    """JSON may escape half of a surrogate pair, which is not a character and has no UTF-8."""
+    """Refuse lone surrogates, which JSON can escape but UTF-8 cannot encode."""
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("holds half of a surrogate pair; send whole characters")
     return value
 
 
 def _whole(value: Any) -> Any:
-    """64.0 is 64: protocol buffers, which Vertex speaks, know no integers in JSON."""
+    """Accept 64.0 as 64: Vertex AI sends protocol buffers' JSON, which has no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, a list of texts, a list of ids or a list of such, as a list of prompts."""
+    """The list of prompts in a text, a list of texts, a list of token ids, or a list of such
+    lists.
+    """
     if isinstance(value, str):
         prompts: list[Any] = [value]
     elif isinstance(value, list) and value and all(type(item) is int for item in value):
@@ -63,6 +65,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _stops(value: Any) -> list[str]:
+    """The list of stop strings in a text or a list."""
     stops = [value] if isinstance(value, str) else value
     if (
         not isinstance(stops, list)
@@ -78,13 +81,13 @@ WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 
 class RequestBody(BaseModel):
-    """The base of all bodies: strict types, no unknown fields, null is the same as leaving out."""
+    """The base of all bodies: strict types, no unknown fields; null means left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, values: Any) -> Any:
+    def _drop_neutral(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         kept = {}
@@ -100,7 +103,7 @@ class RequestBody(BaseModel):
 
 
 class GenerationOptions(RequestBody):
-    """How to generate; shared by all routes."""
+    """Generation options, shared by all routes."""
 
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -110,14 +113,14 @@ class GenerationOptions(RequestBody):
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells beside the text."""
+    """What a stream contains beside the text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class OpenAIRequest(GenerationOptions):
-    """What completions and chats have in common."""
+    """Fields of both completions and chats."""
 
     model: str | None = None
     stream: bool = False
@@ -132,7 +135,7 @@ class CompletionBody(OpenAIRequest):
 
 
 class TextPart(RequestBody):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text parts are supported."""
 
     type: str
     text: Text
@@ -148,15 +151,15 @@ class ChatMessage(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, values: Any) -> Any:
-        """Answers that clients send back carry empty lists of what they did not hold."""
+        """Drop empty lists, which answers that clients send back contain."""
         return (
             {name: value for name, value in values.items() if value != []}
             if isinstance(values, dict)
             else values
         )
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
+    def template_message(self) -> dict[str, str]:
+        """The message as chat templates read it."""
         content = (
             self.content
             if isinstance(self.content, str)
@@ -183,7 +186,7 @@ class PromptInstance(RequestBody):
 
 
 class PredictParameters(GenerationOptions):
-    """`parameters` of a prediction request; greedy unless told."""
+    """`parameters` of a prediction request; greedy by default."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
 
@@ -196,7 +199,7 @@ class PredictBody(RequestBody):
 
 
 class SummaryParameters(PredictParameters):
-    """The same of a sequence-to-sequence model."""
+    """`parameters` of a prediction request to a sequence-to-sequence model."""
 
     beams: Annotated[WholeNumber, Field(ge=1, le=MAX_BEAMS)] = 1
 
@@ -215,7 +218,7 @@ class TextInstance(RequestBody):
 
 
 class NoParameters(RequestBody):
-    """A classifier has no settings."""
+    """`parameters` of a prediction request to a classifier: none."""
 
 
 class ClassifyBody(RequestBody):

@@ -1,4 +1,4 @@
-"""Every answer that is not a result, in the shape that OpenAI's clients read."""
+"""Error responses in the format of OpenAI's API, for every error of the application."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 
 from ingot.base.errors import WrongInput
 
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request that gets `status` and `message` (the thing, its value, the next action) instead of
-    an answer.
+    """A request that is answered with an HTTP error `status` and a `message` (the thing, its value,
+    the next action).
     """
 
     def __init__(
@@ -39,21 +39,23 @@ class ApiError(Exception):
         )
 
     def body(self) -> dict[str, Any]:
-        kind = _KINDS.get(
+        """The JSON body of the response."""
+        kind = _ERROR_TYPES.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
-        # What the client sent may stand in the message, and JSON can carry what UTF-8 cannot.
+        # The message may quote the client, and JSON can carry surrogates, which UTF-8 cannot.
         message, param = (
             text and text.encode(errors="replace").decode() for text in (self.message, self.param)
         )
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """The HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of `app` an answer of this shape."""
+    """Answer every error of `app` in this format."""
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> JSONResponse:
@@ -84,18 +86,18 @@ def install_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "the server failed on this request; its log has the reason").response()
 
 
-def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """One 400 for the faults that pydantic found in a body, each by the name of its field."""
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """One 400 error for the validation errors of a body, each naming its field."""
     lines, param = [], None
-    for fault in faults:
-        place = ".".join(str(part) for part in fault["loc"] if part != "body")
-        match fault["type"]:
+    for error in errors:
+        place = ".".join(str(part) for part in error["loc"] if part != "body")
+        match error["type"]:
             case "json_invalid":
                 place, line = (
                     "",
                     (
-                        f"the body is not JSON ({fault.get('ctx', {}).get('error', 'broken')} at"
-                        f" byte {fault['loc'][-1]}); mend it"
+                        f"the body is not JSON ({error.get('ctx', {}).get('error', 'broken')} at"
+                        f" byte {error['loc'][-1]}); mend it"
                     ),
                 )
             case "extra_forbidden":
@@ -104,17 +106,17 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
                 line = f"`{place}` is missing; give it"
             case "value_error":
                 line = (
-                    f"`{place}`: {fault['ctx']['error']}" if place else str(fault["ctx"]["error"])
+                    f"`{place}`: {error['ctx']['error']}" if place else str(error["ctx"]["error"])
                 )
             case _ if not place:
                 line = "the body is not a JSON object; send one"
             case _:
                 given = (
                     ""
-                    if isinstance(fault.get("input"), dict | list)
-                    else f" is {fault.get('input')!r:.60}"
+                    if isinstance(error.get("input"), dict | list)
+                    else f" is {error.get('input')!r:.60}"
                 )
-                line = f"`{place}`{given}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+                line = f"`{place}`{given}: {error['msg'][0].lower()}{error['msg'][1:]}"
         param = param or place or None
         lines.append(line)
     return ApiError(400, "; ".join(lines), param=param)

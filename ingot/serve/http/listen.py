@@ -1,4 +1,6 @@
-"""The address that a server listens on: taken before a model is loaded, and refused in words."""
+"""Where a server listens and what it serves: bound sockets, the API key, and the variables of
+Vertex AI's custom containers (AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_STORAGE_URI).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from ingot.config.sections.deployment import Serve
 
 @contextlib.contextmanager
 def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that owns the address but does not listen yet: nobody connects before the model is
-    there.
+    """A socket that is bound to the address but does not listen yet, so that nobody connects before
+    the model is loaded.
 
     Raises:
-        WrongInput: an address that is not this machine's, or a port that this user may not take.
+        WrongInput: an address that is not this machine's, or a port this user may not bind.
         Failed: the port is taken.
     """
     try:
@@ -44,7 +46,7 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def bind_error(error: OSError, host: str, port: int) -> Failed | WrongInput:
-    """Why an address could not be taken."""
+    """The error for an address that could not be bound."""
     if error.errno == errno.EADDRINUSE:
         return Failed(
             f"port {port} on {host} is taken; stop what listens there, or set serve.port (0 takes a"
@@ -61,21 +63,21 @@ def bind_error(error: OSError, host: str, port: int) -> Failed | WrongInput:
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, once it is known to be free; for 0 one that is. Another process is to take it, so it
-    is let go again. Raises as `bound_socket` does.
+    """`port` if it is free, or for 0 a free one. It is released again for another process to bind.
+    Raises as `bound_socket` does.
     """
     with bound_socket(host, port) as listener:
         return int(listener.getsockname()[1])
 
 
-def shown(host: str) -> str:
-    """A host as it stands in an address."""
+def url_host(host: str) -> str:
+    """A host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def read_api_key(reference: str | None) -> str | None:
-    """The API key behind `serve.api_key`, None where nobody is asked. An empty one would let
-    everybody in, and so is refused.
+    """The API key that `serve.api_key` refers to, None where no key is required. An empty key would
+    let everybody in, so it is refused.
     """
     if reference is None:
         return None
@@ -91,9 +93,10 @@ def read_api_key(reference: str | None) -> str | None:
 LOOPBACK, ALL_INTERFACES = "127.0.0.1", "0.0.0.0"
 
 
-def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port to listen on. Where Vertex sets the port, its proxy comes from outside, so
-    loopback means everywhere.
+def listen_address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port to listen on. Where Vertex AI sets the port, its proxy connects from outside,
+    so loopback becomes all interfaces.
+
 
     Raises:
         WrongInput: AIP_HTTP_PORT is not a port.
@@ -110,16 +113,17 @@ def address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def health_routes(environ: Mapping[str, str]) -> list[str]:
+    """Routes of the health check: our own and Vertex AI's."""
     return list(dict.fromkeys(["/health", environ.get("AIP_HEALTH_ROUTE") or "/health"]))
 
 
 @contextlib.contextmanager
 def fetched_model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """The folder to serve: what AIP_STORAGE_URI names, downloaded for as long as the block lasts,
-    else `target`.
+    """The folder to serve: that of AIP_STORAGE_URI, downloaded for the length of the block, else
+    `target`.
 
     Raises:
-        WrongInput: nothing lies there.
+        WrongInput: there is no file at AIP_STORAGE_URI.
         Failed: the storage cannot be read.
     """
     uri = environ.get("AIP_STORAGE_URI", "")
@@ -145,7 +149,7 @@ def _download(uri: str, folder: Path) -> None:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
     except IngotError:
         raise
-    except Exception as error:  # each storage client raises its own kinds
+    except Exception as error:  # each storage client has exceptions of its own
         raise Failed(
             f"$AIP_STORAGE_URI {uri} cannot be read ({type(error).__name__}: {error}); check the"
             " bucket and the service account"

@@ -1,5 +1,5 @@
-"""What the server counts, for Prometheus. A registry of its own, so that two servers in one process
-do not mix.
+"""Prometheus metrics, and the middleware that every request passes: request metrics, API key, limit
+of the body size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class ServerMetrics:
-    """All metrics of one server; names begin with `ingot_`."""
+    """All metrics of one server; names begin with `ingot_`. They have a registry of their own, so
+    that two servers in one process do not mix.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -69,19 +71,17 @@ class ServerMetrics:
         )
 
     def text(self) -> bytes:
-        """The page that Prometheus scrapes."""
+        """The text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
 
-# A body over the limit is still read up to this many times the limit: a client that is answered
-# while it sends may lose the answer with the connection.
+# A body over the limit is still read up to this many times the limit: a client that gets its answer
+# while sending may lose it with the connection.
 DRAIN_FACTOR = 16
 
 
 class RequestMetrics:
-    """Counts requests and the seconds until their answers' end, by route; unknown paths count as
-    one.
-    """
+    """Counts requests and measures their seconds by route; all unknown paths count as one route."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, routes: Collection[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
@@ -102,7 +102,7 @@ class RequestMetrics:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            status = 500  # the answer is made outside of here
+            status = 500  # the response is made by an outer handler
             raise
         finally:
             self._metrics.requests.labels(route, str(status)).inc()
@@ -110,7 +110,7 @@ class RequestMetrics:
 
 
 class ApiKeyAuth:
-    """Refuses requests without `Authorization: Bearer KEY`, but for reading the `open_routes`."""
+    """Refuses requests without `Authorization: Bearer KEY`, except reading the `open_routes`."""
 
     def __init__(self, app: ASGIApp, key: str, open_routes: Collection[str]) -> None:
         self._app, self._expected, self._open = (
@@ -151,7 +151,7 @@ class BodySizeLimit:
         headers = dict(scope["headers"])
         declared = headers.get(b"content-length", b"")
         too_long = declared.isdigit() and int(declared) > self._max_bytes
-        # Who asks first whether to send gets the answer without sending.
+        # A client that sent `Expect: 100-continue` gets the answer before it sends the body.
         body = None if too_long and b"expect" in headers else await self._read(receive)
         if body is None:
             refused = ApiError(
@@ -170,9 +170,7 @@ class BodySizeLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when it is too long. A client that hangs up on the way leaves what it
-        sent.
-        """
+        """The body; None where it is too long. After a disconnect, what was received."""
         chunks: list[bytes] = []
         size = 0
         while True:

@@ -1,4 +1,6 @@
-"""OpenAI's routes: models, completions, chat completions, as their client library calls them."""
+"""OpenAI's routes: models, completions, chat completions, and log-probabilities in their
+formats.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from ingot.serve.http.service import EventStream, Service, completions
 from ingot.serve.native.engine import Ticket
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# OpenAI's own default for completions of prompts.
+# OpenAI's default `max_tokens` of /v1/completions.
 COMPLETION_TOKENS = 16
 
 
 class LogprobFormatter:
-    """Spells the tokens of one completion, in order; each is shown as it reads after the one before
-    it.
+    """Formats the log-probabilities of one completion's tokens, in order. A token's text is what it
+    adds to the token before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -38,7 +40,7 @@ class LogprobFormatter:
             texts.append(self._text(token.id))
             top: dict[str, float] = {}
             for other, logprob in token.top:
-                # Two tokens may read alike (bytes of a character); the likelier one stays.
+                # Two tokens may have the same text (bytes of a character); the likelier one counts.
                 top.setdefault(self._text(other), logprob)
             if token.top:
                 top.setdefault(texts[-1], token.logprob or 0.0)
@@ -69,7 +71,7 @@ class LogprobFormatter:
         }
 
     def _text(self, token: int) -> str:
-        """A token's own text, special ones included, with the space that SentencePiece drops at the
+        """The text of a token, also of special ones, with the space that SentencePiece drops at the
         start of a text.
         """
         before = self._tokenizer.decode(self._before, skip_special=False)
@@ -96,95 +98,90 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
-        service.check_writer(body.model)
-        prompts = await service.encode(body.prompt)
-        ticket = service.submit(
-            prompts,
-            body,
-            max_tokens=body.max_tokens or service.limit(COMPLETION_TOKENS),
-            logprobs=body.logprobs,
-        )
-        head = _head("cmpl", "text_completion", service.name)
-        writers = [LogprobFormatter(service.loaded.tokenizer, prompt) for prompt in prompts]
-
-        def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
-            logprobs = None if body.logprobs is None else writers[index].completions(part.tokens)
-            return {
-                "index": index,
-                "text": part.text,
-                "logprobs": logprobs,
-                "finish_reason": part.finish,
-            }
-
-        if body.stream:
-            return EventStream(
-                ticket,
-                lambda: _chunks(ticket, head, choice, prompts, body.stream_options.include_usage),
-            )
-        answers = await completions(ticket, request)
-        choices = [choice(index, answer) for index, answer in enumerate(answers)]
-        return JSONResponse(
-            {
-                **head,
-                "choices": choices,
-                "usage": _usage(prompts, [answer.generated for answer in answers]),
-            }
-        )
+        return await _complete(service, body, request)
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        service.check_writer(body.model)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(
-                400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs"
-            )
-        prompt = await service.encode_chat([message.plain() for message in body.messages])
-        count = body.top_logprobs if body.logprobs else None
-        ticket = service.submit(
-            [prompt], body, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=count
-        )
-        writer = LogprobFormatter(service.loaded.tokenizer, prompt)
-
-        def logprobs(part: CompletionChunk | Completion) -> dict[str, Any] | None:
-            return writer.chat(part.tokens) if body.logprobs else None
-
-        def delta(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
-            content = {"content": part.text} if part.text else {}
-            return {
-                "index": index,
-                "delta": content,
-                "logprobs": logprobs(part),
-                "finish_reason": part.finish,
-            }
-
-        if body.stream:
-            head = _head("chatcmpl", "chat.completion.chunk", service.name)
-            first = {
-                "index": 0,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            return EventStream(
-                ticket,
-                lambda: _chunks(
-                    ticket, head, delta, [prompt], body.stream_options.include_usage, first
-                ),
-            )
-        (answer,) = await completions(ticket, request)
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": logprobs(answer),
-            "finish_reason": answer.finish,
-        }
-        head = _head("chatcmpl", "chat.completion", service.name)
-        return JSONResponse(
-            {**head, "choices": [choice], "usage": _usage([prompt], [answer.generated])}
-        )
+        return await _chat(service, body, request)
 
     return routes
+
+
+async def _complete(service: Service, body: CompletionBody, request: Request) -> Response:
+    """`POST /v1/completions`: one choice for each prompt, whole or streamed."""
+    service.check_generates_text(body.model)
+    prompts = await service.encode(body.prompt)
+    ticket = service.submit(
+        prompts,
+        body,
+        max_tokens=body.max_tokens or service.default_max_tokens(COMPLETION_TOKENS),
+        logprobs=body.logprobs,
+    )
+    head = _head("cmpl", "text_completion", service.name)
+    formatters = [LogprobFormatter(service.loaded.tokenizer, prompt) for prompt in prompts]
+
+    def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
+        logprobs = None if body.logprobs is None else formatters[index].completions(part.tokens)
+        return {
+            "index": index,
+            "text": part.text,
+            "logprobs": logprobs,
+            "finish_reason": part.finish,
+        }
+
+    if body.stream:
+        usage = body.stream_options.include_usage
+        return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, usage))
+    answers = await completions(ticket, request)
+    return JSONResponse(
+        {
+            **head,
+            "choices": [choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": _usage(prompts, [answer.generated for answer in answers]),
+        }
+    )
+
+
+async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
+    """`POST /v1/chat/completions`: the assistant's next message, whole or streamed."""
+    service.check_generates_text(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs")
+    prompt = await service.encode_chat([message.template_message() for message in body.messages])
+    ticket = service.submit(
+        [prompt],
+        body,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=body.top_logprobs if body.logprobs else None,
+    )
+    formatter = LogprobFormatter(service.loaded.tokenizer, prompt)
+
+    def choice(index: int, part: CompletionChunk | Completion, **content: Any) -> dict[str, Any]:
+        logprobs = formatter.chat(part.tokens) if body.logprobs else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish}
+
+    def delta(index: int, part: CompletionChunk) -> dict[str, Any]:
+        return choice(index, part, delta={"content": part.text} if part.text else {})
+
+    if body.stream:
+        head = _head("chatcmpl", "chat.completion.chunk", service.name)
+        first = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        usage = body.stream_options.include_usage
+        return EventStream(ticket, lambda: _chunks(ticket, head, delta, [prompt], usage, first))
+    (answer,) = await completions(ticket, request)
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    return JSONResponse(
+        {
+            **_head("chatcmpl", "chat.completion", service.name),
+            "choices": [choice(0, answer, message=message)],
+            "usage": _usage([prompt], [answer.generated]),
+        }
+    )
 
 
 async def _chunks(
@@ -195,8 +192,8 @@ async def _chunks(
     with_usage: bool,
     first: dict[str, Any] | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream: one for each piece that says something, then the usage where it was
-    asked for.
+    """The chunks of a stream: one for each output that is not empty, then the usage if
+    requested.
     """
     generated = [0] * len(prompts)
     if first:

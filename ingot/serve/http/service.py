@@ -1,5 +1,5 @@
-"""What the routes share: from a checked body to a ticket of the engine, and the limits on the
-way.
+"""What the routes share: submitting a validated body to the engine within the server's limits, and
+sending the answers while watching for clients that disconnect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Service:
     settings: Serve
 
     def check_model(self, asked: str | None) -> None:
-        """Clients name the model; another name is more likely a mistake than a wish."""
+        """Raises ApiError 404 where a client names another model."""
         if asked is not None and asked != self.name:
             raise ApiError(
                 404,
@@ -46,8 +46,8 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_writer(self, asked: str | None) -> None:
-        """The same on routes for texts, where classifiers have nothing to say."""
+    def check_generates_text(self, asked: str | None) -> None:
+        """As `check_model`, and raises ApiError 400 for a classifier, which generates no text."""
         self.check_model(asked)
         if self.loaded.kind == "encoder":
             raise ApiError(
@@ -56,14 +56,14 @@ class Service:
                 " to the prediction route (/predict)",
             )
 
-    def limit(self, default: int) -> int | None:
-        """The tokens that are meant where a request does not say how many: a sequence-to-sequence
-        model writes to the end of its text.
+    def default_max_tokens(self, default: int) -> int | None:
+        """`max_tokens` of requests without one; None for sequence-to-sequence models, which write
+        to the end of their text.
         """
         return min(default, self.settings.max_tokens) if self.loaded.kind == "decoder" else None
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Ids of prompts; in a thread, since a long text takes a while and others wait for the
+        """Token ids of prompts, encoded in a thread, so that a long text does not block the
         event loop.
         """
         encode = self.loaded.encode
@@ -72,7 +72,7 @@ class Service:
         )
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a chat by the model's template."""
+        """Token ids of a chat by the model's template."""
         if self.loaded.kind != "decoder" or self.loaded.tokenizer.template is None:
             raise ApiError(
                 400,
@@ -92,11 +92,11 @@ class Service:
         logprobs: int | None = None,
         beams: int = 1,
     ) -> Ticket:
-        """Queue one completion for each prompt. `max_tokens` None: as many as the server allows and
-        the model can write.
+        """Queue one completion for each prompt. `max_tokens` None: as many as server and model
+        allow.
 
         Raises:
-            ApiError: more tokens asked for than the server allows, or no room in the queue.
+            ApiError: `max_tokens` is over the server's limit, or the queue is full.
             WrongInput: a prompt that the model cannot read.
         """
         limit = self.settings.max_tokens
@@ -129,8 +129,8 @@ class Service:
             [GenerationRequest(prompt, max_tokens or limit, sampling, stop) for prompt in prompts]
         )
 
-    def judge(self, texts: Sequence[list[int]]) -> Ticket:
-        """Queue texts to be classified. Raises as `submit` does."""
+    def submit_classification(self, texts: Sequence[list[int]]) -> Ticket:
+        """Queue texts for classification. Raises as `submit` does."""
         return self._queue([GenerationRequest(text, 1) for text in texts])
 
     def _queue(self, requests: Sequence[GenerationRequest]) -> Ticket:
@@ -140,33 +140,32 @@ class Service:
 
 
 async def completions(ticket: Ticket, request: Request) -> list[Completion]:
-    """All answers of a ticket; see `run_unless_disconnected`."""
+    """All completions of a ticket; raises as `run_unless_disconnected` does."""
     return await run_unless_disconnected(ticket, request, ticket.completions())
 
 
 async def run_unless_disconnected(
     ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]
 ) -> Answer:
-    """What `work` makes of a ticket's pieces. When the client goes away first, the ticket is
-    cancelled.
+    """The result of `work` on a ticket. If the client disconnects first, the ticket is cancelled.
 
     Raises:
-        ApiError: 499 for a client that went away, or what the engine says.
+        ApiError: 499 for a client that disconnected, or the engine's error.
     """
     answers = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnected = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answers, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            raise ApiError(499, "the client went away")
+            raise ApiError(499, "the client disconnected")
         return answers.result()
     finally:
-        await _end(ticket, answers, gone)
+        await _cancel_all(ticket, answers, disconnected)
 
 
 class EventStream(Response):
-    """Server-sent events: each chunk one `data:` line of JSON, `[DONE]` at the end, an error as a
-    chunk of its own.
+    """A response of server-sent events: each chunk one `data:` line of JSON, then `[DONE]`; an
+    error is sent as a chunk.
     """
 
     media_type = "text/event-stream"
@@ -178,13 +177,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            await _end(self._ticket, writing, gone)
+            await _cancel_all(self._ticket, writing, disconnected)
 
     async def _write(self, send: Send) -> None:
         await send(
@@ -205,12 +204,13 @@ class EventStream(Response):
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has hung up; to be awaited after the body was read."""
+    """Return when the client has disconnected; awaited once the body is read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(ticket: Ticket, *tasks: asyncio.Future[Any]) -> None:
+async def _cancel_all(ticket: Ticket, *tasks: asyncio.Future[Any]) -> None:
+    """Cancel a ticket and the tasks around it, and wait for the tasks."""
     ticket.cancel()
     for task in tasks:
         task.cancel()

@@ -1,10 +1,7 @@
-"""Vertex AI's contract for custom containers: where to listen, health, predictions, and where the
-model's files lie.
+"""Vertex AI's prediction protocol for custom containers.
 
-Vertex sets AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE and AIP_STORAGE_URI in the
-container's environment; without them the routes are /health and /predict. A prediction, in the
-order of the instances, is the completion as a text, or of a classifier the label and the
-probability of each.
+The route is AIP_PREDICT_ROUTE, else /predict. Predictions come in the order of the instances: the
+completion as a text, or a classifier's label with the probability of each class.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ PREDICT_TOKENS = 64
 
 
 def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
-    """The prediction route. Each kind of model takes a body of its own."""
+    """The prediction route; each kind of model has a request body of its own."""
     routes = APIRouter()
 
     async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
@@ -34,11 +31,11 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
         ticket = service.submit(
             prompts,
             body.parameters,
-            max_tokens=body.parameters.max_tokens or service.limit(PREDICT_TOKENS),
+            max_tokens=body.parameters.max_tokens or service.default_max_tokens(PREDICT_TOKENS),
         )
         return {"predictions": [answer.text for answer in await completions(ticket, request)]}
 
-    async def write(body: SummaryBody, request: Request) -> dict[str, Any]:
+    async def generate(body: SummaryBody, request: Request) -> dict[str, Any]:
         sources = await service.encode(
             [item if isinstance(item, str) else item.prompt for item in body.instances]
         )
@@ -54,16 +51,16 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
         texts = await service.encode(
             [item if isinstance(item, str) else item.text for item in body.instances]
         )
-        ticket = service.judge(texts)
+        ticket = service.submit_classification(texts)
         return {
             "predictions": await run_unless_disconnected(
-                ticket, request, _verdicts(ticket, service.loaded.labels)
+                ticket, request, _classifications(ticket, service.loaded.labels)
             )
         }
 
     kinds: dict[ModelKind, Callable[..., Any]] = {
         "decoder": predict,
-        "seq2seq": write,
+        "seq2seq": generate,
         "encoder": classify,
     }
     routes.add_api_route(
@@ -72,7 +69,7 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
     return routes
 
 
-async def _verdicts(ticket: Ticket, labels: Sequence[str]) -> list[dict[str, Any]]:
+async def _classifications(ticket: Ticket, labels: Sequence[str]) -> list[dict[str, Any]]:
     pieces = [piece for (piece,) in await ticket.parts()]
     return [
         {"label": piece.text, "scores": dict(zip(labels, piece.scores, strict=True))}

@@ -1,9 +1,8 @@
-"""Any causal model through transformers' generate, behind the face of a `Generator`: the same
-sampling, stop strings, streams and log-probabilities.
+"""Serves any causal model through transformers' `generate`, with the interface of `Generator`: the
+same sampling, stop strings, streaming and log-probabilities.
 
-transformers runs the model and its cache; which token comes next is chosen here, as for our own
-decoder. A batch is taken together and runs until its last answer ends; who comes meanwhile waits
-for the next one.
+transformers runs the model and its cache; the next token is chosen here, as for our own decoder. A
+batch runs until its last answer ends; requests that arrive meanwhile wait for the next batch.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from ingot.models.generation.request import (
 )
 from ingot.models.generation.sampling import sample_tokens
 
-# Positions of models that do not say how many they have: they tell them by distance, or keep a
-# state.
+# Positions assumed for models whose configuration gives no number: those with relative positions or
+# a recurrent state.
 DEFAULT_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
 class CausalLimits:
-    """What a request is checked against."""
+    """The limits that requests are checked against."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -52,38 +51,39 @@ class CausalModel:
     config: CausalLimits
 
     def parameters(self) -> Iterator[Tensor]:
+        """All weights."""
         return iter(self.inner.parameters())
 
 
 def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """The model in `folder` as transformers reads it; code that lies in the folder is never run.
+    """Load the model in `folder` with transformers; code in the folder is never run.
 
     Raises:
-        WrongInput: transformers does not know it as a causal model, or its tensors do not fit.
+        WrongInput: transformers does not support it as a causal model, or its tensors do not fit.
     """
     library = _library()
     library.utils.logging.disable_progress_bar()
     try:
-        inner, told = library.AutoModelForCausalLM.from_pretrained(
+        inner, info = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # each model complains in its own way
+    except Exception as error:  # each model class has exceptions of its own
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(
             f"{folder} does not open in transformers as a causal model ({reason}); give another"
             " model, or another serve.engine"
         ) from None
-    if wrong := sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]])):
+    if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise WrongInput(
             f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json"
             " says; fetch the model again"
         )
     inner = inner.to(device).eval()
-    # Lengths, sampling and ends come from each request, and nothing from the folder.
+    # Lengths, sampling and end tokens come from each request, never from the folder.
     inner.generation_config = type(inner.generation_config)()
     config = inner.config.get_text_config()
     return CausalModel(
@@ -96,7 +96,7 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
 
 
 class TransformersGenerator:
-    """Answers up to `max_rows` requests together, a token of each a step.
+    """Generates for up to `max_rows` requests together, one token of each per step.
 
     Args:
         eos: tokens that end an answer.
@@ -117,11 +117,11 @@ class TransformersGenerator:
 
     @property
     def busy(self) -> int:
-        """Requests that are not finished."""
+        """The number of unfinished requests."""
         return len(self._pending) + (len(self._group.left) if self._group else 0)
 
     def add(self, request: Request) -> GenerationJob:
-        """Queue a request. Raises WrongInput when it cannot be served."""
+        """Queue a request. Raises WrongInput where it cannot be served."""
         sizes: Any = self._model.config
         check_request(request, sizes)
         job = GenerationJob(request, self._decode)
@@ -129,14 +129,14 @@ class TransformersGenerator:
         return job
 
     def cancel(self, job: GenerationJob) -> None:
-        """Forget a request; one that is finished already is ignored."""
+        """Drop a request; finished ones are ignored."""
         if job in self._pending:
             self._pending.remove(job)
         elif self._group:
             self._group.drop(job)
 
     def clear(self) -> None:
-        """Forget every request; what to do after `step` raised."""
+        """Drop all requests; to be called after `step` raised."""
         self._pending.clear()
         if self._group:
             for job in list(self._group.left):
@@ -144,9 +144,7 @@ class TransformersGenerator:
             self._group = None
 
     def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """The next token of each request of the running batch; where none runs, a new one
-        begins.
-        """
+        """The next token of each request of the running batch; starts a batch where none runs."""
         if self._group is None and self._pending:
             jobs = [self._pending.popleft() for _ in range(min(self._max_rows, len(self._pending)))]
             self._group = _GenerateCall(self._model, jobs, self._eos)
@@ -169,10 +167,10 @@ class TransformersGenerator:
 
 
 class _GenerateCall:
-    """One call of `generate`, in a thread of its own, so that its tokens can be had one by one.
+    """One call of `generate` in a thread of its own, whose tokens are read one by one.
 
-    The thread runs ahead of who reads: `left` are the jobs whose end is not read yet, `_growing`
-    those that the thread still goes on with.
+    The thread runs ahead of the reader: `left` are the jobs whose end is not read yet, `_growing`
+    those the thread still generates for.
     """
 
     def __init__(
@@ -180,40 +178,40 @@ class _GenerateCall:
     ) -> None:
         self._model, self._jobs, self._eos = model, jobs, eos
         self.left, self._growing = set(jobs), set(jobs)
-        self._said: queue.SimpleQueue[
+        self._output: queue.SimpleQueue[
             list[tuple[GenerationJob, CompletionChunk]] | Exception | None
         ] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="ingot-generate", daemon=True).start()
 
     def next(self) -> list[tuple[GenerationJob, CompletionChunk]] | None:
         """Pieces of the next token; None after the last one."""
-        said = self._said.get()
-        if isinstance(said, Exception):
-            raise said
-        if said is None:
+        output = self._output.get()
+        if isinstance(output, Exception):
+            raise output
+        if output is None:
             return None
-        pieces = [(job, piece) for job, piece in said if job in self.left]
+        pieces = [(job, piece) for job, piece in output if job in self.left]
         self.left.difference_update(job for job, piece in pieces if piece.finish)
         return pieces
 
     def drop(self, job: GenerationJob) -> None:
-        """Nobody waits for this one any more."""
+        """Stop generating for a job."""
         self.left.discard(job)
         self._growing.discard(job)
 
     def _work(self) -> None:
         try:
             self._generate()
-            self._said.put(None)
+            self._output.put(None)
         except Exception as error:
-            self._said.put(error)
+            self._output.put(error)
 
     @torch.inference_mode()
     def _generate(self) -> None:
         device = next(self._model.parameters()).device
         prompts = [list(job.request.prompt) for job in self._jobs]
         longest = max(map(len, prompts))
-        # Shorter prompts are padded in front, so that all go on at the same place.
+        # Shorter prompts are padded on the left, so that all continue at the same position.
         tokens = torch.tensor(
             [[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device
         )
@@ -232,7 +230,7 @@ class _GenerateCall:
         )
 
     def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B, V]`; all but the chosen token's become -inf."""
+        """A logits processor: choose tokens from scores `[B, V]` and set all others to -inf."""
         choices = sample_tokens(
             scores.float(),
             [job.request.sampling for job in self._jobs],
@@ -251,12 +249,12 @@ class _GenerateCall:
                 pieces.append((job, piece))
                 if piece.finish:
                     self._growing.discard(job)
-        self._said.put(pieces)
+        self._output.put(pieces)
         chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
         return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
 
     def _done(self, ids: Tensor, scores: object, **_: object) -> Tensor:
-        """Which rows `[B]` have ended."""
+        """A stopping criterion: which rows `[B]` have ended."""
         return torch.tensor([job not in self._growing for job in self._jobs], device=ids.device)
 
 

@@ -1,8 +1,7 @@
-"""Between asyncio and the model: a bounded queue in front of one thread that alone touches the
-model and its batch.
+"""The serving engine: a bounded queue between asyncio and the one thread that runs the model.
 
-Routes submit requests and read pieces; the thread takes waiting requests into the running batch
-between two steps.
+Routes submit requests and read their output; between two steps the thread moves waiting requests
+into the running batch.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from ingot.models.generation.request import Completion, CompletionChunk, Request
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 
-# After this many failed steps in a row the server calls itself unhealthy, so that whoever runs it
-# may restart it.
+# After this many consecutive failed steps the server reports itself unhealthy, so that its
+# orchestrator can restart it.
 MAX_FAILURES = 3
 
 
 class BatchWorker(Protocol):
-    """Takes requests into a batch and works on it a step at a time; one thread alone calls it. A
-    job is the worker's own name for a request.
+    """What the engine runs: it takes requests into a batch and computes it step by step. Only one
+    thread calls it. A job is the worker's own handle of a request.
     """
 
     def add(self, request: Request) -> Any:
-        """Take a request in; answers its job."""
+        """Queue a request and return its job."""
         ...
 
     def cancel(self, job: Any) -> None:
-        """Forget a request; one that is finished already is ignored."""
+        """Drop a request; finished ones are ignored."""
         ...
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all requests."""
         ...
 
     def step(self) -> Sequence[tuple[Any, CompletionChunk]]:
-        """Compute a little; pieces of jobs, each job's in order, the last one with its `finish`."""
+        """Compute one step; returns new output by job, in order. A job's last output has its
+        `finish`.
+        """
         ...
 
 
 @runtime_checkable
 class InterruptibleWorker(Protocol):
-    """A worker whose steps are long: it can be told while one runs that nobody waits for a job any
-    more.
-    """
+    """A worker with long steps, which can drop a job while a step runs."""
 
     def interrupt(self, job: Any) -> None:
-        """From any thread."""
+        """Drop a job; may be called from any thread."""
         ...
 
 
@@ -77,7 +76,9 @@ class _QueuedRequest:
 
 
 class Ticket:
-    """Requests that came in one call; gives their pieces in the event loop that it was made in."""
+    """The requests of one API call. Their output arrives in the event loop the ticket was made
+    in.
+    """
 
     def __init__(self, engine: ServingEngine, requests: Sequence[Request]) -> None:
         self._engine, self.loop = engine, asyncio.get_running_loop()
@@ -87,12 +88,12 @@ class Ticket:
         self._arrived: asyncio.Queue[tuple[int, CompletionChunk | ApiError]] = asyncio.Queue()
 
     def put(self, index: int, item: CompletionChunk | ApiError) -> None:
-        """Hand over a piece, or why there will be none; in the ticket's event loop."""
+        """Deliver output or an error; called in the ticket's event loop."""
         self._arrived.put_nowait((index, item))
 
     async def pieces(self) -> AsyncIterator[tuple[int, CompletionChunk]]:
-        """(index of the request, piece) as they come, until all are finished. Raises ApiError when
-        one cannot be.
+        """(index of the request, output) as they arrive, until all requests are finished. Raises
+        ApiError where one fails.
         """
         left = len(self.entries)
         while left:
@@ -109,30 +110,30 @@ class Ticket:
             yield index, item
 
     async def parts(self) -> list[list[CompletionChunk]]:
-        """All pieces of each request, in the order of the requests."""
+        """All output of each request, in the order of the requests."""
         parts: list[list[CompletionChunk]] = [[] for _ in self.entries]
         async for index, piece in self.pieces():
             parts[index].append(piece)
         return parts
 
     async def completions(self) -> list[Completion]:
-        """All answers, in the order of the requests."""
+        """All completions, in the order of the requests."""
         return [join_chunks(pieces) for pieces in await self.parts()]
 
     def cancel(self) -> None:
-        """Give up what is not finished; nothing happens when all is."""
+        """Cancel requests that are not finished."""
         self._engine.cancel(self)
 
 
 class ServingEngine:
-    """Owns the worker. At most `max_batch` requests run and `max_queue` wait."""
+    """Runs a worker in a thread. At most `max_batch` requests run and `max_queue` wait."""
 
     def __init__(
         self, worker: BatchWorker, metrics: ServerMetrics, *, max_batch: int, max_queue: int
     ) -> None:
         self._worker, self._metrics = worker, metrics
         self._max_batch, self._capacity = max_batch, max_batch + max_queue
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._waiting: deque[_QueuedRequest] = deque()
         self._running: dict[Any, _QueuedRequest] = {}
         self._stopping = False
@@ -141,10 +142,12 @@ class ServingEngine:
         self._thread = threading.Thread(target=self._work, name="ingot-engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
+        """Whether the thread runs and its steps succeed."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
@@ -152,8 +155,8 @@ class ServingEngine:
         `Loaded.check`.
 
         Raises:
-            ApiError: 429 when the queue is full, 400 when so many never fit, 503 when the server is
-                stopping.
+            ApiError: 429 where the queue is full, 400 where so many requests can never fit, 503
+                while the server is stopping.
         """
         if len(requests) > self._capacity:
             raise ApiError(
@@ -162,7 +165,7 @@ class ServingEngine:
                 f" {self._capacity}, send them in parts",
             )
         ticket = Ticket(self, requests)
-        with self._changed:
+        with self._condition:
             if self._stopping:
                 raise _stopping()
             busy = len(self._waiting) + len(self._running)
@@ -177,67 +180,67 @@ class ServingEngine:
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
             self._waiting.extend(ticket.entries)
             self._metrics.waiting.set(len(self._waiting))
-            self._changed.notify()
+            self._condition.notify()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop what waits at once, what runs before the next step."""
-        with self._changed:
+        """Drop waiting requests at once, and running ones before the next step."""
+        with self._condition:
             dropped = [entry for entry in ticket.entries if not entry.done and not entry.cancelled]
             for entry in dropped:
-                self._give_up(entry)
+                self._mark_cancelled(entry)
                 if entry in self._waiting:
                     self._waiting.remove(entry)
             self._metrics.cancelled.inc(len(dropped))
             self._metrics.waiting.set(len(self._waiting))
-            self._changed.notify()
+            self._condition.notify()
 
     def abort(self) -> None:
-        """Answer everything that is not finished with 503 and take nothing new."""
-        with self._changed:
+        """Answer all unfinished requests with 503 and accept no more."""
+        with self._condition:
             self._stopping = True
             entries = [*self._waiting, *self._running.values()]
             self._waiting.clear()
             for entry in entries:
-                self._give_up(entry)
-            self._changed.notify()
+                self._mark_cancelled(entry)
+            self._condition.notify()
         self._deliver([(entry, _stopping()) for entry in entries])
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Abort and wait for the thread to end its step."""
+        """Abort, and wait for the thread to finish its step."""
         self.abort()
         self._thread.join(timeout_s)
 
-    def _give_up(self, entry: _QueuedRequest) -> None:
-        """Under the lock."""
+    def _mark_cancelled(self, entry: _QueuedRequest) -> None:
+        """Mark a request as cancelled. The caller holds the lock."""
         entry.cancelled = True
         if entry.job is not None and isinstance(self._worker, InterruptibleWorker):
             self._worker.interrupt(entry.job)
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._stopping)
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._running or self._stopping)
                 if (
                     self._stopping
                     and not self._waiting
                     and all(entry.cancelled for entry in self._running.values())
                 ):
                     return
-                self._take()
+                self._fill_batch()
             try:
-                self._deliver(self._turn())
+                self._deliver(self._run_step())
                 self._failures = 0
             except Exception:
-                # Whatever it was (out of memory, a broken device), the requests must be answered
-                # and the next ones tried.
+                # Whatever the error (out of memory, a device failure), running requests must get an
+                # answer, and later ones a chance.
                 self._failures += 1
                 self._metrics.failures.inc()
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
-                self._drop_all()
+                self._fail_running()
 
-    def _take(self) -> None:
-        """Let go of what was cancelled, and fill the free rows from the queue. Under the lock."""
+    def _fill_batch(self) -> None:
+        """Drop cancelled requests and fill free rows from the queue. The caller holds the lock."""
         for job in [job for job, entry in self._running.items() if entry.cancelled]:
             self._worker.cancel(job)
             del self._running[job]
@@ -249,15 +252,15 @@ class ServingEngine:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
 
-    def _turn(self) -> list[tuple[_QueuedRequest, CompletionChunk | ApiError]]:
-        """One step of the model."""
+    def _run_step(self) -> list[tuple[_QueuedRequest, CompletionChunk | ApiError]]:
+        """Run one step of the worker; returns its output."""
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
         pieces = self._worker.step()
         now = time.monotonic()
         deliveries: list[tuple[_QueuedRequest, CompletionChunk | ApiError]] = []
-        with self._changed:
+        with self._condition:
             for job, piece in pieces:
                 entry = self._running[job]
                 self._metrics.tokens.labels("completion").inc(piece.generated - entry.generated)
@@ -273,9 +276,9 @@ class ServingEngine:
             self._metrics.running.set(len(self._running))
         return deliveries
 
-    def _drop_all(self) -> None:
-        """Answer the running requests with 500 and begin with an empty batch."""
-        with self._changed:
+    def _fail_running(self) -> None:
+        """Answer the running requests with 500 and continue with an empty batch."""
+        with self._condition:
             lost = list(self._running.values())
             for entry in lost:
                 entry.done = True
@@ -289,20 +292,19 @@ class ServingEngine:
     def _deliver(
         self, deliveries: Sequence[tuple[_QueuedRequest, CompletionChunk | ApiError]]
     ) -> None:
-        """Wake each event loop once, with everything that is for it."""
+        """Hand output to the event loops, waking each of them once."""
         by_loop: dict[
             asyncio.AbstractEventLoop, list[tuple[_QueuedRequest, CompletionChunk | ApiError]]
         ] = {}
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed, and with it whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
                 loop.call_soon_threadsafe(_put_all, items)
 
 
 def _stopping() -> ApiError:
+    """The error for requests while the server stops."""
     return ApiError(
         503,
         "the server is stopping; send the request again to another one",

@@ -1,5 +1,7 @@
-"""A model folder, opened for answering: weights, tokenizer and the tokens that end an answer,
-checked against each other.
+"""Checks a model folder and loads it for serving: weights, tokenizer, end-of-text tokens.
+
+Every engine checks folders here, so that vLLM and Triton refuse what our own server refuses, and as
+early.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from ingot.serve.native.causal import CausalModel, TransformersGenerator, load_c
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# A matrix of a model smaller than this is multiplied before a second thread has woken up; on a
-# machine that others use, too, waiting for that thread takes many times longer than the product.
+# The matrix products of models with fewer weights finish before a second thread has woken up; on a
+# shared machine, waiting for that thread takes many times longer than the product.
 ONE_THREAD_WEIGHTS = 20_000_000
 
-# How transformers calls the classes of causal models.
+# Suffixes of the names of transformers' causal model classes.
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 InProcessEngine = Literal["native", "transformers"]
@@ -44,7 +46,9 @@ InProcessEngine = Literal["native", "transformers"]
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """`base` is the folder with the configuration: of an adapter its base's."""
+    """A checked model folder. `base` is the folder with the configuration: for an adapter that of
+    its base model.
+    """
 
     folder: Path
     base: Path
@@ -53,7 +57,7 @@ class CheckedFolder:
 
 
 def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFolder:
-    """Look at a model folder.
+    """Check a model folder without loading weights.
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat
@@ -68,7 +72,7 @@ def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFo
 
 
 def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
-    """Raises WrongInput when the tokenizer can give ids that the model does not have."""
+    """Raises WrongInput where the tokenizer has ids that the model does not have."""
     if checked.tokenizer.vocab_size > vocabulary:
         raise WrongInput(
             f"{checked.folder}: the tokenizer has {checked.tokenizer.vocab_size:,} tokens, the"
@@ -78,10 +82,10 @@ def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
 
 
 def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = False) -> CheckedFolder:
-    """The same for an engine that opens decoders alone, whole and from their own folder.
+    """Check a model folder for an engine that loads complete decoders only.
 
     Raises:
-        WrongInput: as above; or another kind of model, an adapter, or weights that are not there.
+        WrongInput: as `check_model_folder`; or another kind of model, an adapter, or no weights.
     """
     checked = check_model_folder(folder, any_template=any_template)
     if checked.kind != "decoder":
@@ -101,7 +105,7 @@ def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = Fals
 
 
 def vocab_size_of(config: dict[str, Any]) -> int:
-    """The size that a configuration says, its text part's where it has parts."""
+    """The vocabulary size of a configuration, or of its text part."""
     part = config.get("text_config")
     return int(
         config.get("vocab_size") or (part.get("vocab_size", 0) if isinstance(part, dict) else 0)
@@ -110,10 +114,10 @@ def vocab_size_of(config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a server or a single prediction works with.
+    """A model ready to answer requests.
 
-    `created`: when the folder was made, seconds since the epoch. `prefix` stands before every
-    source, as it did in training.
+    `created`: when the folder was made, seconds since the epoch. `prefix` is put before every
+    source of a sequence-to-sequence model, as in training.
     """
 
     model: AnyModel | CausalModel
@@ -125,18 +129,18 @@ class LoadedModel:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of a classifier's classes, in the order of its scores."""
+        """The class names of a classifier, in the order of its scores."""
         return self.model.config.labels if isinstance(self.model, Encoder) else ()
 
     def generator(self, max_rows: int) -> Generator:
-        """A decoder's. Other kinds have `worker` alone."""
+        """The generator of a decoder; for other kinds use `worker`."""
         assert isinstance(self.model, Decoder)
         return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
 
     def worker(
         self, max_rows: int
     ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier:
-        """What answers requests, up to `max_rows` together."""
+        """The worker for this kind of model, with batches of up to `max_rows`."""
         if isinstance(self.model, CausalModel):
             return TransformersGenerator(
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
@@ -150,13 +154,13 @@ class LoadedModel:
         return Classifier(self.model, max_rows=max_rows)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as this kind of model reads it."""
+        """Token ids of a text, with the special tokens this kind of model expects."""
         if self.kind == "decoder":
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode_framed(self.prefix + text)
 
     def check(self, request: Request) -> None:
-        """Raises WrongInput when the model cannot serve the request."""
+        """Raises WrongInput where the model cannot serve the request."""
         if isinstance(self.model, Decoder | CausalModel):
             sizes: Any = self.model.config
             check_request(request, sizes)
@@ -169,18 +173,18 @@ class LoadedModel:
 def load(
     folder: Path, *, any_template: bool = False, engine: InProcessEngine = "native"
 ) -> LoadedModel:
-    """Open `folder` on this machine's accelerator, in bfloat16 where it has that, else on the CPU
-    in float32.
+    """Load `folder` on this machine's accelerator, in bfloat16 where supported, else on the CPU in
+    float32.
 
-    `native`: our own decoder where it knows the model, and transformers for the rest.
-    `transformers`: causal models always by its generate.
+    `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
+    models always through its `generate`.
+
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
             unless `any_template`, another chat template than the model was trained with.
     """
-    # The tokenizer comes first: that it is missing should not take the minutes that weights may
-    # take.
+    # The tokenizer is checked first, so that a missing one is an error before minutes of loading.
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
@@ -208,8 +212,8 @@ def load(
 
 
 def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
-    """Whether a decoder is transformers' to run. Raises WrongInput for an adapter, which only our
-    own takes in.
+    """Whether transformers runs a decoder. Raises WrongInput for an adapter, which only our own
+    decoder loads.
     """
     if checked.kind != "decoder":
         return False
@@ -235,7 +239,7 @@ def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel) -> f
     named = eos_ids(folder, tokenizer.special.eos)
     if isinstance(model, Decoder | CausalModel):
         return named
-    # Targets end as the tokenizer frames them. An id that only the configuration names may be an
-    # ordinary token of a tokenizer trained here.
+    # Targets end as the tokenizer frames them. An id from the configuration may be an ordinary
+    # token of a tokenizer that was trained here.
     special = set(tokenizer.special_ids.values())
     return frozenset([*(token for token in named if token in special), *tokenizer.frame[1][-1:]])
