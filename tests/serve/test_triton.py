@@ -25,7 +25,12 @@ from ingot.base.server import ask
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import answered, question, triton_route
 from ingot.models.generation.request import Request
-from ingot.serve.engines.triton import TritonInstallation, assemble_backend, find_triton, triton_command
+from ingot.serve.engines.triton import (
+    TritonInstallation,
+    assemble_backend,
+    find_triton,
+    triton_command,
+)
 from ingot.serve.engines.triton_backend import TritonBackend
 from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
@@ -314,7 +319,9 @@ def test_the_wheel_of_triton_is_put_together(
     ):
         find_triton(str(python))
     assert (
-        triton_command("python", TritonInstallation(Path("tritonserver")), tmp_path, "m", "::", 5).health
+        triton_command(
+            "python", TritonInstallation(Path("tritonserver")), tmp_path, "m", "::", 5
+        ).health
         == "http://[::1]:5/v2/models/m/ready"
     )
 

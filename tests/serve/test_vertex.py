@@ -11,7 +11,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
-from ingot.serve.http.listen import listen_address, fetched_model_folder
+from ingot.serve.http.listen import fetched_model_folder, listen_address
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.conftest import AIP
 from tests.serve.running import Running
