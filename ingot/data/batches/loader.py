@@ -82,13 +82,13 @@ class Loader:
         """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled
         up with dead rows.
 
-        Where parts that lie in a bucket are waited for, `meanwhile` is called now and then; when it
-        says so there are none, and nothing was drawn.
+        While it waits for parts that lie in a bucket, `meanwhile` is polled; when it returns True
+        the result is empty and no sample was drawn.
 
         Raises:
             WrongInput: a part is damaged.
         """
-        self._checksums.ask()
+        self._checksums.raise_if_damaged()
         if self._ahead is not None and not self._ahead.wait(i, meanwhile):
             return []
         if self._next is not None and self._next[0] == i:
@@ -129,7 +129,7 @@ class ChecksumThread:
         self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
+    def raise_if_damaged(self) -> None:
         """Raises WrongInput when a file was found to be damaged."""
         if self._found:
             raise WrongInput(f"{self._found[0]}; run `ingot prepare` again")
@@ -147,32 +147,32 @@ class ChecksumThread:
                 self._found += problems(folder, {"files": [entry]}, checksums=True)
 
     def close(self) -> None:
-        """Look at no further file; the one that is being read is read to its end."""
+        """Check no further file; the one being read is read to its end."""
         self._stopped = True
         self._rows.touched.put(None)
         self._thread.join()
 
 
 class BatchBuffers:
-    """Room for batches, used again when the last tensor in it is gone: to get pages from the system
-    anew costs more than to fill them.
+    """Memory for batches, used again when the last tensor in it is freed: new pages cost more than
+    filling them.
     """
 
     def __init__(self) -> None:
         self._spare: list[Ids] = []
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """An int64 tensor of `shape` with anything in it."""
+        """An uninitialised int64 tensor of `shape`."""
         count = int(np.prod(shape))
         room = self._spare.pop() if self._spare else np.empty(0, np.int64)
         if len(room) != count:
             room = np.empty(count, np.int64)
         # The tensor and all its slices share a storage, which keeps this one view alive.
         view = room.view()
-        weakref.finalize(view, self._back, room).atexit = False
+        weakref.finalize(view, self._give_back, room).atexit = False
         return torch.from_numpy(view).view(shape)
 
-    def _back(self, room: Ids) -> None:
+    def _give_back(self, room: Ids) -> None:
         if len(self._spare) < SPARE:
             self._spare.append(room)
 

@@ -26,99 +26,101 @@ part may take minutes.
 
 
 class PartPrefetcher:
-    """Keeps the parts at hand that a step and the next are drawn from, those of the window after
-    these, and for slower ranks those of the one before.
+    """Keeps on this machine the parts that a step and the next are drawn from, those of the next
+    window, and for slower ranks those of the previous one.
 
-    All ranks of a machine do this, each taking what no other one is fetching.
+    All ranks of a machine do this; each fetches what no other rank is fetching.
     """
 
     def __init__(
         self, rows: PreparedSplit, order: SampleOrder, global_batch: int, *, quiet: bool = False
     ) -> None:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
-        self._wanted, self._here = list[int](), list[int]()
-        self._had = rows.brought()  # by an attempt before this one
-        self._trouble: tuple[float, IngotError | OSError] | None = None
-        self._over, self._news = False, threading.Event()
+        self._target_parts, self._available = list[int](), list[int]()
+        self._fetched = rows.brought()  # by an attempt before this one
+        self._last_error: tuple[float, IngotError | OSError] | None = None
+        self._closed, self._changed = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
 
     def wait(self, step: int, meanwhile: Callable[[], bool]) -> bool:
-        """Training has come to `step`: until the parts are here that it and the next are drawn
-        from. `meanwhile` is called now and then, and ends the wait when it says so, which gives
-        False.
+        """Block until the parts that `step` and the next one are drawn from are on this machine.
+        `meanwhile` is polled; when it returns True the wait ends and the result is False.
 
         Raises:
             UnusableReplica: a part is not what was prepared.
-            IngotError: a part could not be had for a quarter of an hour.
+            IngotError: a part could not be fetched for a quarter of an hour.
         """
         samples = range(step * self._batch, (step + 2) * self._batch)
-        self._want(samples)
+        self._set_target(samples)
         now = self._order.parts(samples)
-        if now == self._here:
+        if now == self._available:
             return True
-        if lacking := self._lacking(now):
+        if lacking := self._missing(now):
             with Progress("fetch", total=len(now), unit="parts", quiet=self._quiet) as progress:
                 while lacking:
-                    self._judge()
+                    self._raise_lasting_error()
                     if meanwhile():
                         return False
                     time.sleep(LOOK_S)
-                    lacking = self._lacking(now)
+                    lacking = self._missing(now)
                     progress.update(len(now) - lacking)
-        self._here = now
+        self._available = now
         return True
 
     def close(self) -> None:
-        self._over = True
-        self._news.set()
+        self._closed = True
+        self._changed.set()
         self._thread.join(LAST_S)
 
-    def _want(self, samples: range) -> None:
+    def _set_target(self, samples: range) -> None:
         wanted = self._order.parts(samples, after=1)
-        if wanted != self._wanted:
-            for part in self._had.difference(self._order.parts(samples, before=1, after=1)):
+        if wanted != self._target_parts:
+            for part in self._fetched.difference(self._order.parts(samples, before=1, after=1)):
                 self._rows.drop(part)
-                self._had.discard(part)
-            self._had.update(wanted)
-            self._wanted = wanted
-            self._news.set()
+                self._fetched.discard(part)
+            self._fetched.update(wanted)
+            self._target_parts = wanted
+            self._changed.set()
 
-    def _lacking(self, parts: list[int]) -> int:
+    def _missing(self, parts: list[int]) -> int:
         return sum(not self._rows.has(part) for part in parts)
 
-    def _judge(self) -> None:
-        if self._trouble is not None and (
-            isinstance(self._trouble[1], UnusableReplica)
-            or time.monotonic() > self._trouble[0] + AWAY_S
+    def _raise_lasting_error(self) -> None:
+        if self._last_error is not None and (
+            isinstance(self._last_error[1], UnusableReplica)
+            or time.monotonic() > self._last_error[0] + AWAY_S
         ):
-            if isinstance(self._trouble[1], IngotError):
-                raise self._trouble[1]
+            if isinstance(self._last_error[1], IngotError):
+                raise self._last_error[1]
             raise Failed(
-                f"parts of the columns cannot be fetched ({self._trouble[1]}); see to the disk of"
+                f"parts of the columns cannot be fetched ({self._last_error[1]}); check the disk of"
                 " this machine and run the same command again"
             )
 
     def _run(self) -> None:
         pause: float | None = None
-        while self._news.wait(pause) or pause:
-            self._news.clear()
+        while self._changed.wait(pause) or pause:
+            self._changed.clear()
             pause = None
-            for part in self._wanted:
-                if self._over:
+            for part in self._target_parts:
+                if self._closed:
                     return
-                if self._news.is_set():
+                if self._changed.is_set():
                     break
                 try:
                     if not self._rows.bring(part, wait=False):
                         pause = pause or BUSY_S
-                    self._trouble = None
+                    self._last_error = None
                 except (IngotError, OSError) as error:
-                    self._trouble = (self._trouble[0] if self._trouble else time.monotonic()), error
+                    self._last_error = (
+                        (self._last_error[0] if self._last_error else time.monotonic()),
+                        error,
+                    )
                     say(f"warning: {error}; trying again")
                     pause = AGAIN_S
                     break
-                if part not in self._had:  # training has left it behind meanwhile
+                if part not in self._fetched:  # training has left it behind meanwhile
                     self._rows.drop(part)
-            if self._over:
+            if self._closed:
                 return

@@ -160,11 +160,12 @@ class Rows(PreparedSplit):
         return PackedRow(*(field[0] for field in self.batch([i])))
 
     def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
-        """The rows `ids`, [B, T]. What costs something is done for many of them at once.
+        """The rows `ids`, [B, T], worked on in blocks.
+
 
         Args:
-            out: [4, B, T] to fill, each of the four contiguous, for who asks again and again: fresh
-                memory costs the system more than rows do.
+            out: [4, B, T] to fill, each of the four contiguous; reusing memory is faster than
+                allocating it.
 
         Raises:
             IndexError: an id is beyond the last row.
@@ -187,8 +188,8 @@ class Rows(PreparedSplit):
 
 
 class _RowBuffer:
-    """Rows under way. A row is T + 1 elements of the stream, as the label of its last token is the
-    one after it.
+    """Rows that are being filled. A row is T + 1 elements of the stream, since the label of its
+    last token is the element after it.
 
     `cuts` are the places in those, counted through all rows, at which a document begins, or
     padding: the first of each row, too, and ascending. So what stands before one has no label.
@@ -285,7 +286,7 @@ class _PartwiseSource(PartReader):
 
 
 class _PlannedSource(PartReader):
-    """Rows of a source that were planned: each says which pieces of which records lie in it."""
+    """The planned rows of a source: a row table says which pieces of which records lie in a row."""
 
     def __init__(
         self,

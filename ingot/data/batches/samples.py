@@ -79,7 +79,7 @@ class Samples(PreparedSplit):
         self.left_out = self.tokens - packed.counts[split].tokens
 
     def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
-        """The samples `ids`, and dead ones behind them until there are `count`: padding alone,
+        """The samples `ids`, then dummy ones up to `count`: padding alone,
         labels -100.
 
         Raises:

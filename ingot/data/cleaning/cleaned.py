@@ -1,4 +1,4 @@
-"""What is left of the documents after cleaning, for whoever reads them next."""
+"""The result of cleaning: which documents stay, and reading them in their normal form."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from ingot.data.cleaning.arrays import Columns, Hashes, Indices
 from ingot.data.engines.engine import Advance, Engine, Stage
 
 TaskFigures = dict[str, Any]
-"""What a task tells: a few figures, as JSON."""
+"""What a task reports: a few figures, as JSON."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

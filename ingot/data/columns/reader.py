@@ -52,9 +52,9 @@ class PreparedSplit:
     markers: list[str]
     """The files in `columns` that vouch for all parts."""
     touched: queue.SimpleQueue[Path | None]
-    """Every file of a part that was opened, for who wants to look at its checksum."""
+    """Every file of a part that was opened, for the thread that compares checksums."""
     deferred: DeferredFiles | None
-    """Where parts come from that are not here; their checksums are compared as they come."""
+    """Where missing parts are fetched from; their checksums are compared on arrival."""
     _sources: Sequence[PartReader]
 
     def __init__(
@@ -102,7 +102,7 @@ class PreparedSplit:
         return self._ends[-1]
 
     def bring(self, part: int, *, wait: bool = True) -> bool:
-        """Have the files of a part here, counted through the sources. Without `wait`, False where
+        """Fetch the files of a part, counted through the sources. Without `wait`, False where
         another process is fetching one of them.
         """
         source, index = self._places[part]
@@ -114,7 +114,7 @@ class PreparedSplit:
         return all(self._sources[source].has(name, index) for name in self._names)
 
     def brought(self) -> set[int]:
-        """The parts of which `bring` took something that is still here, be it half of a file."""
+        """The parts of which `bring` fetched something that is still on disk, even half a file."""
         if self.deferred is None:
             return set()
         here = {path.name.removesuffix(PARTIAL) for path in self.deferred.folder.iterdir()}
@@ -130,14 +130,14 @@ class PreparedSplit:
         }
 
     def drop(self, part: int) -> None:
-        """Give back what `bring` took."""
+        """Remove what `bring` fetched."""
         source, index = self._places[part]
         for name in self._names:
             self._sources[source].drop(name, index)
 
 
 class SplitFiles(NamedTuple):
-    """What is the same for all parts of a split. `touched` is told every file that is opened;
+    """What all parts of a split share. Every file that is opened is put into `touched`;
     `sums` has the SHA-256 of files that come later.
     """
 
@@ -191,8 +191,8 @@ class PartReader:
         return column
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
-        """Have the files of a column here. Without `wait`, False where another process is fetching
-        one of them.
+        """Fetch the files of a column. Without `wait`, False where another process is fetching one
+        of them.
         """
         opening = self._opening
         if opening.deferred is None or self.has(name, index):
@@ -210,7 +210,7 @@ class PartReader:
         )
 
     def drop(self, name: str, index: int) -> None:
-        """Give back what `bring` took: files that are the run folder's own stay."""
+        """Remove what `bring` fetched; the run folder's own files stay."""
         if (elsewhere := self._opening.deferred) is not None:
             self._open.pop((name, index), None)
             for path in self.files(name, index):

@@ -1,4 +1,4 @@
-"""Chats as people write them down, brought to one form: `{"messages": [{"role": ..., "content":
+"""Chats in the usual layouts, brought to one form: `{"messages": [{"role": ..., "content":
 ...}, ...]}` as compact JSON.
 
 Four layouts come in: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,

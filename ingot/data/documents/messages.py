@@ -1,8 +1,7 @@
-"""Messages as people write them down, brought to one form: `{"role": ..., "content": ...}` and
-whatever else stands in them.
+"""Messages of chats in the usual layouts, brought to one form: `{"role": ..., "content": ...}` and
+whatever other keys they have.
 
-Roles come out as `system`, `user`, `assistant`, `tool`; contents as text. What records are made of
-them is said elsewhere.
+Roles become `system`, `user`, `assistant`, `tool`; contents become text.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 class RecordError(Exception):
-    """Why a record is not what is wanted: a reason that is counted, and the details of this one."""
+    """A record that does not fit: a short reason, which is counted, and its details."""
 
     def __init__(self, reason: str, detail: str = "", keys: tuple[str, ...] = ()) -> None:
         super().__init__(reason)
@@ -58,8 +57,8 @@ class RecordError(Exception):
 
 
 def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | BadRecord:
-    """What `make` gives as compact JSON, the form in which all but plain text is kept; or why it
-    gives nothing.
+    """The value of `make` as compact JSON, the form in which all but plain text is stored; a bad
+    record where it raises.
     """
     try:
         return checked(row, compact_json(make()))
@@ -90,7 +89,7 @@ def missing_columns(record: Mapping[str, Any], what: str, why: str) -> RecordErr
 
 
 def column(record: Mapping[str, Any], usual: str, columns: ColumnNames) -> Any:
-    """What stands in a column by its usual name; None where it is not there, too."""
+    """The value of a column by its usual name; None also where the column is missing."""
     return record.get(columns.get(usual, usual))
 
 
@@ -243,5 +242,5 @@ def assistant(text: str) -> Message:
 
 
 def has_content(message: Message) -> bool:
-    """Whether there is anything in a message."""
+    """Whether a message has text or tool calls."""
     return bool(message["content"].strip() or message.get("tool_calls"))

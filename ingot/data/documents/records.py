@@ -1,4 +1,4 @@
-"""What a reader gives: texts with their rows, and records that are bad, with the reason."""
+"""What parsing a file yields: documents with their rows, and bad records with the reason."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class ParsedDocument:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """What could not be read, why in a few words that are counted, and the details of this one."""
+    """A record that could not be read: a short reason, which is counted, and its details."""
 
     row: int
     reason: str
     detail: str = ""
     keys: tuple[str, ...] = ()
-    """The keys that there were, where the wanted one was missing."""
+    """The record's keys, where the text column was missing."""
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 def checked(row: int, text: str) -> ParsedDocument | BadRecord:
-    """A text that can be written as UTF-8 and holds something else than white space."""
+    """The text as a document if UTF-8 can hold it and it is not only white space."""
     if not text or text.isspace():
         return BadRecord(row, "empty text")
     if not text.isascii():

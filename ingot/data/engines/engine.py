@@ -37,7 +37,7 @@ class Stage(Protocol[Task_contra, Result_co]):
 
 
 class Engine(Protocol):
-    """Does all tasks of a stage; results come in the order of the tasks and are small."""
+    """Runs all tasks of a stage. Results are small and come in the order of the tasks."""
 
     def run(
         self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
@@ -46,14 +46,14 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of workers, if there are any."""
+        """Stop the workers, if there are any."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """A task's result; or `error`, one of ours that is told in words and raised again where the
-    command was typed.
+    """A task's result, or the message of an error of ingot's own, which is raised again in the
+    command's process.
     """
 
     result: Any = None
@@ -64,8 +64,8 @@ class TaskOutcome:
 def attempt(
     work: Stage[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, TaskOutcome]]:
-    """Do some tasks in one worker. Errors that are no words of ours are raised: the engine may try
-    the task again.
+    """Run some tasks in one worker. Errors other than ingot's own are raised: the engine may retry
+    the task.
     """
     try:
         do = open_stage(work)
@@ -86,7 +86,7 @@ _last: list[tuple[bytes, Callable[[Any, Callable[[int], None]], Any]]] = []
 
 
 def open_stage(work: Stage[Task, Result]) -> Callable[[Task, Callable[[int], None]], Result]:
-    """What does the tasks; opened anew only where this process did another stage before."""
+    """The function that does a task of this stage; opened again only after another stage."""
     key = pickle.dumps(work)
     if not _last or _last[0][0] != key:
         _last[:] = [(key, work.open())]

@@ -86,7 +86,7 @@ def _pieces(file: SourceFile, block: int) -> list[FileBlock]:
             return list(_streams(file, block))
         return [FileBlock(file)]
     except OSError:
-        # Whoever reads the file finds the same fault and counts it.
+        # Reading the file will meet the same error and count it.
         return [FileBlock(file)]
 
 
@@ -137,8 +137,8 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass
 class RecordTally:
-    """What a source, or a task's share of it, held: good records, bad ones by reason, some of these
-    by place.
+    """The records of a source or of a task: good ones, bad ones by reason, and some of these with
+    their place.
     """
 
     good: int = 0
@@ -160,7 +160,7 @@ class RecordTally:
 
 @dataclass(frozen=True)
 class IngestTask:
-    """Some pieces of one source. `first`: with them the source begins."""
+    """Some blocks of one source. `first`: they are the beginning of the source."""
 
     number: int
     split: Split
@@ -202,7 +202,7 @@ class IngestStage:
 
 
 class _TaskReader:
-    """Goes through the pieces of one task, counting what is bad and telling how far it is."""
+    """Reads the blocks of one task, counts bad records and reports progress."""
 
     def __init__(self, task: IngestTask, advance: Advance, *, stop: bool) -> None:
         self.tally = RecordTally()

@@ -55,8 +55,8 @@ class RawPart:
 
 @dataclass(frozen=True)
 class RawSource:
-    """What was read from one source, and what could not be: reason -> count, and some of them by
-    place.
+    """What was read from one source, and what could not be read: reason -> count, and some examples
+    with their place.
     """
 
     source: str
@@ -84,7 +84,7 @@ class RawData:
 
     @property
     def identity(self) -> str:
-        """Fingerprint of the documents themselves, not of when and whence they came."""
+        """Fingerprint of the documents themselves, not of their time or place of origin."""
         return fingerprint(
             {
                 split: [[part.sha256 for part in source.parts] for source in sources]
@@ -256,8 +256,8 @@ def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
 
 
 def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
-    """Refuse documents of files that have changed since. A source that is gone is no matter: what
-    was ingested is a copy.
+    """Refuse documents of files that have changed since. A source that no longer exists is
+    accepted: what was ingested is a copy.
     """
     for split, sources in recipe_sources(recipe).items():
         for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):

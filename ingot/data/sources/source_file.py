@@ -56,7 +56,9 @@ class SourceFile:
 
 
 def utf8_safe(text: str) -> str:
-    """A text that UTF-8 can hold: names on a disk, and keys in JSON, may be no text at all."""
+    """The text with characters that UTF-8 cannot hold replaced: file names and JSON keys may
+    have such.
+    """
     return text.encode("utf-8", "replace").decode()
 
 

@@ -239,14 +239,14 @@ class _EncoderMismatch(Exception):
 def inputs_of(
     documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: CleaningResult
 ) -> str:
-    """What decides about every part beside its range."""
+    """Fingerprint of what determines every part besides its range."""
     return fingerprint(
         {**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity}
     )
 
 
 def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """What an earlier run made of this range from the same inputs; None when it has to be made."""
+    """The part that an earlier run made of this range from the same inputs; None without one."""
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
     if (
         marker is None

@@ -1,4 +1,4 @@
-"""The tokenizer of a run in `data/tokenizer/`: learnt from the training documents, or taken from
+"""The tokenizer of a run in `data/tokenizer/`: trained on the training documents, or loaded from
 where the recipe says.
 
 A sub-stage of `prepare` with a record of its own: a vocabulary is learnt again only when what it is

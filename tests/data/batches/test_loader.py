@@ -18,6 +18,7 @@ from ingot.data.batches.loader import Batch, BatchBuffers, Loader, fixed_batches
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, Ids, PackedRow, Rows, open_rows
 from tests.data.batches.test_rows import write
+from tests.data.examples import examples
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_ranks_and_micro_batches_deal_the_same_global_batch(rows: Rows) -> None:
                 assert dealt == expected
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**63 - 1),
     stop=st.lists(st.integers(0, 30), min_size=1, max_size=3),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ingot.base.errors import WrongInput
 from ingot.config.identity import changes, training_identity
 from ingot.data.batches.order import SampleOrder
+from tests.data.examples import examples
 from tests.data.small import recipe
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -24,7 +25,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 WITHIN = 8
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4).filter(sum),
     seed=SEEDS,
@@ -35,7 +36,7 @@ def test_every_row_once_per_pass(sizes: list[int], seed: int, epoch: int) -> Non
     assert sorted(SampleOrder(sizes, seed).rows(epoch * total, total)) == list(range(total))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 @given(
     size=st.integers(1, 500),
     seed=SEEDS,
@@ -58,7 +59,7 @@ def test_any_window_is_the_same_sequence(
     assert np.array_equal(np.concatenate(pieces), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(seed=SEEDS, step=st.integers(0, 10**9), weights=st.sampled_from([None, [2.0, 1.0]]))
 def test_any_number_of_ranks_sees_the_same_batches(
     seed: int, step: int, weights: list[float] | None
@@ -71,7 +72,7 @@ def test_any_number_of_ranks_sees_the_same_batches(
         assert np.array_equal(np.concatenate(dealt), whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(
     weights=st.lists(st.floats(0.001, 1000), min_size=2, max_size=5),
     seed=SEEDS,
@@ -89,7 +90,7 @@ def test_shares_hold_at_every_sample(weights: list[float], seed: int, first: int
         assert order.drawn(number, first + 5000) - order.drawn(number, first) == mine[-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(seed=SEEDS, weights=st.lists(st.floats(0.05, 1), min_size=2, max_size=3))
 def test_each_source_passes_over_its_own_rows(seed: int, weights: list[float]) -> None:
     """Within a mixture too, no row comes again before all rows of its source came."""
@@ -153,7 +154,7 @@ def test_beyond_ten_billion_samples_costs_the_same(weights: list[float] | None) 
     assert max(seconds) < 0.5
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(33, 100))
 @given(
     seed=SEEDS,
     skipped=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=6),
@@ -208,7 +209,7 @@ def test_what_is_no_range_to_skip(skipped: tuple[int, int]) -> None:
         SampleOrder([10], 0, None, [skipped])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     seed=SEEDS,
@@ -229,7 +230,7 @@ def test_passes_follow_each_other_without_a_seam(
     assert len(set(rows[:begin].tolist())) == begin
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 30))
 @given(
     seed=SEEDS,
     weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=4),

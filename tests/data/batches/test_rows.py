@@ -17,6 +17,7 @@ from ingot.base.markers import FileEntry, entry_of
 from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import ColumnPart, PreparedData, PreparedSource, write_prepared
+from tests.data.examples import examples
 from tests.markers import changed
 
 Documents = list[list[int]]
@@ -122,7 +123,7 @@ def equal(left: PackedRow, right: PackedRow) -> bool:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25, 100), deadline=None)
 @example(sources=[[[[1] * 8, [], [2]]]], length=9, pad_last=True)
 @given(sources=SOURCES, length=st.integers(1, 12), pad_last=st.booleans())
 def test_rows_are_cut_token_by_token(
@@ -153,7 +154,7 @@ def test_rows_are_cut_token_by_token(
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25, 100), deadline=None)
 @given(sources=SOURCES, length=st.integers(1, 12))
 def test_rows_that_keep_to_a_part_are_those_of_the_part_alone(
     tmp_path_factory: pytest.TempPathFactory, sources: list[list[Documents]], length: int

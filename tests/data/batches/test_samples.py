@@ -36,6 +36,7 @@ from ingot.data.columns.manifest import (
 )
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import RowTables, pack
+from tests.data.examples import examples
 
 Record = dict[str, list[int]]
 CLOSING = 2
@@ -210,7 +211,7 @@ KINDS: list[tuple[Documents, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "record"), KINDS, ids=[kind for kind, _ in KINDS])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(data=st.data())
 def test_batches_are_made_record_by_record(
     tmp_path_factory: pytest.TempPathFactory, kind: Documents, record: Any, data: st.DataObject

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ingot.config.identity import changes, training_identity
 from ingot.data.batches.order import SampleOrder
+from tests.data.examples import examples
 from tests.data.small import recipe
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -41,7 +42,7 @@ def part_of(parts: list[list[int]], row: int) -> int:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(25, 150))
 @given(parts=PARTS, window=WINDOWS, seed=SEEDS, epoch=st.integers(0, 10**12))
 def test_every_row_once_per_pass(
     parts: list[list[int]], window: int, seed: int, epoch: int
@@ -50,7 +51,7 @@ def test_every_row_once_per_pass(
     assert sorted(order_of(parts, seed, window).rows(epoch * total, total)) == list(range(total))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(25, 150))
 @given(
     parts=PARTS, window=WINDOWS, seed=SEEDS, first=st.integers(0, 10**12), weighted=st.booleans()
 )
@@ -71,7 +72,7 @@ def test_each_sample_comes_from_the_parts_that_are_told(
     assert among <= set(order.parts(range(first, first + 60)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(12, 60))
 @given(parts=st.lists(st.integers(1, 40), min_size=2, max_size=9), window=WINDOWS, seed=SEEDS)
 def test_a_pass_goes_from_window_to_window(parts: list[int], window: int, seed: int) -> None:
     """The parts that are told one window ahead are those that come, and each comes once per
@@ -97,7 +98,7 @@ def test_a_pass_goes_from_window_to_window(parts: list[int], window: int, seed: 
         assert sorted(drawn) == list(range(len(parts)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(12, 60))
 @given(
     parts=PARTS,
     window=WINDOWS,

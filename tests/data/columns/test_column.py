@@ -22,6 +22,7 @@ from ingot.data.columns.column import (
     idx_path,
     token_dtype,
 )
+from tests.data.examples import examples
 
 Found = TypeVar("Found")
 RECORDS = [[1, 2, 3], [4], [], [5, 65_000]]
@@ -66,7 +67,7 @@ def test_records_come_back(tmp_path: Path) -> None:
     assert column.slice(2, 5).tolist() == [3, 4, 5]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50, 100), deadline=None)
 @given(lengths=st.lists(st.integers(0, 5), max_size=30), data=st.data())
 def test_starts_are_where_records_begin(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
@@ -160,7 +161,7 @@ def read_all(column: Column) -> list[list[int]]:
     return records
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(50, 200))
 @given(st.binary(max_size=120), st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
 def test_no_index_crashes_the_reader(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, records: int, documents: int, code: int
@@ -180,7 +181,7 @@ def test_no_index_crashes_the_reader(
         unless_refused(prefix, read_all)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50, 150))
 @given(
     records=st.lists(st.integers(0, 4), min_size=1, max_size=8),
     many=st.booleans(),
@@ -216,7 +217,7 @@ def test_any_single_corruption_is_named_or_harmless(
     assert unless_refused(prefix, read_all) in (None, whole)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50, 150))
 @given(lengths=st.lists(st.integers(0, 4), min_size=2, max_size=40), data=st.data())
 def test_a_false_pointer_never_moves_a_start(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject

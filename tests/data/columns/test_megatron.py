@@ -31,6 +31,7 @@ from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
 from ingot.models.native.attention import document_mask
 from tests.data.batches.test_rows import write
+from tests.data.examples import examples
 from tests.lazy import lazy, require
 
 require(
@@ -60,7 +61,7 @@ def build(
     return prefix
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 @given(records=RECORDS, vocab_size=st.sampled_from([65_499, 65_500, 128_256]))
 def test_theirs_opens_ours(
     tmp_path_factory: pytest.TempPathFactory, records: list[list[int]], vocab_size: int
@@ -108,7 +109,7 @@ def test_theirs_opens_every_column(tmp_path: Path) -> None:
     assert Column(column_prefix(folder, "train", "mask", 0)).dtype == np.uint8
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, 40))
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 60_000), max_size=9), max_size=4), min_size=1, max_size=9

@@ -96,6 +96,7 @@ def reference_of_preferences(
     return everything(made.folder.columns)
 
 
+@pytest.mark.slow  # the fast suite has one small equality for each engine, below
 @needs_spark
 def test_spark_makes_the_same_preferences(
     preferences: list[Path], tmp_path: Path, reference_of_preferences: dict[str, str]
@@ -112,6 +113,7 @@ def test_spark_makes_the_same_preferences(
     assert everything(made.folder.columns) == reference_of_preferences
 
 
+@pytest.mark.slow
 @needs_beam
 def test_beam_makes_the_same_preferences(
     preferences: list[Path], tmp_path: Path, reference_of_preferences: dict[str, str]
@@ -137,7 +139,7 @@ def test_beam_makes_the_same_preferences(
 
 
 @needs_spark
-@pytest.mark.parametrize("partitions", [1, 7])
+@pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_spark_makes_the_same_files(
     sources: list[Path], tmp_path: Path, reference: dict[str, str], partitions: int
 ) -> None:
@@ -149,7 +151,7 @@ def test_spark_makes_the_same_files(
 
 
 @needs_beam
-@pytest.mark.parametrize("partitions", [1, 7])
+@pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_beam_makes_the_same_files(
     sources: list[Path], tmp_path: Path, reference: dict[str, str], partitions: int
 ) -> None:

@@ -22,6 +22,7 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.planning import best_fit
 from ingot.data.packing.tables import RowTables, pack
 from tests.data.batches.test_rows import Documents, write
+from tests.data.examples import examples
 from tests.markers import changed
 
 QUIET = Progress("pack", None, "MB", quiet=True)
@@ -58,7 +59,7 @@ def slowly(sizes: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(66, 200))
 @given(capacity=st.integers(1, 40), data=st.data())
 def test_best_fit_is_best_fit(capacity: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, capacity), max_size=60))
@@ -70,7 +71,7 @@ def test_best_fit_is_best_fit(capacity: int, data: st.DataObject) -> None:
     assert sorted(filled) == sorted(sorted(bin) for bin in slowly(sizes, capacity))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(33, 100))
 @given(
     parts=st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=3),
     seq_len=st.integers(1, 12),
@@ -187,7 +188,7 @@ def test_masks_and_truncation(tmp_path: Path) -> None:
         open_rows(folder, "train", 5, pad_last=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25, 60))
 @given(data=st.data(), seq_len=st.integers(1, 10))
 def test_masked_rows_against_each_record_by_itself(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seq_len: int

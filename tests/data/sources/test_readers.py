@@ -25,6 +25,7 @@ from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources import readers as json_texts
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
+from tests.data.examples import examples
 
 TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
 
@@ -173,7 +174,7 @@ def test_a_broken_list_gives_what_stands_before() -> None:
     assert (texts(cut), bad(cut)) == (TEXTS[:3], [(4, "broken JSON")])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25, 50), deadline=None)
 @given(
     st.lists(
         st.dictionaries(
@@ -197,7 +198,7 @@ def test_lists_decode_alike_in_windows_of_any_size(
     assert texts(listed) == ["x"] * len(values)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(66, 200), deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(["jsonl", "json", "csv", "tsv", "text", "parquet"]))
 def test_no_bytes_crash_a_reader(data: bytes, kind: Format) -> None:
     for prefix in (b"", b'{"text": "', b"text,b\n"):

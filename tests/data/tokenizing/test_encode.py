@@ -13,6 +13,7 @@ from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import ParsedDocument
 from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
 from ingot.tokenizers.tokenizer import Tokenizer
+from tests.data.examples import examples
 from tests.data.test_prepare_examples import records
 from tests.tokenizers.small import bpe_files, chatty, unigram_files
 
@@ -26,7 +27,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25, 50), deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=6))
 def test_each_document_alone(name: str, texts: list[str]) -> None:
     tokenizer = TOKENIZERS[name]
