@@ -1,1 +1,1 @@
-"""Proofs on the user's own recipe: tokenizer, data and export."""
+"""Proofs on the user's own recipe: tokenizer, data, export, resume, layouts; and `ingot bench`."""

@@ -1,9 +1,9 @@
-"""`ingot bench`: how fast the recipe trains here, a row for each number of processes, micro-batch
-and number format.
+"""`ingot bench`: measures how fast the recipe trains on this machine, one row per number of
+processes, micro-batch and number format.
 
-Each row is measured by processes of its own, so that one that runs out of memory, or is killed for
-it, is a row that says so. This process only starts them and collects; it loads no torch. Nothing of
-the run folder changes but `reports/bench.json`.
+Each row is measured by its own processes, so that one that runs out of memory, or is killed for it,
+is reported as such. This process only starts them and collects the rows; it imports no torch. Of
+the run folder only `reports/bench.json` is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ingot.config.shape import batch_plan
 from ingot.data.columns.manifest import read_prepared
 
 WARM_UP = 2
-"""Steps that are not counted: memory is taken, kernels are chosen, models compiled."""
+"""Steps that are not counted: memory is allocated, kernels are chosen, models are compiled."""
 RECIPE_PRECISION = "recipe"
 """The number format that the recipe asks for."""
 PRECISIONS: dict[str, Mapping[str, str]] = {
@@ -39,12 +39,12 @@ PRECISIONS: dict[str, Mapping[str, str]] = {
     "float8": {"precision.compute": "bf16", "precision.float8": "tensorwise"},
     "float8-rowwise": {"precision.compute": "bf16", "precision.float8": "rowwise"},
 }
-"""What may be measured, and the knobs that mean it."""
+"""The number formats that can be measured, and their knobs."""
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One row: so many processes, rows at once, number format."""
+    """One row: the number of processes, the micro-batch and the number format."""
 
     devices: int
     micro_batch: int
@@ -52,7 +52,7 @@ class BenchCase:
 
     @property
     def overrides(self) -> list[str]:
-        """The knobs, as they stand on a command line."""
+        """The knobs as command-line overrides."""
         knobs = {
             "train.micro_batch": str(self.micro_batch),
             "launch.processes": str(self.devices),
@@ -71,11 +71,11 @@ class BenchCase:
 def cases_of(
     recipe: Recipe, devices: str | None, micro_batches: str | None, precisions: str | None
 ) -> list[BenchCase]:
-    """The rows that lists such as `1,2,4` ask for; None: what the recipe would run, micro-batches
+    """The rows for lists such as `1,2,4`; None means what the recipe would run, with micro-batches
     in powers of two.
 
     Raises:
-        WrongInput: a list holds what is no positive number, or no known format.
+        WrongInput: a list contains something else than positive numbers, or an unknown format.
     """
     counts = _numbers("--devices", devices) if devices else [recipe.launch.processes]
     formats = [part.strip() for part in precisions.split(",")] if precisions else [RECIPE_PRECISION]
@@ -104,11 +104,11 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _powers_of_two(recipe: Recipe, devices: int) -> list[int]:
-    """Powers of two up to the rows of one process; all its rows where they are none."""
+    """Powers of two up to the number of rows of one process, and that number itself."""
     try:
         most = batch_plan(_with_micro_batch(recipe, 1), recipe.parallel, devices).per_rank
     except WrongInput:
-        most = recipe.train.global_batch  # each row will say why it cannot be
+        most = recipe.train.global_batch  # each row will report why it is impossible
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
@@ -117,9 +117,7 @@ def _with_micro_batch(recipe: Recipe, micro_batch: int) -> Train:
 
 
 def refusal_reason(recipe: Recipe, case: BenchCase) -> str:
-    """Why a row cannot be measured, by the arithmetic of the recipe alone; empty where it can be
-    tried.
-    """
+    """Why a row cannot be measured, by the recipe's arithmetic alone; empty if it can be tried."""
     try:
         plan = batch_plan(
             _with_micro_batch(recipe, case.micro_batch), recipe.parallel, case.devices
@@ -135,7 +133,9 @@ def refusal_reason(recipe: Recipe, case: BenchCase) -> str:
 
 
 def skip_reason(case: BenchCase, ran_out: Sequence[BenchCase]) -> str:
-    """Why a row need not be tried: a smaller one, else alike, ran out of memory already."""
+    """Why a row need not be tried: an otherwise equal one with a smaller micro-batch ran out of
+    memory.
+    """
     smaller = [
         one.micro_batch
         for one in ran_out
@@ -154,11 +154,11 @@ FORMULA = (
 )
 KILLED = 128 + signal.SIGKILL
 StartCommand = Callable[[BenchCase, Path], tuple[list[str], Mapping[str, str]]]
-"""The command that measures a case into a file, and its environment."""
+"""Gives the command that measures a case and writes the row to a file, and its environment."""
 
 
 def check_data(recipe: Recipe) -> None:
-    """Raises WrongInput where nothing was prepared to measure on."""
+    """Raises WrongInput if there is no prepared data to measure on."""
     try:
         read_prepared(recipe.folder.columns)
     except WrongInput as error:
@@ -168,10 +168,10 @@ def check_data(recipe: Recipe) -> None:
 def bench(
     recipe: Recipe, cases: Sequence[BenchCase], start: StartCommand, *, steps: int, synthetic: bool
 ) -> dict[str, Any]:
-    """Measure all cases and write `reports/bench.json`; what is in it.
+    """Measure all cases and write `reports/bench.json`; returns its content.
 
     Raises:
-        WrongInput: nothing was prepared, and made-up rows are not asked for.
+        WrongInput: there is no prepared data, and `synthetic` is not set.
     """
     if not synthetic:
         check_data(recipe)
@@ -222,7 +222,7 @@ def bench(
 def _untried_row(
     recipe: Recipe, case: BenchCase, ran_out: Sequence[BenchCase]
 ) -> dict[str, Any] | None:
-    """The row of a case that needs no measurement."""
+    """The row of a case that need not be measured; None if it must be."""
     if reason := refusal_reason(recipe, case):
         return {"status": "refused", "reason": reason}
     if reason := skip_reason(case, ran_out):
@@ -231,7 +231,9 @@ def _untried_row(
 
 
 def _name_formats(rows: Sequence[dict[str, Any]]) -> None:
-    """Say what the recipe's own format is, which only those know that computed in it."""
+    """Replace the name `recipe` by the recipe's own number format, which only the measured rows
+    know.
+    """
     own = next(
         (
             row["compute"]
@@ -246,7 +248,7 @@ def _name_formats(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def run_case(case: BenchCase, start: StartCommand) -> dict[str, Any]:
-    """The row that processes of its own make of a case, or how they ended."""
+    """The row that a case's own processes write, or how they ended."""
     with tempfile.TemporaryDirectory(prefix="ingot-bench-") as folder:
         into = Path(folder) / "row.json"
         command, environment = start(case, into)
@@ -262,7 +264,7 @@ def run_case(case: BenchCase, start: StartCommand) -> dict[str, Any]:
         try:
             _, said = child.communicate()
         finally:
-            # Its ranks are tied to it as it is to us.
+            # Its ranks end with it, as it ends with us.
             child.kill()
             child.wait()
         try:
@@ -275,7 +277,7 @@ def run_case(case: BenchCase, start: StartCommand) -> dict[str, Any]:
 
 
 def _row_of_exit(code: int, said: str) -> dict[str, Any]:
-    """The row of processes that ended without one."""
+    """The row of processes that ended without writing one."""
     code = 128 - code if code < 0 else code
     if code == KILLED:
         return {
@@ -283,7 +285,7 @@ def _row_of_exit(code: int, said: str) -> dict[str, Any]:
             "reason": "killed by the system (SIGKILL), as it does when memory runs out",
         }
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    # With several ranks each may complain; the first to do so is the cause.
+    # Several ranks may report errors; the first one is the cause.
     reason = next(
         (line for line in lines if "error:" in line), lines[-1] if lines else "it said nothing"
     ).rpartition("error: ")[2]
@@ -294,8 +296,8 @@ def _row_of_exit(code: int, said: str) -> dict[str, Any]:
 
 
 def best_of(cases: Sequence[BenchCase], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The row with the most tokens a second, and the knobs that make a recipe run like it; None
-    where nothing was measured.
+    """The row with the most tokens per second, and the knobs with which a recipe runs like it; None
+    if nothing was measured.
     """
     measured = [
         (float(row["tokens_per_s"]), index)

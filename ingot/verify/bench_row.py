@@ -1,8 +1,8 @@
-"""One row of `ingot bench`, measured: this process, or all ranks that torchrun started, train a few
+"""Measures one row of `ingot bench`: this process, or all ranks started by torchrun, train a few
 steps of the recipe and keep nothing.
 
-What is measured is a step of training as it is, loading, the count of targets and the optimizer
-included, without logging, evaluation and checkpoints. Memory that runs out is an outcome.
+A measured step is a full training step, including loading, counting targets and the optimizer,
+without logging, evaluation and checkpoints. Running out of memory is a result.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.bench import WARM_UP
 
 PEAK_TIMES = 3
-"""How often the peak is measured before and after the steps; the best counts, since a machine that
-is shared is slow now and then.
+"""How often the peak is measured before and after the steps; the best counts, since a shared
+machine is slow at times.
 """
 SAMPLE_EVERY_S = 0.2
 MAX_REASON_CHARS = 200
@@ -44,8 +44,8 @@ OOM_SCORE_FILE = Path("/proc/self/oom_score_adj")
 
 
 def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> None:
-    """Measure `steps` steps of the recipe as it stands and write the row to `into`, from rank 0;
-    any rank may write that memory ran out.
+    """Measure `steps` steps of the recipe; rank 0 writes the row to `into`, and any rank may write
+    that memory ran out.
 
     Raises:
         WrongInput: recipe, data, model and ranks do not fit together, or there are fewer
@@ -71,7 +71,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # torch puts the place in its own source first.
+        # torch's message begins with a place in its own source.
         reason = (
             str(error).strip().partition("\n")[0].rpartition("err == 0. ")[2][:MAX_REASON_CHARS]
             or "the system has no more"
@@ -82,8 +82,8 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
 
 @contextlib.contextmanager
 def _memory_limited(mesh: Mesh) -> Iterator[None]:
-    """On a CPU: an allocation beyond what is free is refused, rather than granted and paid with
-    swapping or somebody's life; ours comes first.
+    """On a CPU, limit this process to the free memory, so that an allocation beyond it fails
+    instead of swapping; and let the kernel kill this process first if memory still runs out.
     """
     if mesh.device.type != "cpu" or sys.platform != "linux":
         yield
@@ -101,7 +101,7 @@ def _memory_limited(mesh: Mesh) -> Iterator[None]:
 
 
 def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
-    """The row; collective. Figures of memory and use are those of the rank that has most, GPUs' use
+    """Measure the row; collective. Memory is that of the rank that uses most; GPU utilisation is
     the mean.
     """
     with open_trial(plan, mesh) as trial:
@@ -148,7 +148,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
 
 
 def _steps(trial: Trial, steps: int) -> tuple[float, float]:
-    """The median of the seconds of a step, and how many cores this process kept busy."""
+    """The typical seconds of a step, and the number of cores that this process kept busy."""
     times: list[float] = []
     with trial.dealing(trial.plan.batch) as take:
         before = take(0)
@@ -161,7 +161,7 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
         busy = time.process_time()
         for step in range(WARM_UP, WARM_UP + steps):
             outcome = take(step)
-            # As the loop does: the step before is waited for while this one runs, so that the
+            # Like the training loop: wait for the previous step while this one runs, so that the
             # device never waits for the host.
             float(before.skipped)
             before = outcome
@@ -175,14 +175,14 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
 
 
 def _typical_step_s(times: Sequence[float], device: torch.device) -> float:
-    """On an accelerator the mean, as the host hands out steps before they are done; on a CPU the
-    median, which passing guests disturb less.
+    """The mean on an accelerator, since the host runs ahead of the device; the median on a CPU,
+    since other processes disturb it less.
     """
     return statistics.median(times) if device.type == "cpu" else statistics.mean(times)
 
 
 def _peak(mesh: Mesh, plan: TrainSetup) -> float:
-    """FLOP/s of all ranks together, each with a large matrix product at the same time."""
+    """FLOP/s of all ranks together, each computing a large matrix product at the same time."""
     mesh.barrier()
     best = max(measured_peak(mesh.device, plan.compute) for _ in range(PEAK_TIMES))
     [together] = mesh.agree(best)
@@ -190,13 +190,13 @@ def _peak(mesh: Mesh, plan: TrainSetup) -> float:
 
 
 def _cores() -> int:
-    """How many cores the processes of this machine may use."""
+    """The number of cores that the processes of this machine may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class UsageSampler:
-    """Shares of 1 seen now and then by a thread: `host`, the host's memory; `util` and `memory`,
-    those of this rank's GPU.
+    """A thread that samples shares of 1: `host` (host memory), `util` and `memory` (of this rank's
+    GPU).
     """
 
     def __init__(self, device: torch.device) -> None:

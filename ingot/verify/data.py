@@ -1,4 +1,4 @@
-"""`ingot verify data`: every file and every count of what was ingested and prepared for a recipe.
+"""`ingot verify data`: checks every file and every count of a recipe's ingested and prepared data.
 Reads all of it, changes nothing.
 """
 
@@ -59,7 +59,7 @@ def verify_data(recipe: Recipe) -> Proof:
 
 
 class _BytesDone:
-    """Bytes that were looked at so far."""
+    """Counts the bytes that were checked, for the progress display."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._bytes = progress, 0
@@ -77,7 +77,7 @@ def _entries(folder: Path, name: str) -> list[Mapping[str, Any]]:
 def _check_files(
     what: str, folder: Path, name: str, again: str, seen: Callable[[int], None]
 ) -> Check:
-    """Every file that the marker vouches for: there, of its size, with its SHA-256."""
+    """Whether every file that the marker lists exists with its size and SHA-256."""
     if read_marker(folder, name) is None:
         return Check(f"files: {what}", False, f"{folder / name} is missing or torn; run `{again}`")
     found, entries = list[str](), _entries(folder, name)
@@ -111,8 +111,8 @@ def _check_sources(recipe: Recipe) -> Check:
 def _check_tokenizer(
     recipe: Recipe, prepared: PreparedData
 ) -> tuple[Tokenizer | None, list[Check]]:
-    """That ids and templates are those of the tokenizer that lies here, and that this is the
-    recipe's. And the tokenizer, if it can be read.
+    """Whether the columns were made with the run folder's tokenizer, and whether that is the
+    recipe's; and the tokenizer itself, if it can be read.
     """
     try:
         here = load_tokenizer(recipe.folder.tokenizer)

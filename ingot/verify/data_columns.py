@@ -33,17 +33,17 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import NAMED, Check, check_of_faults
 
 CHUNK = 1 << 22
-"""Elements that are looked at together."""
+"""Elements that are read at once."""
 
 TEMPLATED = ("chat", "preference")
-"""Kinds of documents that end as the chat template says."""
+"""Kinds of documents whose end is decided by the chat template."""
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass
 class _ColumnFaults:
-    """What is wrong with the parts, by check."""
+    """The faults of all parts, by check."""
 
     index: list[str] = field(default_factory=list)
     counts: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _ColumnFaults:
 def check_columns(
     recipe: Recipe, prepared: PreparedData, here: Tokenizer | None, seen: Callable[[int], None]
 ) -> list[Check]:
-    """Look at every element of every part."""
+    """Check every element of every part."""
     found, names = _ColumnFaults(), prepared.names
     parts = [
         (split, source, part)
@@ -104,7 +104,7 @@ def check_columns(
 
 
 def _record_ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
-    """The tokens that every record ends with; [] where none are promised."""
+    """The tokens with which every record must end; [] if none are required."""
     sources = [source for sources in recipe_sources(recipe).values() for source in sources]
     if (
         here is None
@@ -140,7 +140,7 @@ def _check_part(
     found: _ColumnFaults,
     seen: Callable[[int], None],
 ) -> None:
-    """Add what is wrong with one part to `found`. Raises WrongInput where an index is damaged."""
+    """Add the faults of one part to `found`. Raises WrongInput if an index is damaged."""
     columns = {
         name: Column(column_prefix(folder, split, name, part.number)) for name in prepared.names
     }
@@ -191,12 +191,12 @@ def _check_part(
 
 
 def _masked_column(columns: Mapping[str, Column], mask: str) -> Column:
-    """The column of ids that a mask is of."""
+    """The column of ids that a mask belongs to."""
     return columns[mask.removesuffix(MASK).removesuffix("_") or "tokens"]
 
 
 def _count_unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
-    """How many records do not end with these tokens."""
+    """The number of records that do not end with these tokens."""
     behind, values, wrong = (
         np.cumsum(lengths),
         column.slice(0, column.elements),
@@ -218,8 +218,8 @@ def _chunks(column: Column, seen: Callable[[int], None]) -> Iterator[npt.NDArray
 def check_rows(
     folder: Path, prepared: PreparedData, name: str, seen: Callable[[int], None]
 ) -> Check:
-    """Rows of one way of packing: none too long, every piece within its record, no token twice, as
-    many as were counted.
+    """Check the rows of one way of packing: none too long, every piece within its record, no token
+    twice, as many as were counted.
     """
     about = read_marker(folder, name) or {}
     how, seq_len, target_len = (
@@ -276,7 +276,7 @@ def _count_row_tokens(
     seq_len: int,
     target_len: int | None,
 ) -> int:
-    """How many tokens lie in the rows of a part."""
+    """The number of tokens in the rows of a part."""
     if prepared.documents not in ONE_PER_ROW:
         return int(table.slice(2, table.elements)[::3].sum())
     records, total = table.slice(0, table.elements)[::3], 0
@@ -290,8 +290,8 @@ def _count_row_tokens(
 def _row_fault(
     table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool
 ) -> str | None:
-    """What is wrong with the rows of a part. `picked`: each row is one record, and some may be left
-    out.
+    """The fault of a part's rows; None if there is none. `picked`: each row is one record, and
+    records may be left out.
     """
     pieces = table.slice(0, table.elements)
     if len(table) != count or len(pieces) % 3:

@@ -1,8 +1,8 @@
-"""`ingot verify export`: the exported model is the one that was trained, for every tool that reads
-it: files, weights, logits token by token.
+"""`ingot verify export`: proves that the exported model is the trained one for every tool that
+reads it: files, weights, logits of each token.
 
-The trainer's model is compared with transformers' on the exported folder, and that with PEFT's on
-the adapter and with the server.
+The trainer's model is compared with transformers on the exported folder, and that with PEFT on the
+adapter and with the server.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from ingot.verify.export_transformers import (
 from ingot.verify.proof import Check, Proof
 
 SERVER_DOCUMENTS = 4
-"""Held-out documents that the server is asked about."""
+"""The number of held-out documents in requests to the server."""
 LONGEST_PROMPT = 64
 REPAIR = "put back what was exported, or " + TRAIN_AGAIN
 
@@ -96,7 +96,7 @@ def verify_export(recipe: Recipe) -> Proof:
 
 
 def _check_hash(export: ExportedRun) -> Check:
-    """Whether config.json and weights are those that were written."""
+    """Whether config.json and the weights are unchanged since the export."""
     what, told = "files: weights and configuration", export.lineage["model_hash"]
     try:
         now = hash_model(export.recipe.folder.model)
@@ -147,7 +147,7 @@ def _check_tokenizer(export: ExportedRun) -> Check:
 
 
 def _rebuild_or_reason(export: ExportedRun) -> tuple[RebuiltModel | None, str]:
-    """The trainer's model, or why there is none."""
+    """The trainer's model, or the reason why there is none."""
     try:
         return rebuild(export), export.missing_reason
     except WrongInput as error:
@@ -179,7 +179,7 @@ def _check_weights(export: ExportedRun, trained: RebuiltModel | None, why: str) 
 
 @dataclass(frozen=True)
 class _TransformersLogits:
-    """The exported folder as transformers reads it, and its logits on the held-out records."""
+    """The exported folder opened by transformers, and its logits on the held-out records."""
 
     model: TransformersModel
     logits: torch.Tensor
@@ -188,7 +188,7 @@ class _TransformersLogits:
 def _check_logits(
     export: ExportedRun, trained: RebuiltModel | None, why: str
 ) -> tuple[_TransformersLogits | None, Check]:
-    """What transformers makes of the folder, if it opens it, against the trainer's logits."""
+    """Compare transformers' logits, if it opens the folder, with the trainer's."""
     what, held = "logits: trainer and transformers", export.held_out
     try:
         model = open_transformers(export.recipe.folder.model, export.plan.drawing.kind)
@@ -231,7 +231,7 @@ def _check_logits(
 def _check_adapter(
     export: ExportedRun, trained: RebuiltModel | None, read: _TransformersLogits | None
 ) -> list[Check]:
-    """The adapter's folder on its base: its matrices, what they make of the base, and the same by
+    """Check the adapter's folder on its base: its matrices, the logits with them, and the same by
     PEFT.
     """
     what, folder = "adapter", export.recipe.folder.adapter
@@ -311,7 +311,9 @@ def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
 def _check_server(
     export: ExportedRun, trained: RebuiltModel | None, read: _TransformersLogits | None
 ) -> Check:
-    """The server's answers against transformers', in the type that the server computes in here."""
+    """Compare the server's answers with transformers, in the type in which the server computes
+    here.
+    """
     if read is None or trained is None:
         return Check(SERVER, None, "there is nothing to compare its answers with; see above")
     model, device = read.model, pick_device()
@@ -359,7 +361,7 @@ def _check_chat_template(export: ExportedRun) -> Check:
 
 
 def _held_out_texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """Some held-out sources of pairs, or labelled texts, that need not be cut."""
+    """Some held-out sources of pairs, or labelled texts, that fit without truncation."""
     documents = (document.text for document in read_documents(recipe, "validation"))
     found = (
         from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text

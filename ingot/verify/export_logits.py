@@ -1,5 +1,5 @@
-"""Logits on held-out records: as training computes them, and as transformers does, document by
-document; compared number by number.
+"""Logits on held-out records, as training computes them (packed rows) and as transformers does (one
+record at a time), and how far they differ.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export_transformers import TransformersModel
 
 TOKENS = 256
-"""Rows are taken until they have so many tokens, and logits are looked at of about so many."""
+"""Rows are used until they have so many tokens, and about so many logits are compared."""
 MAX_ROWS = 64
 MICRO_BATCH = 4
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit between two implementations with the same float32 weights, as a
-share of the largest logit. Sums in another order stay some hundred times below it; another rotary
-base, another epsilon, another mask do not.
+share of the largest logit. Another order of summation stays a hundred times below it; another
+rotary base, epsilon or mask exceeds it.
 """
 LOGPROB_TOLERANCE = 1e-4
-"""What a log-probability may differ by beside its logits, nats: the sum over the vocabulary, and
-how servers write numbers.
+"""Additional tolerance of a log-probability in nats, for the sum over the vocabulary and for the
+server's rounding of numbers.
 """
 ROUNDING = {"bf16": 2.0**-8, "fp32": 2.0**-24}
-"""By how much of itself a weight moves at most when it is rounded to an export type."""
+"""Largest relative change of a weight when it is rounded to an export type."""
 MEAN_ROUNDING = 0.4
-"""The mean square of those moves, as a share of the largest."""
+"""The root mean square of those changes, as a share of the largest."""
 MERGED_FP32 = 1e-5
-"""Difference in norm, relative, between an adapter folded into its weights and beside them where
-both are float32.
+"""Relative difference in norm between an adapter folded into its weights and one beside them, both
+in float32.
 """
 ROUNDINGS_PER_PRODUCT = 6
-"""Roundings on the way through one product where not only the weight but inputs and outputs are
-bf16 too, in both of two computations.
+"""Roundings in one matrix product where weights, inputs and outputs are bf16, in both of two
+computations.
 """
 
 
 def logit_bound(size: float) -> float:
-    """The largest difference that logits of up to `size` may have."""
+    """The largest allowed difference of logits of magnitude up to `size`."""
     return LOGIT_TOLERANCE * size
 
 
 def merged_bound(export_type: str, products: int) -> float:
-    """How far, relative and in norm, logits may be moved by rounding weights that an adapter was
-    folded into, unlike weights and adapter apart.
+    """The relative change in norm of logits that is allowed when an adapter is folded into weights
+    which are then rounded, compared with weights and adapter apart.
 
-    Each of the n products that a token passes is off by 0.4 of the rounding in the mean; the errors
-    are independent, so that they add up to sqrt(n) times that. Twice as much is let pass, for what
-    the parts between them add.
+    Each of the n products that a token passes is off by 0.4 of the rounding on average; the errors
+    are independent, so they add up to sqrt(n) times that. Twice as much is allowed, for the
+    operations in between.
     """
     return MERGED_FP32 + 2 * MEAN_ROUNDING * ROUNDING[export_type] * math.sqrt(products)
 
@@ -71,24 +71,24 @@ def computed_bound(products: int, size: float) -> float:
 
 @dataclass(frozen=True)
 class HeldOutRecord:
-    """What transformers reads at once: a document of a row, one side of a preference, a pair, a
-    text to classify.
+    """One input of transformers: a document of a row, one side of a preference, a pair, or a text
+    to classify.
     """
 
     row: int
     begin: int
-    """The place of its first token in the row."""
+    """The position of its first token in the row."""
     tokens: list[int]
     targets: list[int]
     kept: list[int]
-    """The positions whose logits are compared: of `targets` where there are some; of a text to
-    classify just 0.
+    """The positions whose logits are compared: in `targets` if there are any; only 0 for a text to
+    classify.
     """
 
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """The first held-out rows as training batches them, which positions are compared, and the same
+    """The first held-out rows in training's batches, the positions that are compared, and the same
     as single records in the same order.
     """
 
@@ -102,7 +102,7 @@ class HeldOutRows:
         return sum(len(record.kept) for record in self.records)
 
     def place(self, index: int, tokenizer: Tokenizer) -> str:
-        """Where number `index` of the compared positions is, in words."""
+        """Describe where compared position number `index` is."""
         for record in self.records:
             if index < len(record.kept):
                 at = record.kept[index]
@@ -116,7 +116,7 @@ class HeldOutRows:
 
 
 def held_out(rows: Rows | Samples, kind: ModelKind) -> HeldOutRows:
-    """The first rows, about `TOKENS` tokens of them, at least one row."""
+    """The first rows with about `TOKENS` tokens, at least one row."""
     counts: list[int] = []
     for batch in fixed_batches(rows, range(min(len(rows), MAX_ROWS)), 1):
         counts.append(int(_has_logits(batch, kind).sum()))
@@ -134,12 +134,12 @@ def held_out(rows: Rows | Samples, kind: ModelKind) -> HeldOutRows:
 
 
 def _has_logits(batch: Batch, kind: ModelKind) -> Tensor:
-    """Where there are logits to compare, shaped like the labels."""
+    """A mask of the positions that have logits to compare, shaped like the labels."""
     return batch.segments != 0 if kind == "decoder" else batch.labels != IGNORE
 
 
 def _compared_positions(live: Tensor, step: int) -> Tensor:
-    """Every `step`-th place, so that of a long row its end is looked at, too."""
+    """Every `step`-th position, so that the end of a long row is compared too."""
     if live.ndim == 1:
         return live
     return live & (torch.arange(live.shape[1]) % step == step - 1)
@@ -165,9 +165,7 @@ def _records(batch: Batch, keep: Tensor, kind: ModelKind) -> list[HeldOutRecord]
 
 
 class _LogitCollector:
-    """An objective's per-token function that keeps the logits of the tokens it is told to; `extras`
-    tells.
-    """
+    """A per-token function that keeps the logits of the tokens selected by `extras`."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -180,8 +178,8 @@ class _LogitCollector:
 
 @torch.no_grad()
 def training_logits(model: AnyModel, held: HeldOutRows) -> Tensor:
-    """Float32 `[N, V]`: the logits of the compared positions by the way that training goes, several
-    documents in one row.
+    """The logits `[N, V]` (float32) of the compared positions, computed as in training, with
+    several documents in a row.
     """
     collected = _LogitCollector()
     for batch, keep in zip(held.batches, held.keep, strict=True):
@@ -198,7 +196,7 @@ def training_logits(model: AnyModel, held: HeldOutRows) -> Tensor:
 
 
 def transformers_logits(model: TransformersModel, held: HeldOutRows) -> Tensor:
-    """The same positions by transformers, each record alone."""
+    """The logits of the same positions by transformers, one record at a time."""
     return torch.cat(
         [
             model.logits(record.tokens, record.targets)[record.kept]
@@ -210,19 +208,19 @@ def transformers_logits(model: TransformersModel, held: HeldOutRows) -> Tensor:
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How two sets of logits `[N, V]` differ."""
+    """The difference of two sets of logits `[N, V]`."""
 
     largest: float
     at: int
-    """At which of the N positions it is largest."""
+    """The index of the position where it is largest."""
     size: float
     """The largest logit of the second."""
     relative: float
-    """Norm of the difference, relative to the second's."""
+    """The norm of the difference relative to the norm of the second."""
 
 
 def logit_difference(one: Tensor, other: Tensor) -> LogitDifference:
-    """What is not a number differs infinitely."""
+    """Compare two sets of logits; NaN counts as an infinite difference."""
     gap = (one - other).abs().nan_to_num(nan=math.inf)
     per_token = gap.amax(dim=1)
     at = int(per_token.argmax())

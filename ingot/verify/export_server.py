@@ -1,5 +1,5 @@
-"""The server against transformers: it is started as a process, asked about held-out documents, and
-stopped. No server outlives this.
+"""Compares the server with transformers: it is started as a process, gets requests with held-out
+documents, and is stopped in every case.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ingot.verify.proof import Check
 SERVER = "server"
 NEW_TOKENS = 16
 CANDIDATES = 32
-"""Likeliest tokens among which the one that the server wrote is looked for by its text."""
+"""The number of most likely tokens among which the server's token is searched by its text."""
 
 
 def server(folder: Path) -> AbstractContextManager[str]:
-    """The address of a server of the model in `folder`, for the length of a block. Raises Failed
-    where none comes up.
+    """A context manager with the URL of a server of the model in `folder`. Raises Failed if it does
+    not start.
     """
     arguments = ["serve", str(folder), "serve.host=127.0.0.1", "serve.port=0", "serve.api_key=null"]
     return running_server([sys.executable, "-m", "ingot", *arguments])
@@ -35,13 +35,13 @@ def server(folder: Path) -> AbstractContextManager[str]:
 
 @dataclass(frozen=True)
 class _ServedToken:
-    """A token that the server wrote: how far its log-probability is from transformers' own, and
-    what it would be called.
+    """A token that the server generated: how far its log-probability is from transformers' own, and
+    its place for messages.
     """
 
     gap: float
     behind: float
-    """By how much transformers finds another token likelier."""
+    """By how many nats transformers prefers another token."""
     place: str
 
 
@@ -52,8 +52,8 @@ def check_decoder(
     prompts: Sequence[Sequence[int]],
     bound: float,
 ) -> Check:
-    """Completions of `prompts`, greedy: each token's log-probability against transformers'
-    log-softmax at that place.
+    """Check greedy completions of `prompts`: each token's log-probability against transformers'
+    log-softmax at that position.
     """
     body = {
         "prompt": [list(prompt) for prompt in prompts],
@@ -112,7 +112,7 @@ def _decoder_check(steps: Sequence[_ServedToken], prompts: int, bound: float) ->
     if not steps:
         return Check(SERVER, False, f"the server wrote nothing to {prompts} prompts")
     worst = max(steps, key=lambda step: max(step.gap, step.behind / 2))
-    # Of two tokens that are equally likely but for rounding either may be written.
+    # If two tokens are equally likely up to rounding, either may be generated.
     fits = worst.gap <= bound and worst.behind <= 2 * bound
     what = (
         f"{len(steps)} generated tokens of {prompts} beginnings: log-probabilities differ by up to"
@@ -129,8 +129,8 @@ def _decoder_check(steps: Sequence[_ServedToken], prompts: int, bound: float) ->
 
 
 class _NextTokenLogprobs:
-    """transformers' log-probabilities `[V]` of the token after some ids; one pass for a whole
-    completion, as long as it is the one expected.
+    """transformers' log-probabilities `[V]` of the next token; one forward pass for a whole
+    completion as long as it is the expected one.
     """
 
     def __init__(self, model: TransformersModel, prompt: Sequence[int]) -> None:
@@ -147,8 +147,8 @@ class _NextTokenLogprobs:
 def _find_token(
     text: str, likely: torch.Tensor, tokenizer: Tokenizer, before: Sequence[int]
 ) -> int | None:
-    """The likeliest token that the server would spell as `text` behind `before`: answers name
-    tokens by their text alone.
+    """The most likely token that the server would write as `text` after `before`: answers identify
+    tokens by their text only.
     """
     for token in likely.topk(min(CANDIDATES, len(likely))).indices.tolist():
         if LogprobFormatter(tokenizer, before).completions([GeneratedToken(token, 0, 0.0)])[
@@ -161,7 +161,7 @@ def _find_token(
 def check_seq2seq(
     url: str, model: TransformersModel, tokenizer: Tokenizer, sources: Sequence[str], prefix: str
 ) -> Check:
-    """Texts written to `sources`, greedy, against what transformers generates."""
+    """Check greedily generated texts for `sources` against transformers'."""
     body = {
         "instances": list(sources),
         "parameters": {"max_tokens": NEW_TOKENS, "temperature": 0, "beams": 1},
@@ -187,7 +187,7 @@ def check_seq2seq(
 def check_encoder(
     url: str, model: TransformersModel, tokenizer: Tokenizer, texts: Sequence[str], bound: float
 ) -> Check:
-    """Labels and their probabilities against transformers'."""
+    """Check labels and their probabilities against transformers'."""
     answers = ask(url, "/predict", {"instances": list(texts)})["predictions"]
     largest, where = 0.0, ""
     for text, answer in zip(texts, answers, strict=True):

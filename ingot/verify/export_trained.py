@@ -1,5 +1,5 @@
-"""A run that was trained, and its trainer's model built again from the checkpoint that was
-exported: on the CPU, in float32.
+"""A trained run, and its model rebuilt from the exported checkpoint on the CPU in float32; and the
+comparison of its weights with the exported ones, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.export_logits import HeldOutRows, held_out, training_logits
 
 FOLD_TOLERANCE = 2.0**-20
-"""What a weight that an adapter was folded into may differ by, as a share of its tensor's largest:
-that sum is taken in another order by another device. Beside it one step of the export type is let
-pass, and told; it is nothing where the run was trained on this kind of device.
+"""Tolerance of a weight that an adapter was folded into, relative to its tensor's largest: another
+device sums in another order. One step of the export type is allowed in addition, and reported; on
+the same kind of device there is no difference.
 """
 MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Stored tensors against those of a model."""
+    """The result of comparing stored tensors with a model's."""
 
     tensors: int
     weights: int
     products: int
-    """How many of the tensors are matrices."""
+    """The number of tensors that are matrices."""
     wrong: list[str]
-    """What differs, in words."""
+    """Descriptions of the differences."""
     folded: int
     """Weights of folded-in layers whose last bit differs."""
 
     @property
     def summary(self) -> str:
-        """The first of what differs."""
+        """The first differences in one line."""
         more = f"; and {len(self.wrong) - MAX_NAMED:,} more" if len(self.wrong) > MAX_NAMED else ""
         return "; ".join(self.wrong[:MAX_NAMED]) + more
 
 
 @torch.no_grad()
 def compare_weights(model: AnyModel, folder: Path, dtype: torch.dtype) -> WeightComparison:
-    """Fold a model's adapter into its weights, in place, and compare all of them, rounded to
-    `dtype`, with those in `folder`.
+    """Fold a model's adapter into its weights, in place, and compare them all, rounded to `dtype`,
+    with those in `folder`.
     """
     adapted = {f"{name}.weight" for name in lora_layers(model)}
     merge_in_place(model)
@@ -93,9 +93,7 @@ def compare_weights(model: AnyModel, folder: Path, dtype: torch.dtype) -> Weight
 
 @torch.no_grad()
 def round_weights(model: AnyModel, dtype: torch.dtype) -> None:
-    """Give every exported tensor of a model without an adapter the values that it has when it is
-    exported, in place.
-    """
+    """Round every exported tensor of a model without an adapter to `dtype`, in place."""
     for _, tensor in exported_weights(model):
         tensor.copy_(tensor.to(dtype))
 
@@ -103,7 +101,7 @@ def round_weights(model: AnyModel, dtype: torch.dtype) -> None:
 def differing_tensors(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], which: Collection[str]
 ) -> list[str]:
-    """Which of the tensors named are not the same bit for bit."""
+    """The names in `which` whose tensors are not bit-identical."""
     return [
         name
         for name in which
@@ -113,7 +111,7 @@ def differing_tensors(
 
 
 def _bit_patterns(tensor: Tensor) -> Tensor:
-    """As whole numbers: 0.0 is not -0.0 here, and what is not a number equals itself."""
+    """The bits as integers: 0.0 differs from -0.0, and NaN equals itself."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
@@ -147,21 +145,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
 CPU = torch.device("cpu")
 TRAIN_AGAIN = "run `ingot train` again"
 LINEAGE_KEYS = ("run", "step", "export_type", "model_hash", "tokenizer")
-"""What training writes into `ingot.json`, and is needed here."""
+"""Keys that training writes into `ingot.json` and that are needed here."""
 MACHINE_DEPENDENT = ("precision.compute",)
-"""What may differ where a run is verified on another machine than it was trained on."""
+"""Knobs that may differ when a run is verified on another machine."""
 
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """A trained run and what it says of its export."""
+    """A trained run and the record of its export."""
 
     plan: TrainSetup
     lineage: Mapping[str, Any]
     found: CommittedCheckpoint | None
     """The checkpoint that was exported."""
     missing_reason: str
-    """Why there is none."""
+    """Why `found` is None."""
     held_out: HeldOutRows
 
     @property
@@ -182,7 +180,7 @@ class ExportedRun:
 
 
 def open_export(recipe: Recipe) -> ExportedRun:
-    """Raises WrongInput when the run was not trained, or with another recipe."""
+    """Open a trained run. Raises WrongInput if it was not trained, or with another recipe."""
     run = recipe.folder
     lineage = read_lineage(run.model)
     if lineage is None or not (run.model / CONFIG).exists():
@@ -195,7 +193,7 @@ def open_export(recipe: Recipe) -> ExportedRun:
             f"{run.model / LINEAGE} lacks {', '.join(missing)}, so it is not what training wrote;"
             f" {TRAIN_AGAIN}"
         )
-    # One process rebuilds it, however many trained it.
+    # One process rebuilds the model, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
     plan = make_setup(alone, alone_on_cpu())
     found, gone = _exported_checkpoint(recipe, int(lineage["step"]))
@@ -217,7 +215,7 @@ def alone_on_cpu() -> Mesh:
 
 
 def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[CommittedCheckpoint | None, str]:
-    """The checkpoint of what was exported, or why there is none."""
+    """The exported checkpoint, or the reason why there is none."""
     folder = step_folder(recipe.folder.checkpoints, step)
     commit = read_marker(folder, COMMIT)
     if commit is None:
@@ -232,7 +230,7 @@ def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[CommittedCheckpoint
 
 @dataclass(frozen=True)
 class RebuiltModel:
-    """What the trainer's model was, and what it said on the held-out records.
+    """The trainer's model and its logits on the held-out records.
 
     `compared`: its weights with those of the folder, and `unrounded` its logits before they were
     rounded; None where there is no
@@ -240,16 +238,16 @@ class RebuiltModel:
     """
 
     logits: Tensor
-    """With its weights rounded to the export type."""
+    """The logits with weights rounded to the export type."""
     unrounded: Tensor | None
     compared: WeightComparison | None
     adapter: dict[str, Tensor]
     products: int
-    """Matrices among the weights."""
+    """The number of weight matrices."""
 
 
 def rebuild(export: ExportedRun) -> RebuiltModel:
-    """The trainer's model. Without its checkpoint: the architecture that the recipe means, with the
+    """Rebuild the trainer's model. Without its checkpoint: the recipe's architecture with the
     exported weights.
 
     Raises:
@@ -266,7 +264,7 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
             {},
             sum(parameter.ndim > 1 for parameter in model.parameters()),
         )
-    # A checkpoint of an adapter holds no more than that.
+    # A checkpoint of a run with an adapter contains only the adapter.
     model = build_model(plan.drawing, plan.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
@@ -285,5 +283,5 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
 
 
 def base_model(plan: TrainSetup) -> AnyModel:
-    """The model that training began with, without an adapter."""
+    """The model that training started from, without an adapter."""
     return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()

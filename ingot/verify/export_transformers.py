@@ -1,5 +1,5 @@
-"""The exported folder as other tools read it: transformers opens model and tokenizer, PEFT the
-adapter. Both are imported here alone.
+"""The exported folder as other tools read it: transformers opens model, tokenizer and chat
+template, PEFT the adapter. Only this file imports them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ CLASSES: dict[ModelKind, str] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "encoder": "AutoModelForSequenceClassification",
 }
-"""What transformers calls the way to open each kind of model."""
+"""transformers' class that opens each kind of model."""
 MAX_NAMED = 3
 
 
 class CannotOpen(Exception):
-    """transformers or PEFT does not open what lies in a folder, or not all of it; the message says
-    why.
-    """
+    """transformers or PEFT cannot open a folder, or not all of it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class TransformersModel:
         source, `[1, C]` of a text to classify.
         """
         ids = torch.tensor([list(tokens)], device=self.inner.device)
-        # Nothing but ids: masks, positions and the shift of targets are left to transformers, as
-        # its users leave them.
+        # Only ids are given: masks, positions and the shift of targets are left to transformers, as
+        # its users do.
         labels = (
             {"labels": torch.tensor([list(targets)], device=self.inner.device)}
             if self.kind == "seq2seq"
@@ -71,8 +69,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def written(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What a decoder writes behind `tokens`, or a sequence-to-sequence model to a source: the
-        likeliest token each time.
+        """The greedy continuation of `tokens` by a decoder, or the greedy output of a
+        sequence-to-sequence model.
         """
         ids = torch.tensor([list(tokens)], device=self.inner.device)
         made = self.inner.generate(
@@ -83,13 +81,13 @@ class TransformersModel:
             max_length=None,
             max_new_tokens=most,
         )
-        # A decoder gives the prompt back, the other kind the token that it starts from.
+        # A decoder returns the prompt too, the other kind its start token.
         found: list[int] = made[0, len(tokens) if self.kind == "decoder" else 1 :].tolist()
         return found
 
     @property
     def stops(self) -> set[int]:
-        """The tokens that end what transformers generates."""
+        """The tokens at which transformers stops generating."""
         value = self.inner.generation_config.eos_token_id
         return set(value if isinstance(value, list) else [] if value is None else [value])
 
@@ -103,15 +101,15 @@ class TransformersModel:
 def open_transformers(
     folder: Path, kind: ModelKind, *, labels: Sequence[str] = ()
 ) -> TransformersModel:
-    """The model in `folder`, in float32 on the CPU, configured as it lies there. `labels`: classes
-    of a head that the folder need not have.
+    """Open the model in `folder` in float32 on the CPU. `labels`: the classes of a head that need
+    not be in the folder.
 
     Raises:
         NotOpened: transformers refuses it, or would fill what it does not find there with random
             numbers.
     """
     library = _transformers()
-    # The base of a classifier's adapter brings no head for its classes: the adapter does.
+    # The base of a classifier's adapter has no head for its classes: the adapter has it.
     asked: dict[str, Any] = (
         {"num_labels": len(labels), "ignore_mismatched_sizes": True} if labels else {}
     )
@@ -120,7 +118,7 @@ def open_transformers(
         model, about = opener.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
         )
-    except Exception as error:  # each architecture refuses in its own way
+    except Exception as error:  # each architecture fails in its own way
         raise CannotOpen(f"transformers does not open {folder} ({_one_line(error)})") from None
     wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [
         f"{name} has no place" for name in sorted(about["unexpected_keys"])
@@ -134,8 +132,7 @@ def open_transformers(
 
 
 def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | None:
-    """The adapter in a folder, opened by PEFT beside its base, which then is used up; None where
-    PEFT is not installed.
+    """Open an adapter by PEFT on its base, which is consumed; None if PEFT is not installed.
 
     Raises:
         NotOpened: PEFT refuses it.
@@ -150,12 +147,12 @@ def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | 
             return TransformersModel(
                 base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval()
             )
-    except Exception as error:  # whatever is wrong with an adapter, PEFT has its own way to say it
+    except Exception as error:  # PEFT raises exceptions of many kinds
         raise CannotOpen(f"PEFT does not open {adapter} ({_one_line(error)})") from None
 
 
 def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
-    """The ids of chats by the tokenizer and the template in `folder`, as transformers makes them.
+    """The ids of chats by transformers, with the tokenizer and template in `folder`.
 
     Raises:
         NotOpened: transformers refuses the tokenizer, the template, or a chat.
@@ -202,11 +199,11 @@ CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
 
 
 def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> Check:
-    """transformers' ids of held-out chats against the stored ones. `tokenizer`: the one that they
-    were prepared with.
+    """Compare transformers' ids of held-out chats with the prepared ones. `tokenizer` is the one
+    they were prepared with.
 
-    A chat whose text looks like a special token is passed over: by transformers it becomes that
-    token, here it stays text.
+    A chat with look-alikes of special tokens is skipped: transformers turns them into those tokens,
+    here they stay text.
     """
     if recipe.documents not in CHAT_COLUMNS:
         return Check(
@@ -261,8 +258,8 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
 def _stored_chats(
     recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer, names: Sequence[str]
 ) -> Iterator[tuple[str, list[Chat], list[list[int]]]]:
-    """Held-out documents as chats, with the records that `prepare` made of them; those that the
-    template refused have none.
+    """Held-out documents as chats, with their prepared records; documents that the template refused
+    have none and are skipped.
     """
     parts = [part for source in prepared.splits["validation"] for part in source.parts]
     columns = [

@@ -1,5 +1,5 @@
-"""`ingot verify layout`: the user's own training, made small, gives in every layout what it gives
-on one process.
+"""`ingot verify layout`: proves that the user's own training, made small, gives the same result in
+every layout as on one process.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ PRELOAD = (
     "ingot.verify.layout_steps",
 )
 LAYOUT_TIMEOUT_S = 120.0
-"""A layout that takes longer hangs: each is a few steps of a model of a few thousand weights."""
+"""A layout that takes longer than this hangs: each is a few steps of a model of a few thousand
+weights.
+"""
 START_TIMEOUT_S = 300.0
 STEP_SIZE = 0.3
-"""How far a step may move the weights, in norm: enough to see, too little to make rounding grow
-(1.0 is not, for an adapter under DPO).
+"""The norm by which a step may change the weights: large enough to be visible, small enough not to
+amplify rounding (1.0 is too large for an adapter under DPO).
 """
 
 
 @dataclass(frozen=True)
 class LayoutBounds:
-    """What two orders of adding the same float32 numbers may differ by, and no fault stays
-    within.
+    """Bounds that hold for two orders of summing the same float32 numbers, and that every known
+    fault exceeds.
     """
 
     loss: float = 1e-5
@@ -62,29 +64,29 @@ class LayoutBounds:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout and what it gave. Without a difference there is a reason: it failed, or
-    (`possible` false) cannot be.
+    """The result of one layout. Without a difference there is a reason: it failed, or (`possible`
+    is False) it is impossible.
     """
 
     layout: Layout
     difference: LayoutDifference | None = None
     reason: str = ""
     trace: str = ""
-    """Where the ranks stood when it failed."""
+    """The stacks of the ranks when it failed."""
     possible: bool = True
     seconds: float = 0.0
     bounds: LayoutBounds = LayoutBounds()
 
     @property
     def holds(self) -> bool | None:
-        """None where the layout cannot be."""
+        """Whether it is within the bounds; None if the layout is impossible."""
         if self.difference is None:
             return False if self.possible else None
         return not self.beyond
 
     @property
     def beyond(self) -> list[str]:
-        """What is beyond its bound."""
+        """The values that exceed their bounds."""
         found, bounds = self.difference, self.bounds
         if found is None:
             return []
@@ -102,7 +104,7 @@ class LayoutResult:
 
     @property
     def summary(self) -> str:
-        """One line: where the first difference lies, or why there is none."""
+        """One line: where the first difference is, or why there is no comparison."""
         if self.difference is None:
             return (
                 self.reason
@@ -113,8 +115,8 @@ class LayoutResult:
 
 
 class LayoutProver:
-    """Compares layouts with one process. The ranks live from case to case; one that fails ends
-    those of its number only.
+    """Compares layouts with one process. Ranks are reused from layout to layout; a failure ends
+    only the processes of that world size.
     """
 
     def __init__(
@@ -142,15 +144,15 @@ class LayoutProver:
         self._folder.cleanup()
 
     def reference(self, recipe: Recipe) -> LayoutReference:
-        """The recipe made small, and what one process makes of it. Raises WrongInput where recipe
-        and prepared data do not fit together.
+        """Make the recipe small and train it on one process. Raises WrongInput if recipe and
+        prepared data do not fit together.
         """
         small = make_small(recipe, self._next_folder())
         if small.drawing.kind != "decoder":
             name = small.drawing.config.to_hf()["model_type"].replace("-", "_")
             self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
         alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
-        # All rows at once: accumulation is compared as well.
+        # All rows in one micro-batch, so that accumulation is compared as well.
         laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(
             micro_batch=BATCH
         )
@@ -160,8 +162,7 @@ class LayoutProver:
                 f"the small model of {recipe.name} has gradients of norm {still.norms} on one"
                 " process; try another seed"
             )
-        # No momentum and no second moment: an update is the gradient times a number, and shows a
-        # wrong scale.
+        # Plain SGD: an update is the gradient times the learning rate, which shows a wrong scale.
         knobs = {
             "optimizer": SGD(kind="sgd", lr=min(1.0, STEP_SIZE / max(still.norms))),
             "clip_norm": min(still.norms) / 2,
@@ -169,8 +170,8 @@ class LayoutProver:
         return LayoutReference(small.with_train(**knobs), train_alone(laid_out.with_train(**knobs)))
 
     def start(self, layouts: Sequence[Layout]) -> None:
-        """Start the processes that these layouts need. Otherwise they start with the first that
-        needs them.
+        """Start the processes that these layouts need, which otherwise start with the first layout
+        that needs them.
         """
         for processes in sorted({layout.processes for layout in layouts}):
             self._crew(processes).run_named(
@@ -184,7 +185,7 @@ class LayoutProver:
         how: Callable[..., RankResult] = train_rank,
         *arguments: Any,
     ) -> LayoutResult:
-        """One layout beside one process. `how` is called on each rank with the recipe in this
+        """Compare one layout with one process. `how` is called on each rank with the recipe in this
         layout and `arguments`.
         """
         began = time.monotonic()
@@ -228,14 +229,14 @@ class LayoutProver:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """What layouts are compared with."""
+    """The small recipe and its result on one process."""
 
     small_run: SmallRun
     single_process: RankResult
 
 
 def _check_layout(laid_out: SmallRun, layout: Layout) -> None:
-    """Raises WrongInput where this layout cannot be."""
+    """Raises WrongInput if this layout is impossible."""
     check_pipeline(layout.parallel, layout.memory, compiled=False, dropout=0.0)
     batch_plan(laid_out.small.train, layout.parallel, layout.processes)
     if isinstance(laid_out.drawing.config, DecoderConfig):
@@ -245,9 +246,7 @@ def _check_layout(laid_out: SmallRun, layout: Layout) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """An IngotError is one already; pydantic's says which section, and that a value error is
-    one.
-    """
+    """The message in one line, without pydantic's additions."""
     if isinstance(error, IngotError):
         return str(error)
     lines = [
@@ -260,7 +259,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LayoutProof:
-    """What `ingot verify layout` found, in the order in which it was tried."""
+    """The results of `ingot verify layout` in the order in which they were tried."""
 
     title: str
     findings: list[LayoutResult]
@@ -274,8 +273,8 @@ class LayoutProof:
 
 
 def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
-    """Try `layouts` (see `layouts.parsed`), or the recipe's own, each mode alone and the pairs of
-    those it uses; `reports/layout.json` keeps it.
+    """Try `layouts` (see `parse_layouts`), or the recipe's own, each mode alone and the pairs of
+    modes it uses; writes `reports/layout.json`.
 
     Raises:
         WrongInput: recipe, prepared data and model do not fit together, or an unknown layout.

@@ -1,4 +1,4 @@
-"""The layouts that are proved against one process: every mode alone, every pair of modes, products
+"""The layouts that are compared with one process: every mode alone, every pair of modes, products
 of three and four.
 """
 
@@ -19,7 +19,7 @@ from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MAX_PROCESSES = 8
-"""Processes of one layout, at most: more do not show more, and each takes memory."""
+"""The most processes of one layout: more would prove nothing more, and each needs memory."""
 
 MODES: dict[str, dict[str, Any]] = {
     "replicate": {"replicate": 2},
@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "selective": {"recompute": "selective"},
 }
-"""Each way to spread a training, or to save its memory, alone."""
+"""Each way to distribute a training, or to save its memory, alone."""
 
 PAIRED = (
     "replicate",
@@ -50,7 +50,7 @@ PAIRED = (
     "full",
     "selective",
 )
-"""The modes of which every two are tried together, but for those about the same knob."""
+"""The modes that are tried in pairs, except two of the same knob."""
 
 PRODUCTS: tuple[dict[str, Any], ...] = (
     {"shard": 4},
@@ -77,15 +77,15 @@ PRODUCTS: tuple[dict[str, Any], ...] = (
     {"shard": 2, "reshard": False, "tensor": 2, "sequence": False, "recompute": "selective"},
     {"shard": 2, "tensor": 4},
 )
-"""More than two ranks along one axis, and three or four modes together."""
+"""Layouts with more than two ranks along one axis, or with three or four modes together."""
 
 HUB_MODES = ("replicate", "shard", "kept", "hybrid")
-"""The modes that models of transformers have."""
+"""The modes that models of transformers support."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a training is spread, with every degree a number, and how it saves memory."""
+    """How a training is distributed, with a number for every degree, and how it saves memory."""
 
     parallel: Parallel
     memory: MemorySettings = field(default_factory=MemorySettings)
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """`shard 2 x tensor 2, 1f1b`; `one process` where nothing is spread or recomputed."""
+        """`shard 2 x tensor 2, 1f1b`; `one process` if nothing is distributed or recomputed."""
         parallel, recompute = self.parallel, self.memory.recompute
         degrees = " x ".join(
             f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1
@@ -123,8 +123,8 @@ class Layout:
 
 
 def layout(**knobs: Any) -> Layout:
-    """From flat knobs: those of `parallel`, and `recompute`, the kind of `memory.recompute`. A
-    degree that is not given is 1.
+    """Make a layout from flat knobs: those of `parallel`, and `recompute`, the kind of
+    `memory.recompute`. Degrees default to 1.
 
     Raises:
         ValidationError: the knobs contradict each other.
@@ -137,7 +137,7 @@ def layout(**knobs: Any) -> Layout:
 
 
 def mode_pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
-    """Every two of these modes together."""
+    """Every pair of these modes."""
     together = [
         (MODES[one], MODES[other])
         for one, other in itertools.combinations(modes, 2)
@@ -147,7 +147,7 @@ def mode_pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
 
 
 def all_layouts() -> list[Layout]:
-    """All of them."""
+    """All layouts of this file."""
     return unique(
         [
             *(layout(**knobs) for knobs in MODES.values()),
@@ -158,8 +158,8 @@ def all_layouts() -> list[Layout]:
 
 
 def layouts_for(recipe: Recipe) -> list[Layout]:
-    """The recipe's own layout, scaled down; then each mode alone, and the pairs of those that the
-    recipe uses.
+    """The recipe's own layout, scaled down; then each mode alone, and the pairs of the modes that
+    the recipe uses.
     """
     native = recipe.documents not in ("pair", "labelled")
     own = scaled_layout(recipe)
@@ -168,9 +168,9 @@ def layouts_for(recipe: Recipe) -> list[Layout]:
 
 
 def scaled_layout(recipe: Recipe) -> Layout:
-    """The recipe's layout on at most `MOST` processes: `auto` is 2 where there is room; then the
-    largest degree is divided until it fits, and where all are 2 the outermost ones become 1. `auto`
-    alone means copies.
+    """The recipe's layout on at most `MAX_PROCESSES` processes: the largest degree is divided until
+    it fits, and if all are 2 the outermost become 1; then `auto` becomes 2 if there is room. `auto`
+    alone means replicas.
     """
     asked = recipe.parallel
     degrees = {
@@ -202,7 +202,7 @@ def _possible_memory(memory: MemorySettings, degrees: Mapping[str, int]) -> Memo
 
 
 def used_modes(own: Layout) -> list[str]:
-    """The modes that a layout uses, one for each of its axes."""
+    """The modes that a layout uses, one per axis."""
     parallel, recompute = own.parallel, own.memory.recompute.kind
     staged = (
         "1f1b"
@@ -224,8 +224,8 @@ def used_modes(own: Layout) -> list[str]:
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """`shard=2,tensor=2;pipeline=2,virtual=2`: layouts apart by `;`, knobs of `parallel` (and
-    `recompute`) by `,`.
+    """Parse `shard=2,tensor=2;pipeline=2,virtual=2`: layouts separated by `;`, knobs of `parallel`
+    (and `recompute`) by `,`.
 
     Raises:
         WrongInput: an unknown knob, or a value that it does not take.
@@ -260,5 +260,5 @@ def parse_layouts(text: str) -> list[Layout]:
 
 
 def unique(layouts: Any) -> list[Layout]:
-    """Each once, by its name, in the order in which they come."""
+    """Each layout once, by its name, in order."""
     return list({one.name: one for one in layouts}.values())

@@ -1,8 +1,8 @@
-"""Processes of this machine that have met over gloo and run one function after the other together.
-Starting torch is paid once.
+"""Local processes, connected by gloo, that run one function after another on all ranks, so that
+torch starts only once.
 
-No pool of workers: all ranks do each call, and one that fails or hangs ends them all, since the
-others wait for it. The next call starts new ones.
+Not a pool: all ranks run each call, and one that fails or hangs ends them all, since the others
+wait for it. The next call starts new ones.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from ingot.base.processes import without_main_module
 P = ParamSpec("P")
 T = TypeVar("T")
 REPORT_GRACE_S = 3.0
-"""How long the other ranks may take to tell what they think of it when one has failed."""
+"""How long the other ranks may take to report after one has failed."""
 HANG_SLACK_S = 15.0
-"""A rank that hangs ends itself, and says where it stood; so much later it is ended from here."""
+"""A rank that hangs dumps its stack and exits by itself; after this additional time it is
+killed.
+"""
 MAX_FRAMES = 5
-"""Frames of a stack that an error names."""
+"""The number of stack frames in an error message."""
 
 
 class RankFailed(Failed):
-    """A call that did not come to its end on every rank. `trace` is the traceback of the first that
-    failed, and a line for each other one.
+    """A call did not complete on every rank. `trace` is the traceback of the first rank that
+    failed, with a line for each other one.
     """
 
     def __init__(self, message: str, trace: str) -> None:
@@ -54,7 +56,7 @@ class RankFailed(Failed):
 
 
 class LocalRanks:
-    """`world` ranks, started with the first call.
+    """`world` ranks, started at the first call.
 
     Args:
         preload: modules that the calls need; imported once, in the process that all ranks are
@@ -68,8 +70,8 @@ class LocalRanks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
-        """`function(*arguments)` on every rank (a function of a module, picklable arguments);
-        results in the order of ranks.
+        """Call `function(*arguments)` on every rank (a module-level function, picklable arguments);
+        returns the results in rank order.
         """
         return self.run_named(function.__name__, 60.0, function, *arguments, **named)
 
@@ -81,7 +83,7 @@ class LocalRanks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> list[T]:
-        """The same under a name of its own, in `timeout_s` seconds.
+        """The same with a name for messages and a limit of `timeout_s` seconds.
 
         Raises:
             RankFailed: a rank raised, died, or was not done in time; names `what` and the rank, and
@@ -151,14 +153,14 @@ class LocalRanks:
         return Path(self._folder.name) / f"rank-{rank}.txt"
 
     def _last_words(self, rank: int) -> str:
-        """Where a rank stood that ended without an answer."""
+        """The dumped stack of a rank that ended without an answer."""
         with contextlib.suppress(OSError):
             if text := self._stack(rank).read_text(encoding="utf-8", errors="replace"):
                 return text
         return "the process died, perhaps for want of memory"
 
     def close(self) -> None:
-        """End the processes. A call after that starts new ones."""
+        """End the processes. A later call starts new ones."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -177,7 +179,7 @@ def _failure_line(trace: str, timeout_s: float) -> str:
     """
     if not trace.startswith("Timeout"):
         return f"failed: {trace.strip().splitlines()[-1]}"
-    # faulthandler names the thread that called for help last.
+    # faulthandler prints the calling thread last.
     frames = [
         line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + MAX_FRAMES]
     ]
@@ -191,7 +193,7 @@ def _free_port() -> int:
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -201,10 +203,9 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> No
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    warnings.simplefilter("ignore")  # each would come from every rank
-    torch.set_num_threads(
-        1
-    )  # the server that this process was forked from had read the environment before
+    warnings.simplefilter("ignore")  # every rank would print them
+    # The fork server read the environment before it was changed.
+    torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     with Path(stack).open("w", encoding="utf-8") as file:
@@ -212,13 +213,13 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> No
             try:
                 call = pipe.recv_bytes()
             except (EOFError, ConnectionError):
-                # No clean end: gloo's threads would be waited for.
+                # Exit without cleaning up: gloo's threads would be waited for.
                 os._exit(0)
             try:
                 timeout_s, function, arguments, named = pickle.loads(call)
                 faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
-                # As bytes: tensors sent as they are would be shared memory that ends with this
-                # process.
+                # Pickled to bytes: tensors sent directly would be in shared memory that ends with
+                # this process.
                 answer = pickle.dumps((True, function(*arguments, **named)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))

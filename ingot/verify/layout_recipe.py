@@ -1,9 +1,9 @@
-"""A recipe made so small that many copies of it train side by side on a CPU: few layers, a narrow
-model, a short row, few ids.
+"""A recipe made so small that many ranks of it train on one CPU: few layers, a narrow model, short
+rows, a small vocabulary.
 
-What decides how it may be spread stays: the kind of model, tied or not, biases, norms, windows, the
-ratio of heads to key/value heads, the objective, the adapter. Rows are the prepared ones, cut
-short, their ids folded into the small vocabulary.
+Everything that decides how it can be distributed stays: the kind of model, tied weights, biases,
+norms, windows, the ratio of heads to key/value heads, the objective, the adapter. Rows are the
+prepared ones, truncated, with ids modulo the small vocabulary.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
 
 VOCABULARY = 61
-"""Ids that there are; a prime, so that no number of ranks divides it."""
+"""The vocabulary size: a prime, so that no number of ranks divides it."""
 SEQ_LEN = 48
-"""Tokens in a row, at most; shared evenly by up to eight ranks, two pieces each."""
+"""The most tokens in a row; divisible by up to eight ranks with two chunks each."""
 BATCH, STEPS = 8, 3
 LAYERS = 4
-"""Enough for two stages on each of two ranks, or one on each of four."""
+"""Enough layers for two stages on each of two ranks, or one on each of four."""
 _WIDTH, _FEED_FORWARD, _HEAD, _MOST_KV_HEADS = 40, 80, 8, 4
 _STD = 0.1
-"""Of the initial weights: large enough that every part of the model matters."""
+"""Standard deviation of the initial weights: large enough that every part of the model matters."""
 _NARROW: dict[str, int | float] = {
     **dict.fromkeys(
         (
@@ -80,29 +80,28 @@ _NARROW: dict[str, int | float] = {
     "init_std": _STD,
     "initializer_factor": 1.0,
 }
-"""Sizes of transformers' models by the names in their configurations."""
+"""Sizes of transformers' models by their names in configurations."""
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A recipe, and what is trained in its place in every layout; goes to other processes as it
-    is.
-    """
+    """A recipe and the small one that is trained in its place in every layout. Picklable."""
 
     original: Recipe
-    """As the user wrote it, but for one process."""
+    """The user's recipe, but for one process."""
     small: Recipe
     drawing: ModelSpec
     teacher: Path | None
     seq_len: int
 
     def laid_out(self, parallel: Parallel, memory: MemorySettings, folder: Path) -> SmallRun:
-        """The same in another layout; what it writes goes into `folder`. Raises ValueError for a
-        layout that the recipe rules out.
+        """The same in another layout, with its output in `folder`. Raises ValueError for a layout
+        that the recipe rules out.
         """
         values = set_knobs(self.small)
         data = degrees_of(parallel, _world(parallel)).data
-        # Several micro-batches, the last one with dead rows in it, which no pipeline takes.
+        # Several micro-batches, the last one partly empty, except for pipelines, which need full
+        # ones.
         size = BATCH // data // 4 or 1 if parallel.pipeline > 1 else {1: 5, 2: 3}.get(data, 1)
         values |= {
             "parallel": parallel.model_dump(mode="json"),
@@ -123,7 +122,7 @@ class SmallRun:
         )
 
     def plan(self, mesh: Mesh) -> TrainSetup:
-        """What this rank trains."""
+        """The training setup of this rank."""
         plan = _plan_of(json.dumps(set_knobs(self.original)))
         rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
         return replace(
@@ -142,8 +141,8 @@ class SmallRun:
 
 
 def make_small(recipe: Recipe, folder: Path) -> SmallRun:
-    """Raises WrongInput where recipe, prepared data and model do not fit together. A small teacher
-    is written into `folder`.
+    """Make a recipe small; a small teacher is written into `folder`. Raises WrongInput if recipe,
+    prepared data and model do not fit together.
     """
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": MemorySettings()})
     plan = _plan_of(json.dumps(set_knobs(asked)))
@@ -162,22 +161,22 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
 
 @cache
 def _plan_of(recipe: str) -> TrainSetup:
-    """The plan of the recipe as it is; made once in each process, since a large tokenizer takes a
-    second to read.
+    """The setup of the recipe, made once per process, since reading a large tokenizer takes a
+    second.
     """
     return make_setup(Recipe.model_validate_json(recipe), Mesh(Ranks(), torch.device("cpu")))
 
 
 def set_knobs(recipe: Recipe) -> dict[str, Any]:
-    """The knobs that are set, those of the sections as they are: whether one was given decides
-    whether some recipes are right.
+    """The knobs that were set explicitly: whether one was set decides whether some recipes are
+    valid.
     """
     values: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
     return {**{section: {} for section in ("train", "precision", "checkpoint", "data")}, **values}
 
 
 def _world(parallel: Parallel) -> int:
-    """Processes that a layout without `auto` needs."""
+    """The number of processes of a layout without `auto`."""
     return math.prod(
         int(getattr(parallel, axis))
         for axis in ("pipeline", "replicate", "shard", "context", "tensor")
@@ -185,7 +184,7 @@ def _world(parallel: Parallel) -> int:
 
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
-    """Float32, plain gradient descent (Adam would hide a wrong scale), no dropout."""
+    """The small recipe: float32, plain SGD (Adam would hide a wrong scale), no dropout."""
     values = set_knobs(recipe)
     values["train"] |= {
         "steps": STEPS,
@@ -266,8 +265,8 @@ def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
 
 
 def small_hub(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model of transformers, as far as its sizes are known by name; dropout, which
-    no two layouts draw alike, is off.
+    """The same for a model of transformers, for the sizes in `_NARROW`; dropout is off, since its
+    masks depend on the layout.
     """
     made = {**values, **_NARROW}
     for name, value in values.items():
@@ -294,8 +293,8 @@ def _small_rows(rows: Rows | Samples, seq_len: int) -> Rows | Samples:
 
 
 class SmallRows(Rows):
-    """Of each row the part where its targets begin. A row of one document is made one of two, so
-    that there is something to keep apart.
+    """Rows truncated to the part where their targets begin. Every other row of a single document is
+    split into two, so that there are documents to isolate.
     """
 
     def __init__(self, whole: Rows, seq_len: int) -> None:
@@ -319,7 +318,9 @@ class SmallRows(Rows):
 
 
 class SmallSamples(Samples):
-    """Of each preference the part where the answers begin, of anything else the beginning."""
+    """Samples truncated: preferences to the part where the answers begin, others to their
+    beginning.
+    """
 
     def __init__(self, whole: Samples, seq_len: int) -> None:
         vars(self).update(vars(whole))
@@ -338,7 +339,9 @@ class SmallSamples(Samples):
 
 
 def cut_short(fields: PackedRow | SampleArrays, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
-    """Of `[R, S]` the `seq_len` positions from shortly before each row's first target on."""
+    """The `seq_len` positions of rows `[R, S]` that begin shortly before each row's first
+    target.
+    """
     length = fields.tokens.shape[1]
     first = (fields.labels != IGNORE).argmax(axis=1) - seq_len // 4
     chosen = first.clip(0, max(0, length - seq_len))[:, None] + np.arange(min(seq_len, length))
@@ -349,5 +352,5 @@ def cut_short(fields: PackedRow | SampleArrays, seq_len: int) -> tuple[Ids, Ids,
 
 
 def folded(ids: Ids) -> Ids:
-    """Ids of any vocabulary as ids of the small one; -100 stays."""
+    """Ids modulo the small vocabulary; -100 stays."""
     return np.where(ids < 0, ids, ids % VOCABULARY)

@@ -1,5 +1,5 @@
-"""What a few steps of training give in one layout, on each of its ranks, and how far that is from
-one process.
+"""Trains a few steps in one layout, records the result of each rank, and compares it with one
+process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from ingot.verify.layout_recipe import STEPS, SmallRun
 
 CPU = torch.device("cpu")
 ADAPTED_STD = 0.1
-"""Of the adapter's second matrix, which begins as 0 and would hide the first one's gradient."""
+"""Standard deviation of the adapter's second matrix, which starts as 0 and would hide the first
+one's gradient.
+"""
 
 
 class ParameterShard(NamedTuple):
-    """What a rank has of a parameter, and where that lies in the whole."""
+    """A rank's shard of a parameter, and its slices in the full tensor."""
 
     shape: tuple[int, ...]
     slices: Slices
@@ -40,16 +42,16 @@ class ParameterShard(NamedTuple):
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw."""
+    """What one rank recorded."""
 
     losses: list[float]
     norms: list[float]
     weights: list[dict[str, ParameterShard]]
-    """This rank's part of what is trained, after each step."""
+    """This rank's shards of the trained parameters after each step."""
     local_sizes: dict[str, int]
-    """Numbers of each parameter, trained or not, that lie on this rank."""
+    """The number of elements of each parameter, trained or not, on this rank."""
     targets: list[int]
-    """This rank's own, in each step."""
+    """The number of targets of this rank in each step."""
 
 
 def train_rank(shrunk: SmallRun) -> RankResult:
@@ -62,13 +64,13 @@ def train_rank(shrunk: SmallRun) -> RankResult:
 
 
 def train_alone(shrunk: SmallRun) -> RankResult:
-    """The same in this process alone, all rows at once."""
+    """Train the same in this process alone, with all rows in one micro-batch."""
     return _train_steps(shrunk.plan(Mesh(Ranks(), CPU)), Mesh(Ranks(), CPU))
 
 
 @cache
 def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
-    """Process groups are never given back, so layouts of the same degrees share them."""
+    """Process groups are never destroyed, so layouts with the same degrees share them."""
     return make_mesh(here, CPU, degrees)
 
 
@@ -98,8 +100,8 @@ def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
         StepControl(fetch, DropoutSeeds(trainee.model, plan.recipe.seed, mesh)),
         compute=plan.compute,
     )
-    # Clipping takes a wrong scale away, and is itself wrong where the norm is: with and without it,
-    # in turns.
+    # Clipping hides a wrong scale of gradients but depends on the norm, so steps alternate with and
+    # without it.
     clipped = replace(unclipped, clip_norm=plan.recipe.train.clip_norm)
     try:
         for step in range(STEPS):
@@ -132,11 +134,11 @@ def _parameter_shards(trainee: TrainState) -> dict[str, ParameterShard]:
 
 
 class UnevenLoader(Loader):
-    """Takes targets away by the place of a sample in its global batch, so that no two ranks have
+    """Removes targets depending on a sample's place in the global batch, so that no two ranks have
     equally many.
 
-    In even steps the first sample keeps none and the last one all, the others a share; in odd ones
-    the whole first half has none.
+    In even steps the first sample keeps none, the last one all and the others a share; in odd ones
+    the first half has none.
     """
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
@@ -158,8 +160,8 @@ class UnevenLoader(Loader):
 
 
 def drop_targets(batch: Batch, shares: Sequence[float]) -> Batch:
-    """A copy of the batch with a share of each sample's targets, the first ones; of samples that
-    have but one target, that or none.
+    """A copy of the batch that keeps a share of each sample's targets, the first ones; of a single
+    target, it or none.
     """
     if len(batch.tokens) == 2 * len(batch.rows):  # preferences
         return Batch(
@@ -184,15 +186,15 @@ def drop_targets(batch: Batch, shares: Sequence[float]) -> Batch:
 
 
 SHARE_SLACK = 0.02
-"""What a rank may hold beyond its share: sizes that do not divide."""
+"""What a rank may hold beyond its share, for sizes that do not divide."""
 ROUNDING_NOISE = 1e-6
-"""Relative difference of all weights up to which a step is not the first that differs."""
+"""Relative difference of all weights up to which a step counts as equal."""
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """The largest differences of any rank and step."""
+    """The largest differences over all ranks and steps."""
 
     loss: float
     """Nats."""
@@ -201,7 +203,7 @@ class LayoutDifference:
     weights: float
     """Relative, in norm over all updated weights."""
     share: float
-    """The most that a rank holds of all weights, where 1 is all."""
+    """The largest share of all weights that a rank holds."""
     share_bound: float
     where: str
     """`step 2: model.norm.weight differs most, by 1.2e-03 of its norm`."""
@@ -210,7 +212,9 @@ class LayoutDifference:
 def compare(
     found: Sequence[RankResult], alone: RankResult, degrees: Degrees, virtual: int
 ) -> LayoutDifference:
-    """The ranks of a layout with one process; `virtual` counts the stages of a rank."""
+    """Compare the ranks of a layout with one process; `virtual` is the number of stages per
+    rank.
+    """
     loss = max(
         _distance(a, b) for one in found for a, b in zip(one.losses, alone.losses, strict=True)
     )
@@ -238,7 +242,7 @@ def compare(
 
 
 def _distance(one: float, other: float) -> float:
-    """Their distance; what is no number is infinitely far."""
+    """The absolute difference; infinite for NaN."""
     return abs(one - other) if one == one else INFINITE
 
 
@@ -249,10 +253,11 @@ def _squared_norm(tensors: Iterable[Tensor]) -> float:
 def _squared_distances(
     found: Sequence[Mapping[str, ParameterShard]], alone: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The square of each parameter's distance, each of its numbers taken from the rank where it is
+    """The squared distance of each parameter, with each element taken from the rank where it is
     farthest off.
 
-    Infinite for a parameter of another name or shape, and for one of which a number is on no rank.
+    Infinite for a parameter of another name or shape, and for one with an element that is on no
+    rank.
     """
     squares = {name: INFINITE for pieces in found for name in pieces if name not in alone}
     for name, tensor in alone.items():
@@ -273,7 +278,7 @@ def _describe_first_difference(
     totals: Sequence[float],
     whole: Sequence[Mapping[str, Tensor]],
 ) -> str:
-    """The first step that differs, and the parameter that differs most in it."""
+    """Describe the first step that differs, and the parameter that differs most in it."""
     step = next(
         (number for number, total in enumerate(totals) if not total <= ROUNDING_NOISE),
         len(totals) - 1,
@@ -292,10 +297,10 @@ def _describe_first_difference(
 
 
 def share_bound(alone: RankResult, degrees: Degrees, virtual: int) -> float:
-    """The largest share of all numbers that a rank may hold.
+    """The largest share of all weights that a rank may hold.
 
-    Vectors and the small matrices of adapters may be whole on every rank of `tensor`; of a pipeline
-    a rank has its part of the layers, and an end (with several stages a rank perhaps both).
+    Vectors and an adapter's small matrices may be whole on every rank of `tensor`; a pipeline rank
+    has its part of the layers, and one end (with several stages per rank possibly both).
     """
     shards = degrees.shard * (degrees.context if degrees.shard > 1 else 1)
     shapes = {name: piece.shape for name, piece in alone.weights[-1].items()}

@@ -1,6 +1,4 @@
-"""What a proof found: a line for each thing that was checked. How it is shown is the command line's
-business.
-"""
+"""The result of a proof: one line per check. The command line decides how it is shown."""
 
 from __future__ import annotations
 
@@ -8,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 3
-"""Faults of one check that its detail names."""
+"""The number of faults that a check's detail names."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked. `passed` is None where it does not apply; `detail` then says
-    why.
-    """
+    """One check. `passed` is None if it does not apply; `detail` then says why."""
 
     what: str
     passed: bool | None
@@ -24,7 +20,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Proof:
-    """All checks of one verb `verify`. It holds when none failed."""
+    """All checks of one proof. It holds if none failed."""
 
     title: str
     checks: list[Check]
@@ -37,7 +33,7 @@ class Proof:
 def check_of_faults(
     what: str, found: Sequence[str], right: str, again: str = "ingot prepare"
 ) -> Check:
-    """The check of what may have any number of faults; the first of them are named."""
+    """A check that fails if there are faults, and names the first of them."""
     more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
     return Check(
         what,

@@ -1,8 +1,8 @@
-"""`ingot verify resume`: N steps in one go against the same with kills in between, on the user's
-own recipe, by the commands that a person types.
+"""`ingot verify resume`: trains the user's own recipe for a few steps uninterrupted and again with
+kills, through the command line, and compares the results.
 
-Metrics (without clocks), weights, optimizer state and the exported model must be equal to the last
-bit; what differs first is told.
+Metrics (without timings), weights, optimizer state and the exported model must be bit-identical;
+the first difference is reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -33,7 +33,7 @@ from ingot.verify.proof import Check, Proof
 
 STEPS, EVERY = 9, 3
 KILL_STEPS = (5, 8)
-"""Each is beyond a checkpoint, so that steps are lost."""
+"""Each kill is after a checkpoint's step, so that steps are lost."""
 CLOCKS = (
     "t_wall",
     "train/tokens_per_s",
@@ -43,15 +43,28 @@ CLOCKS = (
     "memory/",
     "gpu/",
 )
-"""Keys of what a machine does differently each time; those that end in a slash with all that is
-below.
-"""
-INGOT = (sys.executable, "-m", "ingot")
+"""Keys of metrics that depend on timing; those that end in a slash stand for all keys below."""
+RunCommand = Callable[[Sequence[str]], tuple[int, str]]
+"""Runs `ingot ARGUMENTS`: its exit code, and what it printed on stderr."""
 
 
-def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
-    """Train `STEPS` steps of the recipe twice, once killed at `KILLED_AT`; needs prepared data.
-    `ingot` is the command that trains.
+def run_ingot(arguments: Sequence[str]) -> tuple[int, str]:
+    """Run `ingot ARGUMENTS` in a new process."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "ingot", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stderr
+
+
+def verify_resume(recipe: Recipe, run: RunCommand | None = None) -> Proof:
+    """Train `STEPS` steps of the recipe twice, once killed at `KILL_STEPS`; needs prepared data.
+
+    Args:
+        run: runs the command that trains; a new process if None.
 
     Raises:
         WrongInput: the data is not prepared, or the recipe does not fit it.
@@ -62,23 +75,24 @@ def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
             f"{recipe.folder.columns} holds no prepared data; run `ingot prepare` on the recipe"
             " first"
         )
-    with _side_by_side(recipe) as (straight, broken):
+    run = run or run_ingot
+    with _side_by_side(recipe) as (uninterrupted, interrupted):
         say(f"verify resume: {STEPS} steps in one go")
-        _train(straight, ingot)
+        _train(uninterrupted, run)
         for step in KILL_STEPS:
             say(f"verify resume: the same, killed after step {step}")
-            _train(broken, ingot, kill_at=step)
+            _train(interrupted, run, kill_at=step)
         say("verify resume: the rest")
-        _train(broken, ingot)
+        _train(interrupted, run)
         title = (
             f"resume of {recipe.name}: {STEPS} steps, a checkpoint every {EVERY}, killed after"
             f" {' and '.join(map(str, KILL_STEPS))}"
         )
-        both = straight.recipe, broken.recipe
+        both = uninterrupted.recipe, interrupted.recipe
         return Proof(
             title,
             [
-                _check_lost_steps(broken.recipe),
+                _check_lost_steps(interrupted.recipe),
                 _check_metrics(*both),
                 *_check_states(*both),
                 _check_export(*both),
@@ -88,8 +102,8 @@ def verify_resume(recipe: Recipe, ingot: Sequence[str] = INGOT) -> Proof:
 
 @dataclass(frozen=True)
 class ResumeRun:
-    """A few steps of the recipe in a folder of its own. What is changed for that stands on the
-    command line, which beats any environment.
+    """A short run of the recipe in its own folder. The changed knobs are given on the command line,
+    which overrides the environment.
     """
 
     file: Path
@@ -99,7 +113,7 @@ class ResumeRun:
 
 @contextlib.contextmanager
 def _side_by_side(recipe: Recipe) -> Iterator[tuple[ResumeRun, ResumeRun]]:
-    """Two runs beside the prepared data, which go in the end."""
+    """Two runs beside the prepared data, removed at the end."""
     folder = recipe.folder.root / "verify-resume"
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -141,23 +155,17 @@ def _short_run_knobs(recipe: Recipe) -> list[str]:
     ]
 
 
-def _train(run: ResumeRun, ingot: Sequence[str], kill_at: int | None = None) -> None:
-    """Train until the end, or until it kills itself."""
+def _train(training: ResumeRun, run: RunCommand, kill_at: int | None = None) -> None:
+    """Train to the end, or until the training kills itself at step `kill_at`."""
     chaos = [] if kill_at is None else [f"chaos.kill_at={kill_at}"]
-    ended = subprocess.run(
-        [*ingot, "train", str(run.file), *run.changes, *chaos],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    if kill_at is None and ended.returncode:
-        raise Failed(f"training ended with {ended.returncode}: {_last_line(ended.stderr)}")
+    code, messages = run(["train", str(training.file), *training.changes, *chaos])
+    killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if kill_at is None and code:
+        raise Failed(f"training ended with {code}: {_last_line(messages)}")
     if kill_at is not None and not killed:
         raise Failed(
-            f"training ended with {ended.returncode} where it should be killed after step"
-            f" {kill_at}: {_last_line(ended.stderr)}"
+            f"training ended with {code} where it should be killed after step {kill_at}:"
+            f" {_last_line(messages)}"
         )
 
 
@@ -165,9 +173,9 @@ def _last_line(messages: str) -> str:
     return (messages.strip().splitlines() or ["no message"])[-1]
 
 
-def _check_lost_steps(broken: Recipe) -> Check:
-    """Whether there was anything to prove: steps that were done, lost and done again."""
-    lost = [event for event in read_lines(broken.folder.events) if event["kind"] == "lost"]
+def _check_lost_steps(interrupted: Recipe) -> Check:
+    """Whether steps were done, lost and done again: otherwise nothing is proved."""
+    lost = [event for event in read_lines(interrupted.folder.events) if event["kind"] == "lost"]
     steps = [int(event["steps"]) for event in lost]
     told = (
         f"{' and '.join(map(str, steps))} steps were lost and done again,"
@@ -180,10 +188,10 @@ def _check_lost_steps(broken: Recipe) -> Check:
     )
 
 
-def _check_metrics(straight: Recipe, broken: Recipe) -> Check:
+def _check_metrics(uninterrupted: Recipe, interrupted: Recipe) -> Check:
     lines = [
         [_without_clocks(line) for line in read_lines(recipe.folder.metrics)]
-        for recipe in (straight, broken)
+        for recipe in (uninterrupted, interrupted)
     ]
     for one, other in zip_longest(*lines, fillvalue={}):
         differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]
@@ -207,9 +215,9 @@ def _without_clocks(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_states(straight: Recipe, broken: Recipe) -> list[Check]:
-    """Weights and optimizer state of the last checkpoints, tensor by tensor."""
-    found = [newest_valid(recipe.folder.checkpoints) for recipe in (straight, broken)]
+def _check_states(uninterrupted: Recipe, interrupted: Recipe) -> list[Check]:
+    """Compare weights and optimizer state of the last checkpoints tensor by tensor."""
+    found = [newest_valid(recipe.folder.checkpoints) for recipe in (uninterrupted, interrupted)]
     one, other = (
         StoredTensors(checkpoint.folder) for checkpoint in found if checkpoint is not None
     )
@@ -238,10 +246,10 @@ def _check_states(straight: Recipe, broken: Recipe) -> list[Check]:
     return checks
 
 
-def _check_export(straight: Recipe, broken: Recipe) -> Check:
+def _check_export(uninterrupted: Recipe, interrupted: Recipe) -> Check:
     files = [
         {file.name: sha256_file(file) for file in weight_files(recipe.folder.model)}
-        for recipe in (straight, broken)
+        for recipe in (uninterrupted, interrupted)
     ]
     different = next(
         (

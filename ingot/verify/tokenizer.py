@@ -1,5 +1,5 @@
-"""The proof that text becomes the right ids, on the user's own documents: the reference against the
-fast path, the way back, special tokens.
+"""`ingot verify tokenizer`: proves on the user's own documents that text becomes the right ids: the
+fast encoder against the reference, decoding, special tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ FRAMED = ("pair", "labelled")
 def verify_tokenizer(recipe: Recipe) -> Proof:
     """Check the recipe's tokenizer on an even sample of its training documents, about 4 MB.
 
-    What is ingested is taken; before that, documents are read from the files of the sources.
+    Ingested documents are used if there are any; otherwise the files of the sources are read.
 
     Raises:
-        WrongInput: the tokenizer is not there yet or cannot be read, or there is not one document.
-        Failed: it cannot be fetched.
+        WrongInput: the tokenizer does not exist yet or cannot be read, or there are no documents.
+            Failed: it cannot be fetched.
     """
     tokenizer = _tokenizer(recipe)
     documents = list(_documents(recipe))
@@ -108,7 +108,7 @@ def _documents(recipe: Recipe) -> Iterator[Document]:
 
 
 def _unread(recipe: Recipe) -> Iterator[Document]:
-    """The beginnings of up to 64 files, evenly spread over all of the sources'."""
+    """The beginnings of up to 64 files, spread evenly over the files of all sources."""
     pairs = zip(recipe_sources(recipe)["train"], source_files(recipe)["train"], strict=True)
     files = [
         (source, file) for source, found in pairs for file in found if file.format not in REMOTE
@@ -142,7 +142,7 @@ def _beginning(
 
 
 def _encoders(choice: EncoderChoice) -> Iterator[Check]:
-    """One that is not exact harms nobody, since it is not taken."""
+    """An encoder that is not exact does not fail the proof, since it is not used."""
     for name, why in choice.tried:
         yield Check(f"encoder {name}", True if name in choice.speeds else None, why)
 
@@ -208,7 +208,9 @@ def _part(text: str, at: int) -> str:
 
 
 def _look_alikes(tokenizer: Tokenizer, name: str) -> Check:
-    """The unknown token may come from any text, where there is one."""
+    """Whether special tokens spelled out in text stay text; except the unknown token, which any
+    text may produce.
+    """
     unknown = tokenizer.named.get("unk_token")
     texts = [f"a{text}b {text}\n{text}" for text in tokenizer.special_ids]
     special = {index: text for text, index in tokenizer.special_ids.items() if text != unknown}
@@ -255,8 +257,8 @@ def _special(recipe: Recipe, tokenizer: Tokenizer) -> Check:
 
 
 def _frame(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Check]:
-    """What stands around a text that an encoder reads; a target that has no end is one that a model
-    never ends.
+    """The frame of a text for models with an encoder; without an end, a model would never learn to
+    stop.
     """
     if recipe.documents in FRAMED:
         before, after = (
@@ -304,9 +306,7 @@ def _bos(tokenizer: Tokenizer, texts: Sequence[str]) -> Check:
 
 
 def _chat(tokenizer: Tokenizer) -> list[int]:
-    """A short chat by the template; [] where there is none, or where it wants another kind of
-    chat.
-    """
+    """The ids of a short chat; [] if there is no template, or if it refuses this chat."""
     try:
         return tokenizer.encode_chat([{"role": "user", "content": "a"}])
     except WrongInput:
@@ -354,7 +354,9 @@ def _prepared(recipe: Recipe, tokenizer: Tokenizer) -> Check:
 
 
 def _conversion(tokenizer: Tokenizer) -> Iterator[Check]:
-    """Where the reference is a model, other tools read the tokenizer.json that was made of it."""
+    """If a model file defines the tokenizer, other tools read the tokenizer.json converted from
+    it.
+    """
     trust = read_config(tokenizer.files, "tokenizer").get(CONVERSION_KEY)
     if trust is not None:
         same = "gives the same ids on every nasty text"
