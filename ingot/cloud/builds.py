@@ -221,8 +221,8 @@ def run_build(google: GoogleClients, wanted: BuildRequest) -> list[BuiltImage]:
     stat = open_bucket(google.bucket).stat(wanted.source)
     if stat is None:
         raise Failed(
-            f"the source gs://{google.bucket.removeprefix('gs://')}/{wanted.source} is gone; run the"
-            " same command again"
+            f"the source gs://{google.bucket.removeprefix('gs://')}/{wanted.source} is gone; run"
+            " the same command again"
         )
     message = build_message(google, wanted, generation=stat.generation)
     mark = f"ingot-{uuid.uuid4().hex[:16]}"

@@ -264,8 +264,8 @@ class EvaluateHook:
 class SampleHook:
     """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
 
-    `complete_prompts` is called on rank 0 alone, but where the model is spread over ranks: there on all of
-    them, in lockstep. It is not begun where `asked` says that training is to stop.
+    `complete_prompts` is called on rank 0 alone, but where the model is spread over ranks: there on
+    all of them, in lockstep. It is not begun where `asked` says that training is to stop.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Learning-rate schedules: a linear warm-up, then the curve of a kind behind the door `schedule`, as
-a pure function of the step.
+"""Learning-rate schedules: a linear warm-up, then the curve of a kind behind the door `schedule`,
+as a pure function of the step.
 """
 
 from __future__ import annotations

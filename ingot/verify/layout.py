@@ -25,7 +25,8 @@ from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
-from ingot.verify.layout_ranks import LocalRanks, RankFailed
+from ingot.verify.layout_ranks import RankFailed
+from ingot.verify.layout_ranks import LayoutProcesses
 from ingot.verify.layout_recipe import BATCH, STEPS, SmallRun, make_small
 from ingot.verify.layout_steps import LayoutDifference, RankResult, compare, train_alone, train_rank
 
@@ -125,7 +126,7 @@ class LayoutProver:
         case_s: float = LAYOUT_TIMEOUT_S,
         bounds: LayoutBounds = LayoutBounds(),
     ) -> None:
-        self._crews: dict[int, LocalRanks] = {}
+        self._crews: dict[int, LayoutProcesses] = {}
         self._preload, self._case_s, self._bounds = tuple(preload), case_s, bounds
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-layouts-")
         self._cases = 0
@@ -219,8 +220,8 @@ class LayoutProver:
             layout.name, self._case_s, how, laid_out, *arguments
         )
 
-    def _crew(self, processes: int) -> LocalRanks:
-        return self._crews.setdefault(processes, LocalRanks(processes, self._preload))
+    def _crew(self, processes: int) -> LayoutProcesses:
+        return self._crews.setdefault(processes, LayoutProcesses(processes, self._preload))
 
     def _next_folder(self) -> Path:
         self._cases += 1

@@ -55,7 +55,7 @@ class RankFailed(Failed):
         self.add_note(trace)
 
 
-class LocalRanks:
+class LayoutProcesses:
     """`world` ranks, started at the first call.
 
     Args:

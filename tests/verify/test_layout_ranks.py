@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ingot.verify.layout_ranks import LocalRanks, RankFailed
+from ingot.verify.layout_ranks import RankFailed
+from ingot.verify.layout_ranks import LayoutProcesses
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    made = LocalRanks(2)
+def two() -> Iterator[LayoutProcesses]:
+    made = LayoutProcesses(2)
     yield made
     made.close()
 
@@ -52,14 +53,14 @@ def not_to_be_sent() -> object:
     return lambda: None
 
 
-def test_the_same_processes_do_one_call_after_the_other(two: LocalRanks) -> None:
+def test_the_same_processes_do_one_call_after_the_other(two: LayoutProcesses) -> None:
     first, second = two.run(who, 1), two.run(who, offset=10)
     assert [(rank, total) for rank, total, _ in first] == [(0, 3), (1, 3)]
     assert [(rank, total) for rank, total, _ in second] == [(0, 21), (1, 21)]
     assert [process for *_, process in first] == [process for *_, process in second]
 
 
-def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: LocalRanks) -> None:
+def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: LayoutProcesses) -> None:
     before = {process for *_, process in two.run(who, 1)}
     began = time.monotonic()
     with pytest.raises(
@@ -74,7 +75,7 @@ def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: Local
     assert before.isdisjoint(process for *_, process in after)
 
 
-def test_a_rank_that_hangs_says_where(two: LocalRanks) -> None:
+def test_a_rank_that_hangs_says_where(two: LayoutProcesses) -> None:
     two.run(who, 1)
     with pytest.raises(
         RankFailed,
@@ -84,12 +85,12 @@ def test_a_rank_that_hangs_says_where(two: LocalRanks) -> None:
     assert str(caught.value).count("\n") == 0
 
 
-def test_a_rank_that_dies_is_told(two: LocalRanks) -> None:
+def test_a_rank_that_dies_is_told(two: LayoutProcesses) -> None:
     with pytest.raises(RankFailed, match=r"one_dies: rank \d of 2 (failed|was not done)"):
         two.run(one_dies)
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error(two: LocalRanks) -> None:
+def test_an_answer_that_cannot_be_sent_is_an_error(two: LayoutProcesses) -> None:
     with pytest.raises(RankFailed, match=r"not_to_be_sent: rank \d of 2 failed: .*not_to_be_sent"):
         two.run(not_to_be_sent)
 
@@ -97,8 +98,8 @@ def test_an_answer_that_cannot_be_sent_is_an_error(two: LocalRanks) -> None:
 def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom ingot.verify.layout_ranks import LocalRanks\nprint('here')\nranks ="
-        " LocalRanks(2)\nprint(len(set(ranks.run(os.getpid))))\nranks.close()\n"
+        "import os\nfrom ingot.verify.layout_ranks import LayoutProcesses\nprint('here')\nranks ="
+        " LayoutProcesses(2)\nprint(len(set(ranks.run(os.getpid))))\nranks.close()\n"
     )
     done = subprocess.run(
         [sys.executable, script],

@@ -1,5 +1,5 @@
-"""`ingot doctor --cloud`: what of Google Cloud a recipe needs (arithmetic over its knobs), and how the
-checks run that look whether it exists. They change nothing.
+"""`ingot doctor --cloud`: what of Google Cloud a recipe needs (arithmetic over its knobs), and how
+the checks run that look whether it exists. They change nothing.
 
 The checks are independent of each other: one that is denied or fails reports so in a line of its
 own.

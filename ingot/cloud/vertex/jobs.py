@@ -1,5 +1,5 @@
-"""Jobs of Vertex AI: long-running operations, custom jobs, pipeline jobs and the schedules that start
-them. What a job means is for its launcher or pipeline to know.
+"""Jobs of Vertex AI: long-running operations, custom jobs, pipeline jobs and the schedules that
+start them. What a job means is for its launcher or pipeline to know.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means is
-for the registry to know.
+"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means
+is for the registry to know.
 """
 
 from __future__ import annotations

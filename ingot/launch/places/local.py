@@ -60,9 +60,9 @@ def foreground(job: Job, *, results: TextIO | None = None) -> JobExit:
         end = follow(LocalRanks(job, results=results), stops)
     # Each rank has explained an exit code of 2 itself; any other failure is reported once, for the
     # rank that failed first.
-    if job.processes > 1 and not stops.first:
-        if end.code not in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT):
-            say(f"{end.describe()} and the others were ended")
+    unexplained = end.code not in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT)
+    if job.processes > 1 and not stops.first and unexplained:
+        say(f"{end.describe()} and the others were ended")
     return JobExit(end.shell_code, stops.first)
 
 

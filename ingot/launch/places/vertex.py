@@ -192,7 +192,7 @@ class VertexLauncher:
 
     def custom_job(self, job: Job, *, mark: str = "") -> dict[str, Any]:
         """The job as the REST interface takes it; it contains no secret."""
-        cloud, launch = self._recipe.cloud, self._recipe.launch
+        cloud = self._recipe.cloud
         pool = {
             "machineSpec": self._machine_spec(job),
             "diskSpec": self._disk_spec(),

@@ -101,8 +101,8 @@ def time_left_s(recipe: Recipe, nodes: int, used: tuple[float, float] = (0.0, 0.
     if launcher.paid_by_use:
         if recipe.cloud.max_cost is not None and not used[0]:
             say(
-                f"note: {recipe.launch.kind} is paid by what it uses, which cloud.max_cost does not bound;"
-                " cloud.max_run does"
+                f"note: {recipe.launch.kind} is paid by what it uses, which cloud.max_cost does not"
+                " bound; cloud.max_run does"
             )
         return recipe.cloud.max_run - used[0]
     return None if launcher.shares_disk else time_limit_s(recipe, nodes=nodes, used=used)
