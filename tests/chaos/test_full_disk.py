@@ -18,7 +18,7 @@ from ingot.base.errors import Failed
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import committed, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
-from ingot.train import trainer as train_run
+from ingot.train import step
 from ingot.train.trainer import train as whole_training
 from tests.checkpoints.states import (
     ALONE,
@@ -169,16 +169,16 @@ def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(
         shutil.copytree(root / "text", disk / "text")
         recipe = small_recipe(disk, **knobs)
         shutil.copytree(straight.folder.data, recipe.folder.data)
-        original, filled = train_run._step, disk / "other"
+        original, filled = step.accumulate_gradients, disk / "other"
 
-        def step(number: int, *more: Any) -> Any:
+        def fill_first(context: Any, number: int, batches: Any) -> Any:
             if number == 5:
                 with contextlib.suppress(OSError):  # a checkpoint is being written meanwhile
                     fill(disk, 0)
-            return original(number, *more)
+            return original(context, number, batches)
 
         with monkeypatch.context() as patch:
-            patch.setattr(train_run, "_step", step)
+            patch.setattr(step, "accumulate_gradients", fill_first)
             with pytest.raises(
                 Failed,
                 match=r"^disk full while writing .*; make space and run the same command again$",

@@ -174,27 +174,7 @@ def test_its_evaluation_is_measured(prepared: Path, tmp_path: Path) -> None:
     report = read_report(recipe.folder.reports / "evaluate.json")
     assert report.metrics["contains/share"].value == 1.0, "every answer contains nothing"
 
-
-def test_its_place_runs_a_job(prepared: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"launch__kind": "niced", "launch__options": {"level": 5}}
-    launcher = PLACES.load("niced", "launch.kind")(apart(prepared, tmp_path, **given))
-    assert launcher.can(Job("train", ("train", "r.yaml"), nodes=2))
-    job = Job("version", ("--version",))
-    assert "nice -n 5" in launcher.render(job)
-    handle = launcher.submit(job)
-    until = time.monotonic() + 60
-    while launcher.status(handle) == "running" and time.monotonic() < until:
-        time.sleep(launcher.poll_s)
-    assert launcher.status(handle) == "succeeded"
-    assert launcher.log(handle).read().decode().strip() == ingot.__version__
-    with pytest.raises(WrongInput, match=r"launch\.options\.level is 40; give a number"):
-        PLACES.load("niced", "launch.kind")(
-            apart(prepared, tmp_path, **given | {"launch__options": {"level": 40}})
-        )
-
-
-def _stop_after(step: int) -> Any:
-    def stop(context: StepContext, first: int, last: int) -> None:
+    def stop(context: Any, first: int, last: int) -> None:
         run_steps(context, first, step)
         raise KeyboardInterrupt
 

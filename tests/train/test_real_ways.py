@@ -19,6 +19,9 @@ from ingot.models.adapters.peft_config import is_adapter
 from ingot.train.trainer import train
 from tests.train.shipped import shipped
 
+# Each trains SmolLM2 for minutes; objectives/test_every_way trains every way on tiny models.
+pytestmark = pytest.mark.slow
+
 FEW = {
     "train.epochs": "null",
     "train.global_batch": 2,

@@ -306,7 +306,14 @@ def wait_for_step(recipe: Recipe, step: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
     signum: signal.Signals, root: Path
 ) -> None:
