@@ -25,8 +25,7 @@ from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
-from ingot.verify.layout_ranks import RankFailed
-from ingot.verify.layout_ranks import LayoutProcesses
+from ingot.verify.layout_ranks import LayoutProcesses, RankFailed
 from ingot.verify.layout_recipe import BATCH, STEPS, SmallRun, make_small
 from ingot.verify.layout_steps import LayoutDifference, RankResult, compare, train_alone, train_rank
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ingot.verify.layout_ranks import RankFailed
-from ingot.verify.layout_ranks import LayoutProcesses
+from ingot.verify.layout_ranks import LayoutProcesses, RankFailed
 
 
 @pytest.fixture(scope="module")
