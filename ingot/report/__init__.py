@@ -1,1 +1,1 @@
-"""A run as a page and as tables. Reads run folders only, and never imports torch."""
+"""A run as a web page and as terminal tables. Reads run folders only; never imports torch."""

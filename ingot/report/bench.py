@@ -1,5 +1,5 @@
-"""What `ingot bench` measured, as a table in the terminal and as `reports/bench.html`. Reads
-`reports/bench.json` only.
+"""The results of `ingot bench` as a terminal table and as `reports/bench.html`, from
+`reports/bench.json`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.formatting import count, short
-from ingot.report.plots import PlotLine, PlotPanel, bars, curves
+from ingot.report.plots import PlotLine, PlotPanel, bar_chart, line_chart
 
 COLOURS = ("c0", "c1", "c2", "c3", "c4", "c5")
 GB = 1e9
-ASKED = ("processes", "format", "micro-batch")
+SETTINGS = ("processes", "format", "micro-batch")
 MEASURED = (
     "tokens/s",
     "examples/s",
@@ -42,7 +42,9 @@ Row = Mapping[str, Any]
 
 
 def read_bench(run: RunFolder) -> dict[str, Any]:
-    """Raises WrongInput when nothing was measured, or by a newer ingot."""
+    """The benchmark's results. Raises WrongInput where there are none, or a newer ingot wrote
+    them.
+    """
     path = run.reports / "bench.json"
     try:
         report: dict[str, Any] = json.loads(path.read_bytes())
@@ -58,21 +60,21 @@ def read_bench(run: RunFolder) -> dict[str, Any]:
 
 
 def show_bench(report: Row, out: Console) -> None:
-    """A line for each row; in the place of figures the reason why there are none."""
-    table = Table(*ASKED, *_columns(report), title=_title(report), title_justify="left")
+    """Print a line for each setting; for one that was not measured, the reason."""
+    table = Table(*SETTINGS, *_columns(report), title=_title(report), title_justify="left")
     for column in table.columns:
         column.justify = "right"
     reasons = []
     for number, row in enumerate(report["rows"]):
         best = "bold" if _is_best(report, number) else ""
-        cells = [*_asked(row), *_measured(report, row)]
+        cells = [*_settings(row), *_measured(report, row)]
         if row["status"] != "measured":
             cells = [
-                *_asked(row),
+                *_settings(row),
                 f"{row['status']}",
-                *[""] * (len(table.columns) - len(ASKED) - 1),
+                *[""] * (len(table.columns) - len(SETTINGS) - 1),
             ]
-            asked = zip(ASKED, _asked(row), strict=True)
+            asked = zip(SETTINGS, _settings(row), strict=True)
             settings = ", ".join(f"{name} {value}" for name, value in asked)
             reasons.append(Text(f"{settings}: {row['status']}: {row['reason']}"))
         table.add_row(*(Text(cell, best) for cell in cells))
@@ -99,12 +101,12 @@ def write_bench_page(run: RunFolder) -> Path:
 
 
 def render_bench(report: Row, root: Path) -> str:
-    """The page as HTML, with nothing fetched."""
+    """The page as HTML, without external resources."""
     lines, legend = _lines(report["rows"])
     columns = _columns(report)
     rows = [
         {
-            "cells": [*_asked(row), *_measured(report, row)],
+            "cells": [*_settings(row), *_measured(report, row)],
             "best": _is_best(report, number),
             "why": _why(row),
         }
@@ -117,7 +119,7 @@ def render_bench(report: Row, root: Path) -> str:
         lines=lines,
         legend=legend,
         bars=_bars(report),
-        columns=[*ASKED, *columns],
+        columns=[*SETTINGS, *columns],
         rows=rows,
         formula=report["formula"],
         about=_title(report),
@@ -139,7 +141,7 @@ def _template() -> Template:
 
 
 def _title(report: Row) -> str:
-    """What was measured, on what."""
+    """What was measured, and on which device."""
     measured = next((row for row in report["rows"] if row["status"] == "measured"), None)
     on = (
         f", {count(measured['parameters'])} parameters, on {measured['device']}" if measured else ""
@@ -165,12 +167,12 @@ def _sentence(report: Row) -> str:
 
 
 def _columns(report: Row) -> list[str]:
-    """Those of a GPU only where there was one."""
+    """The measured columns; those of a GPU only if there was one."""
     gpu = any(row.get("gpu") is not None for row in report["rows"])
     return [name for name in MEASURED if gpu or not name.startswith("GPU")]
 
 
-def _asked(row: Row) -> list[str]:
+def _settings(row: Row) -> list[str]:
     return [str(row["devices"]), str(row["precision"]), str(row["micro_batch"])]
 
 
@@ -207,7 +209,7 @@ def _bars(report: Row) -> Markup:
     drawn = []
     for number, row in enumerate(report["rows"]):
         if row["status"] == "measured":
-            name = " × ".join(_asked(row))
+            name = " × ".join(_settings(row))
             drawn.append(
                 (
                     name,
@@ -216,39 +218,41 @@ def _bars(report: Row) -> Markup:
                     "own" if _is_best(report, number) else "other",
                 )
             )
-    return bars(drawn)
+    return bar_chart(drawn)
 
 
 def _lines(rows: Sequence[Row]) -> tuple[Markup, list[dict[str, str]]]:
-    """Speed and memory over the micro-batch, a curve for each number of processes and format; none
-    where there is but one size.
+    """Speed and memory over the micro-batch, a curve for each number of processes and format; empty
+    where only one size was measured.
     """
-    kinds: dict[tuple[int, str], list[Row]] = {}
+    curves_of: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         if row["status"] == "measured":
-            kinds.setdefault((row["devices"], row["precision"]), []).append(row)
-    kinds = {
-        kind: sorted(of_kind, key=lambda row: row["micro_batch"])
-        for kind, of_kind in kinds.items()
-        if len(of_kind) > 1
+            curves_of.setdefault((row["devices"], row["precision"]), []).append(row)
+    curves_of = {
+        kind: sorted(rows_of_kind, key=lambda row: row["micro_batch"])
+        for kind, rows_of_kind in curves_of.items()
+        if len(rows_of_kind) > 1
     }
     speed, memory, legend = [], [], []
-    for number, ((devices, precision), of_kind) in enumerate(kinds.items()):
+    for number, ((devices, precision), rows_of_kind) in enumerate(curves_of.items()):
         name, colour = f"{devices} × {precision}", COLOURS[number % len(COLOURS)]
-        xs = [float(row["micro_batch"]) for row in of_kind]
-        speed.append(PlotLine(name, colour, xs, [row["tokens_per_s"] for row in of_kind], "dots"))
+        xs = [float(row["micro_batch"]) for row in rows_of_kind]
+        speed.append(
+            PlotLine(name, colour, xs, [row["tokens_per_s"] for row in rows_of_kind], "dots")
+        )
         memory.append(
             PlotLine(
                 f"{name}, GB",
                 colour,
                 xs,
-                [row["process_memory_bytes"] / GB for row in of_kind],
+                [row["process_memory_bytes"] / GB for row in rows_of_kind],
                 "dots",
             )
         )
         legend.append({"name": name, "colour": colour})
     panels = [
         PlotPanel(speed, 260, floor=True),
-        PlotPanel(memory, 120, wanted=3, floor=True, title="peak memory of a process, GB"),
+        PlotPanel(memory, 120, tick_count=3, floor=True, title="peak memory of a process, GB"),
     ]
-    return curves(panels, "Tokens a second and memory by micro-batch", "micro-batch"), legend
+    return line_chart(panels, "Tokens a second and memory by micro-batch", "micro-batch"), legend

@@ -1,5 +1,5 @@
-"""Numbers as people read them, and points as a plot needs them: short, rounded, few enough, nothing
-lost that the eye would see.
+"""Formats numbers and times for people, and prepares series for plots: axis ticks, smoothing,
+downsampling.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def count(number: float) -> str:
-    """`2.8 M`, `640 k`, `950`; three digits at most."""
+    """A number with a unit and at most three digits: `2.8 M`, `640 k`, `950`."""
     for size, unit in _UNITS:
         if abs(number) >= 0.9995 * size:
             return (
@@ -25,7 +25,7 @@ def count(number: float) -> str:
 
 
 def short(number: float, digits: int = 4) -> str:
-    """`digits` significant digits, without an exponent where that is readable."""
+    """A number with `digits` significant digits, without an exponent where that stays readable."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     size = math.floor(math.log10(abs(number)))
@@ -35,12 +35,12 @@ def short(number: float, digits: int = 4) -> str:
 
 
 def percent(share: float) -> str:
-    """`93.1 %`."""
+    """A share as a percentage: `93.1 %`."""
     return f"{100 * share:.1f} %"
 
 
 def timestamp(seconds: float | None) -> str:
-    """Seconds since the epoch as a local date and time; empty where that is none."""
+    """Seconds since the epoch as a local date and time; empty for None or an invalid time."""
     try:
         return (
             "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
@@ -50,14 +50,12 @@ def timestamp(seconds: float | None) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers within [low, high], about `wanted` of them, 1, 2 or 5 times a power of ten
-    apart.
-    """
+    """About `wanted` round numbers within [low, high], spaced 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     rough = high / max(wanted, 1) - low / max(wanted, 1)
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 0.0
-    if power == 0.0:  # closer together than numbers can tell
+    if power == 0.0:  # the range is below floating-point resolution
         return [low]
     apart = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)
     first = math.ceil(low / apart - 1e-9)
@@ -65,7 +63,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def rounded(number: float, apart: float) -> str:
-    """As a label of an axis whose labels stand `apart`: no more decimals than tell them apart."""
+    """An axis label, with only as many decimals as labels spaced `apart` need."""
     if number == 0:
         return "0"
     decimals = min(max(-math.floor(math.log10(apart) + 1e-9), 0), 10) if apart > 0 else 3
@@ -73,8 +71,8 @@ def rounded(number: float, apart: float) -> str:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and its neighbours up to `reach` away, fewer but on both sides near
-    the ends, so that it lags behind nothing.
+    """The mean of each value and its neighbours up to `reach` away. Near the ends the window
+    shrinks but stays on both sides, so that the curve does not lag.
     """
     sums = [0.0, *itertools.accumulate(values)]
     out = []
@@ -88,19 +86,20 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 def downsample(
     xs: Sequence[float], ys: Sequence[float], most: int
 ) -> tuple[list[float], list[float]]:
-    """At most about `most` points that look like all of them: of each stretch its lowest and
-    highest, and both ends.
+    """About `most` points that plot like all of them: the minimum and maximum of each interval, and
+    both ends.
     """
     if len(xs) <= most:
         return list(xs), list(ys)
-    stretches = max(most // 2, 1)
+    intervals = max(most // 2, 1)
     kept = {0, len(xs) - 1}
-    for index in range(stretches):
-        within = range(index * len(xs) // stretches, (index + 1) * len(xs) // stretches)
+    for index in range(intervals):
+        within = range(index * len(xs) // intervals, (index + 1) * len(xs) // intervals)
         kept |= {min(within, key=ys.__getitem__), max(within, key=ys.__getitem__)}
     order = sorted(kept)
     return [xs[index] for index in order], [ys[index] for index in order]
 
 
 def median(values: list[float]) -> float:
+    """The upper median."""
     return sorted(values)[len(values) // 2]

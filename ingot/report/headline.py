@@ -1,4 +1,6 @@
-"""The answer first: what became of a run, in a sentence or two."""
+"""The top of a run's page: one or two sentences about the result, the main figures, and the bars of
+bits per byte.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,37 @@ from markupsafe import Markup
 
 from ingot.base.progress import duration
 from ingot.report.formatting import count, median, percent, short
-from ingot.report.plots import bars
+from ingot.report.plots import bar_chart
 from ingot.report.run_view import RunView
 
 
 @dataclass(frozen=True)
 class Headline:
-    """What stands at the top. `compared`: there is something beside the model's bits per byte."""
+    """The sentences at the top. `compared`: the report has baselines to compare bits per byte
+    with.
+    """
 
     sentence: Markup
     compared: bool
     state: str
     mood: str
-    """`good`, `bad` or `plain`, for the colour of `state`."""
+    """`good`, `bad` or `plain`: the colour of `state`."""
 
 
 def headline(view: RunView) -> Headline:
+    """The headline of a run."""
     state, mood = _state(view)
-    beside = view.evaluation.bits_per_byte if view.evaluation else {}
-    sentences = [sentence for sentence in (_made(view), _reached(view, beside)) if sentence]
+    baselines = view.evaluation.bits_per_byte if view.evaluation else {}
+    sentences = [
+        sentence
+        for sentence in (_training_sentence(view), _quality_sentence(view, baselines))
+        if sentence
+    ]
     if not sentences:
         sentences = [Markup("Nothing was trained or measured in this run folder yet.")]
     return Headline(
         Markup(" ").join(sentences),
-        bool(beside) and view.metric("bits_per_byte") is not None,
+        bool(baselines) and view.metric("bits_per_byte") is not None,
         state,
         mood,
     )
@@ -51,8 +60,8 @@ def _state(view: RunView) -> tuple[str, str]:
     return ("deployed", "good") if view.record("register") else ("the gate says deploy", "plain")
 
 
-def _made(view: RunView) -> Markup:
-    """What was trained, on how much, for how long."""
+def _training_sentence(view: RunView) -> Markup:
+    """What was trained, on how many tokens, for how long."""
     if not view.parameters:
         return Markup("")
     base = view.lineage.get("base", "unknown")
@@ -60,7 +69,7 @@ def _made(view: RunView) -> Markup:
     if isinstance(base, dict) and base.get("source"):
         start = f"trained on from {base['source']}"
     sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(
-        _whole(count(view.parameters)), start
+        _unbroken(count(view.parameters)), start
     )
     batch, seq_len, train = (
         view.knob("train.global_batch"),
@@ -69,23 +78,25 @@ def _made(view: RunView) -> Markup:
     )
     if isinstance(batch, int) and isinstance(seq_len, int) and view.steps_done:
         sentence += Markup(" on <strong>{} tokens</strong>").format(
-            _whole(count(view.steps_done * batch * seq_len))
+            _unbroken(count(view.steps_done * batch * seq_len))
         )
     if train is not None:
-        sentence += Markup(" in <strong>{}</strong>").format(_whole(duration(train.seconds)))
+        sentence += Markup(" in <strong>{}</strong>").format(_unbroken(duration(train.seconds)))
     return sentence + "."
 
 
-def _reached(view: RunView, beside: dict[str, float]) -> Markup:
-    """What it reaches, beside the hardest thing that it beats and the first that it does not."""
+def _quality_sentence(view: RunView, baselines: dict[str, float]) -> Markup:
+    """The bits per byte reached, compared with the strongest baseline it beats and the next one it
+    does not.
+    """
     bits = view.metric("bits_per_byte")
     if bits is None:
         return Markup("")
     sentence = Markup(
         "It needs <strong>{} bits for each byte</strong> of text that it has not seen"
     ).format(short(bits.value, 3))
-    beaten = sorted((value, name) for name, value in beside.items() if value > bits.value)
-    ahead = sorted((value, name) for name, value in beside.items() if value <= bits.value)
+    beaten = sorted((value, name) for name, value in baselines.items() if value > bits.value)
+    ahead = sorted((value, name) for name, value in baselines.items() if value <= bits.value)
     if beaten:
         sentence += Markup(", <strong>{} less than {}</strong>").format(
             _share(1 - bits.value / beaten[0][0]), _called(beaten[0][1])
@@ -109,8 +120,8 @@ def _called(name: Any) -> str:
     }.get(str(name), str(name))
 
 
-def _whole(figure: str) -> str:
-    """Never broken over two lines."""
+def _unbroken(figure: str) -> str:
+    """`figure` with spaces that do not wrap."""
     return figure.replace(" ", "\u00a0")
 
 
@@ -118,7 +129,7 @@ _BASELINES = {"gzip": "gzip -9", "xz": "xz -9", "bigram": "bigram"}
 
 
 def headline_figures(view: RunView) -> list[dict[str, str]]:
-    """The figures at the top: value, name, and a remark."""
+    """The main figures: value, name, and a remark each."""
     tiles = []
 
     def add(value: str, name: str, remark: str = "") -> None:
@@ -148,7 +159,7 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
             "training",
             f"of {duration(sum(record.seconds for record in view.records))} in all",
         )
-    if view.goodput is not None and view.goodput.losses:
+    if view.goodput is not None and view.goodput.incidents:
         add(
             percent(view.goodput.share()),
             "goodput",
@@ -158,7 +169,7 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
 
 
 def trained_tokens(view: RunView) -> int:
-    """Tokens of all steps, padding included; 0 where that is not known."""
+    """Tokens of all steps, padding included; 0 where unknown."""
     batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
     return (
         view.steps_done * batch * seq_len
@@ -167,7 +178,7 @@ def trained_tokens(view: RunView) -> int:
     )
 
 
-def bits_per_byte_bars(view: RunView, told: Headline) -> Markup:
+def bits_per_byte_bars(view: RunView, headline: Headline) -> Markup:
     bits = view.metric("bits_per_byte")
     if bits is None or view.evaluation is None:
         return Markup("")
@@ -177,7 +188,7 @@ def bits_per_byte_bars(view: RunView, told: Headline) -> Markup:
         for name, value in view.evaluation.bits_per_byte.items()
     ]
     return (
-        bars(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
-        if told.compared
+        bar_chart(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
+        if headline.compared
         else Markup("")
     )

@@ -1,5 +1,5 @@
-"""What went wrong in a training: deaths, put together from the events that tell of one, and steps
-that were not taken.
+"""Incidents of a training run: failures, each assembled from the several events that report it, and
+steps that were skipped.
 """
 
 from __future__ import annotations
@@ -12,42 +12,40 @@ from typing import Any, Literal
 Event = Mapping[str, Any]
 IncidentKind = Literal["died", "killed", "hung", "rolled back", "skipped"]
 FAILURE_EVENTS = ("killed", "hang", "failure", "roll_back", "restart", "lost", "give_up")
-"""Events that tell of a death, the best word for its cause first. `restart` and `lost` come when it
-is over, from the supervisor and the next attempt.
+"""Kinds of events that report a failure, the best source of its cause first. `restart` and `lost`
+are written afterwards, by the supervisor and by the next attempt.
 """
-_AFTER = {
+_STARTS_NEXT = {
     "killed": {"killed", "restart", "lost"},
     "restart": {"restart", "lost"},
     "lost": {"lost"},
     "give_up": set[str](),
 }
-_AFTER |= {kind: {"restart", "lost"} for kind in ("hang", "failure", "roll_back")}
-"""What an event of a kind cannot come after within one death: it tells of the next one."""
+_STARTS_NEXT |= {kind: {"restart", "lost"} for kind in ("hang", "failure", "roll_back")}
+"""Event kind -> kinds already seen of a failure after which this event belongs to the next one."""
 _KINDS: dict[str, IncidentKind] = {"killed": "killed", "hang": "hung", "roll_back": "rolled back"}
-_MOST = 1e11
+_MAX_VALUE = 1e11
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A death and what it cost, or steps in a row that were not taken, which cost nothing but
-    themselves.
-    """
+    """A failure and what it cost, or consecutive skipped steps, which cost nothing else."""
 
     kind: IncidentKind
     at: float
-    """On the clock of the account."""
+    """Seconds on the clock of the goodput account."""
     wall: float | None
-    """By the wall clock, seconds since the epoch; None where no event tells."""
+    """Wall clock, seconds since the epoch; None where no event has it."""
     ranks: tuple[int, ...]
-    """Empty where all are meant, or none is known."""
+    """The ranks that failed; empty for all of them, or where unknown."""
     step: int | None
-    """The steps that were done; the first of those that were not taken."""
+    """Optimizer steps done by then; of skipped steps the first one."""
     steps: int
-    """How many were done again, or not taken."""
+    """How many steps were repeated, or skipped."""
     lost_s: float
     down_s: float
     starting_s: float
-    """Of the start that followed."""
+    """Duration of the start that followed."""
     cause: str
 
     @property
@@ -57,31 +55,31 @@ class Incident:
 
 @dataclass
 class FailureDetails:
-    """What is known of one death so far."""
+    """What the events so far say about one failure."""
 
     at: float | None = None
-    """When it was noticed, on the clock of the account."""
+    """When it was noticed, on the clock of the goodput account."""
     wall: float | None = None
     kind: IncidentKind = "died"
     ranks: set[int] = field(default_factory=set)
     step: int | None = None
     steps: int = 0
     spent_s: float = 0.0
-    """What the dead one had spent since its last commit."""
-    words: dict[str, str] = field(default_factory=dict)
-    """The cause, by the kind of the event that tells it."""
+    """Seconds the failed attempt had run since its last checkpoint."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """The cause as given by each kind of event."""
 
     @property
     def cause(self) -> str:
-        told = {kind: self.words[kind] for kind in FAILURE_EVENTS if self.words.get(kind)}
-        given_up = told.pop("give_up", "").partition("; the last failure:")[0]
-        if self.kind == "died" and "restart" in told and "failure" in told:
-            best = f"{told['restart']} ({told['failure']})"
+        causes = {kind: self.causes[kind] for kind in FAILURE_EVENTS if self.causes.get(kind)}
+        given_up = causes.pop("give_up", "").partition("; the last failure:")[0]
+        if self.kind == "died" and "restart" in causes and "failure" in causes:
+            best = f"{causes['restart']} ({causes['failure']})"
         else:
-            best = next(iter(told.values()), "ended without a word")
+            best = next(iter(causes.values()), "ended without a message")
         return f"{best}; given up: {given_up}" if given_up else best
 
-    def hear(self, kind: str, event: Event, now: float) -> None:
+    def add_event(self, kind: str, event: Event, now: float) -> None:
         cause = " ".join(str(event.get("cause") or "").split())
         noticed = now - seconds(event) if kind == "restart" else now
         if kind not in ("lost", "give_up"):
@@ -103,10 +101,10 @@ class FailureDetails:
         if step is not None and kind == "lost":
             step += self.steps
         self.step = step if self.step is None else self.step
-        self.words.setdefault(kind, cause)
+        self.causes.setdefault(kind, cause)
 
-    def loss(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Incident:
-        """`wall` is when it must have been, where no event tells."""
+    def incident(self, lost_s: float, down_s: float, at: float, wall: float | None) -> Incident:
+        """The finished incident. `wall` is used where no event has the time."""
         return Incident(
             self.kind,
             at,
@@ -121,49 +119,52 @@ class FailureDetails:
         )
 
 
-def record_failure(deaths: list[FailureDetails], kind: str, event: Event, now: float) -> None:
-    """Add what an event of a kind of FAILURE_EVENTS tells to the last of `deaths`, or begin
-    another. `now`: when it was recorded, by the account's clock.
+def record_failure(failures: list[FailureDetails], kind: str, event: Event, now: float) -> None:
+    """Add an event of FAILURE_EVENTS to the last of `failures`, or begin the next one. `now`: the
+    time of the event on the account's clock.
     """
-    if not deaths or _AFTER[kind] & deaths[-1].words.keys():
-        deaths.append(FailureDetails())
-    deaths[-1].hear(kind, event, now)
+    if not failures or _STARTS_NEXT[kind] & failures[-1].causes.keys():
+        failures.append(FailureDetails())
+    failures[-1].add_event(kind, event, now)
 
 
-def record_skip(losses: list[Incident], event: Event, now: float) -> None:
-    """Add a step that was not taken, to those before it where it comes next for the same reason."""
+def record_skip(incidents: list[Incident], event: Event, now: float) -> None:
+    """Add a skipped step; consecutive steps skipped for the same reason become one incident."""
     cause, step = " ".join(str(event.get("cause") or "").split()), whole(event.get("step"))
-    last = losses[-1] if losses else None
+    last = incidents[-1] if incidents else None
     if (
         last
         and last.kind == "skipped"
         and step is not None
         and last.step is not None
         and step == last.step + last.steps
-        and _same(last.cause, cause)
+        and _same_cause(last.cause, cause)
     ):
-        losses[-1] = replace(last, steps=last.steps + 1)
+        incidents[-1] = replace(last, steps=last.steps + 1)
     else:
-        losses.append(
+        incidents.append(
             Incident("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause)
         )
 
 
 def number(value: Any) -> float | None:
-    """A figure that can be reckoned with, or None."""
+    """`value` as a number of a sensible size, else None."""
     is_figure = (
-        isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -_MAX_VALUE <= value <= _MAX_VALUE
     )
     return float(value) if is_figure and math.isfinite(value) else None
 
 
 def whole(value: Any) -> int | None:
+    """`value` as an integer, else None."""
     found = number(value)
     return None if found is None else int(found)
 
 
 def seconds(event: Event) -> float:
-    """How long an event says that it took; 0 where it does not."""
+    """The duration an event states; 0 where it has none."""
     return max(number(event.get("seconds")) or 0.0, 0.0)
 
 
@@ -174,25 +175,28 @@ def _victims(event: Event) -> str:
     return ": all ranks and the supervisor" if what == "supervisor" else ": all ranks"
 
 
-def _same(one: str, other: str) -> bool:
-    """Apart from figures, which stand after a comma."""
+def _same_cause(one: str, other: str) -> bool:
+    """Whether two causes agree up to the first comma, after which the figures stand."""
     return one.partition(",")[0] == other.partition(",")[0]
 
 
-def incident_steps(loss: Incident) -> str:
-    """Where it happened, and what was done again: `58, 18 again`; of steps that were not taken,
-    which.
+def incident_steps(incident: Incident) -> str:
+    """The step of an incident and how many were repeated, `58, 18 again`; of skipped steps the
+    range.
     """
-    if loss.step is None:
+    if incident.step is None:
         return ""
-    if loss.kind == "skipped":
+    if incident.kind == "skipped":
         return (
-            f"{loss.step:,}"
-            if loss.steps == 1
-            else f"{loss.step:,} to {loss.step + loss.steps - 1:,}"
+            f"{incident.step:,}"
+            if incident.steps == 1
+            else f"{incident.step:,} to {incident.step + incident.steps - 1:,}"
         )
-    return f"{loss.step:,}, {loss.steps:,} again" if loss.steps else f"{loss.step:,}"
+    return (
+        f"{incident.step:,}, {incident.steps:,} again" if incident.steps else f"{incident.step:,}"
+    )
 
 
-def incident_ranks(loss: Incident) -> str:
-    return ", ".join(str(rank) for rank in loss.ranks)
+def incident_ranks(incident: Incident) -> str:
+    """The failed ranks, separated by commas."""
+    return ", ".join(str(rank) for rank in incident.ranks)

@@ -1,5 +1,5 @@
-"""`reports/index.html`: one run on one self-contained page. No script, nothing fetched; whatever is
-missing is left out.
+"""`reports/index.html`: one run on one self-contained page, without scripts or external resources.
+Missing parts are left out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
-from ingot.report.plots import PlotLine, PlotPanel, curves, share_bar
+from ingot.report.plots import PlotLine, PlotPanel, line_chart, share_bar
 from ingot.report.run_view import RunView, Series, non_default_knobs, read_run
 from ingot.report.timeline import time_section
 
-MANY_POINTS = 120
-MOST_EVENTS = 40
+SMOOTH_ABOVE_POINTS = 120
+MAX_EVENTS = 40
 
 
 def write_page(run: RunFolder) -> Path:
-    """Write the page of `run` and return its path. Reads the run folder only; missing and broken
-    files are never an error.
-    """
+    """Write the page of `run` and return its path. Missing and damaged files are no error."""
     path = run.reports / "index.html"
     write_atomic(path, render(read_run(run)))
     return path
@@ -40,26 +38,26 @@ def write_page(run: RunFolder) -> Path:
 
 def render(view: RunView) -> str:
     """The page as HTML."""
-    told = headline(view)
+    top = headline(view)
     return _template().render(
         view=view,
-        headline=told,
+        headline=top,
         tiles=headline_figures(view),
-        bars=bits_per_byte_bars(view, told),
+        bars=bits_per_byte_bars(view, top),
         gate=_gate(view),
         loss=_loss(view),
-        minis=_minis(view),
+        minis=_small_plots(view),
         goodput=time_section(view.goodput) if view.goodput else None,
         metrics=_metrics(view),
         base=bool(view.evaluation and view.evaluation.base),
-        simple=_simple(view),
+        simple=_baselines(view),
         examples=_examples(view),
         samples=_samples(view),
         steps=_steps(view),
         events=_events(view.events),
         chosen=non_default_knobs(view),
         recipe=highlighted(view.recipe_text),
-        lineage=_lineage(view),
+        lineage=_lineage_rows(view),
         version=ingot.__version__,
         written=timestamp(time.time()),
         root=str(view.root),
@@ -109,7 +107,7 @@ def _loss(view: RunView) -> Markup:
     validation, rate = view.curves["validation/loss"], view.curves["train/lr"]
     loss = PlotPanel(
         [
-            *_drawn("train", "train", view.curves["train/loss"]),
+            *_curve("train", "train", view.curves["train/loss"]),
             PlotLine("validation", "validation", validation.steps, validation.values, "dots"),
         ],
         280,
@@ -117,26 +115,28 @@ def _loss(view: RunView) -> Markup:
     lr = PlotPanel(
         [PlotLine("learning rate", "rate", rate.steps, rate.values, "area")],
         64,
-        wanted=2,
+        tick_count=2,
         floor=True,
         title="learning rate",
     )
-    return curves([loss, lr], "Loss in nats per token and learning rate over the training steps")
+    return line_chart(
+        [loss, lr], "Loss in nats per token and learning rate over the training steps"
+    )
 
 
-def _drawn(name: str, colour: str, series: Series) -> list[PlotLine]:
-    """A curve as it is, or where it has very many points, pale behind a calmer one."""
-    if len(series.steps) <= MANY_POINTS:
+def _curve(name: str, colour: str, series: Series) -> list[PlotLine]:
+    """A curve as it is, or if it has many points, pale behind a smoothed one."""
+    if len(series.steps) <= SMOOTH_ABOVE_POINTS:
         return [PlotLine(name, colour, series.steps, series.values)]
-    calm = smooth(series.values, len(series.values) // 50)
+    smoothed = smooth(series.values, len(series.values) // 50)
     return [
-        PlotLine(name, colour, series.steps, series.values, "faint", told=False),
-        PlotLine(f"{name}, smoothed", colour, series.steps, calm),
+        PlotLine(name, colour, series.steps, series.values, "faint", in_tooltip=False),
+        PlotLine(f"{name}, smoothed", colour, series.steps, smoothed),
     ]
 
 
-def _minis(view: RunView) -> list[dict[str, Any]]:
-    """The small plots: title, a figure in words, and the plot."""
+def _small_plots(view: RunView) -> list[dict[str, Any]]:
+    """The small plots: title, a figure, and the plot."""
     speed, use, norm = (view.curves[f"train/{key}"] for key in ("tokens_per_s", "mfu", "grad_norm"))
     shown = []
 
@@ -145,19 +145,19 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
             {
                 "title": title,
                 "figure": figure,
-                "plot": curves([panel], f"{title} over the training steps", wanted=3),
+                "plot": line_chart([panel], f"{title} over the training steps", tick_count=3),
             }
         )
 
     if speed:
-        lines = _drawn("tokens/s", "speed", speed)
+        lines = _curve("tokens/s", "speed", speed)
         add(
             "Tokens per second",
             f"{count(median(speed.values))} median",
             PlotPanel(lines, 120, count, lambda value, apart: count(value), 3, floor=True),
         )
     if use:
-        lines = _drawn("MFU", "use", use)
+        lines = _curve("MFU", "use", use)
         panel = PlotPanel(
             lines,
             120,
@@ -168,9 +168,9 @@ def _minis(view: RunView) -> list[dict[str, Any]]:
         )
         add("Model FLOPs utilisation", f"{_percent(median(use.values))} median", panel)
     if norm:
-        lines = _drawn("norm", "norm", norm)
+        lines = _curve("norm", "norm", norm)
         figure = f"{short(median(norm.values), 3)} median, {short(max(norm.values), 3)} at most"
-        add("Gradient norm", figure, PlotPanel(lines, 120, wanted=3, floor=True))
+        add("Gradient norm", figure, PlotPanel(lines, 120, tick_count=3, floor=True))
     return shown
 
 
@@ -194,8 +194,8 @@ def _metrics(view: RunView) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: row["name"])
 
 
-def _simple(view: RunView) -> list[tuple[str, str]]:
-    """What something simple reaches in metrics other than bits per byte, which have their bars."""
+def _baselines(view: RunView) -> list[tuple[str, str]]:
+    """Baselines of metrics other than bits per byte, which have their own bars."""
     if view.evaluation is None:
         return []
     bits = view.evaluation.bits_per_byte
@@ -207,12 +207,12 @@ def _simple(view: RunView) -> list[tuple[str, str]]:
 
 
 def _examples(view: RunView) -> list[tuple[str, str]]:
-    """(task, address as seen from the page) of the files with every item."""
+    """(task, URL relative to the page) of the files with all task items."""
     return [(path.stem, f"examples/{quote(path.name)}") for path in view.examples]
 
 
 def _samples(view: RunView) -> list[dict[str, str]]:
-    """Prompts with what the model wrote, the served model's answer first."""
+    """Prompts and completions, the served model's answer first."""
     samples = []
     if view.answer is not None and isinstance(view.answer.get("completion"), str):
         prompt = str(view.answer.get("prompt") or "")
@@ -249,7 +249,7 @@ def _steps(view: RunView) -> list[dict[str, Any]]:
 
 
 def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The last events, those of one kind in a row as one."""
+    """The last events, consecutive saves as one row."""
     rows: list[dict[str, str]] = []
     began = next(
         (event["t_wall"] for event in events if isinstance(event.get("t_wall"), int | float)), None
@@ -274,7 +274,7 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
             rows[-1] |= {"last": row["last"], "times": str(int(rows[-1]["times"]) + 1)}
         else:
             rows.append(row)
-    left_out = len(rows) - MOST_EVENTS
+    left_out = len(rows) - MAX_EVENTS
     if left_out > 0:
         more = {
             "kind": "…",
@@ -289,8 +289,8 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def _lineage(view: RunView) -> list[tuple[str, str]]:
-    """Where the model came from, nested values with dotted names."""
+def _lineage_rows(view: RunView) -> list[tuple[str, str]]:
+    """The model's lineage, nested values under dotted names."""
 
     def flat(value: Any, path: str) -> list[tuple[str, str]]:
         if isinstance(value, dict):
@@ -323,7 +323,7 @@ _KEY = re.compile(r"^(\s*(?:- )*)([^\s:#'\"\[{][^:]*)(:)(?=\s|$)(.*)$")
 
 
 def highlighted(text: str) -> Markup:
-    """YAML with its keys and comments marked."""
+    """YAML with its keys and comments highlighted."""
     lines = []
     for line in text.splitlines():
         if line.lstrip().startswith("#"):

@@ -1,7 +1,7 @@
-"""Plots as inline SVG that stretches with the page: marks in the SVG, words beside it as HTML, so
-that text never stretches.
+"""Plots as inline SVG that stretches with the page. Text is HTML beside the SVG, so that it does
+not stretch with it.
 
-Values under the pointer are shown by CSS alone. Colours are classes of the page's style sheet.
+Tooltips use CSS alone. Colours are classes of the page's style sheet.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from markupsafe import Markup
 from ingot.report.formatting import downsample, rounded, short, ticks
 
 SIDE = 1000.0
-MOST_POINTS = 600
-MOST_PROBES = 90
-MOST_DOTS = 40
-NARROWEST = 1 / 2000
-"""Of a strip: what is narrower cannot be seen."""
+"""Length of a plot's side in SVG units."""
+MAX_POINTS = 600
+MAX_TOOLTIPS = 90
+MAX_DOTS = 40
+MIN_SHARE = 1 / 2000
+"""The narrowest segment that is visible, as a share of its strip."""
 
 
 @dataclass(frozen=True)
 class PlotLine:
-    """One curve. `look`: `line`, `faint` (behind the others), `area` (filled down to the axis) or
+    """One curve. `style`: `line`, `faint` (behind the others), `area` (filled down to the axis) or
     `dots` (joined).
     """
 
@@ -34,9 +35,9 @@ class PlotLine:
     colour: str
     xs: Sequence[float]
     ys: Sequence[float]
-    look: str = "line"
-    told: bool = True
-    """Whether its value is shown under the pointer."""
+    style: str = "line"
+    in_tooltip: bool = True
+    """Whether its value is shown in the tooltip."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,24 @@ class PlotPanel:
     lines: Sequence[PlotLine]
     height: int
     show: Callable[[float], str] = field(default=short)
-    """A value in words."""
+    """Formats a value."""
     tick: Callable[[float, float], str] = field(default=rounded)
-    """A value at the axis in words; the second number is how far the labels are apart."""
-    wanted: int = 5
+    """Formats a value at the axis; the second argument is the distance between labels."""
+    tick_count: int = 5
     floor: bool = False
     title: str = ""
 
 
 @dataclass(frozen=True)
 class StripSegment:
-    """A stretch of a strip, or a pin at its `low`. `words` are shown under the pointer, the first
-    as a title.
+    """A segment of a strip, or a pin at its `low`. `tooltip`: lines of its tooltip, the first as
+    its title.
     """
 
     low: float
     high: float
     colour: str
-    words: Sequence[str] = ()
+    tooltip: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,19 @@ class _Scale:
     high: float
 
     def at(self, value: float) -> float:
-        """0 at `low`, SIDE at `high`. In halves, so that no difference of large numbers is
-        infinite.
+        """The coordinate of a value: 0 at `low`, SIDE at `high`. Computed in halves, so that the
+        difference of large numbers does not overflow.
         """
         return SIDE * min(
             max((value / 2 - self.low / 2) / (self.high / 2 - self.low / 2), 0.0), 1.0
         )
 
 
-def curves(
-    panels: Sequence[PlotPanel], label: str, unit: str = "step", *, wanted: int = 6
+def line_chart(
+    panels: Sequence[PlotPanel], label: str, unit: str = "step", *, tick_count: int = 6
 ) -> Markup:
-    """Panels one below the other over one horizontal axis with about `wanted` labels; '' when there
-    is no point in any.
+    """Panels stacked over one horizontal axis with about `tick_count` labels; empty where no panel
+    has points.
     """
     panels = [panel for panel in panels if any(len(line.xs) for line in panel.lines)]
     if not panels:
@@ -92,14 +93,14 @@ def curves(
     lines = [line for panel in panels for line in panel.lines if len(line.xs)]
     across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
     drawn = Markup("").join(_panel(panel, across) for panel in panels)
-    axis = _axis(across, unit, wanted)
+    axis = _axis(across, unit, tick_count)
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(
-        label, drawn, axis, _probes(panels, across, unit)
+        label, drawn, axis, _tooltips(panels, across, unit)
     )
 
 
 def strip(
-    pieces: Sequence[StripSegment],
+    segments: Sequence[StripSegment],
     high: float,
     height: int,
     label: str,
@@ -107,24 +108,24 @@ def strip(
     pins: Sequence[StripSegment] = (),
     unit: str = "",
 ) -> Markup:
-    """Pieces in one row from 0 to `high`, `height` pixels, with `pins` stuck in; an axis below
-    where there is a `unit`. '' when there is nothing to see.
+    """Segments in one row from 0 to `high`, `height` pixels high, with `pins` on top, and an axis
+    below if there is a `unit`; empty where `high` is 0.
 
-    Of very many pieces those too narrow to be seen are left out, and the words of all but the
-    longest; of pins all but the first, which lie on top.
+    Segments too narrow to be seen are left out; only the longest have tooltips. Of many pins the
+    first are shown, which lie on top.
     """
     if not (math.isfinite(high) and high > 0):
         return Markup("")
     across = _Scale(0.0, high)
-    stretches = [piece for piece in pieces if piece.high - piece.low > NARROWEST * high]
-    pins = pins[:MOST_PROBES]
+    stretches = [segment for segment in segments if segment.high - segment.low > MIN_SHARE * high]
+    pins = pins[:MAX_TOOLTIPS]
     drawn = [
         Markup('<rect class="piece {}" x="{}%" width="{}%" height="100%"/>').format(
-            piece.colour,
-            _percent(across.at(piece.low)),
-            _percent(across.at(piece.high) - across.at(piece.low)),
+            segment.colour,
+            _percent(across.at(segment.low)),
+            _percent(across.at(segment.high) - across.at(segment.low)),
         )
-        for piece in stretches
+        for segment in stretches
     ]
     for pin in reversed(pins):
         x = _percent(across.at(pin.low))
@@ -134,9 +135,14 @@ def strip(
         drawn.append(
             line + Markup('<circle class="mark {}" cx="{}%" cy="-6" r="5"/>').format(pin.colour, x)
         )
-    told = [*sorted(stretches, key=lambda piece: piece.low - piece.high)[:MOST_PROBES], *pins]
+    in_tooltips = [
+        *sorted(stretches, key=lambda segment: segment.low - segment.high)[:MAX_TOOLTIPS],
+        *pins,
+    ]
     probes = Markup('<div class="probes" aria-hidden="true">{}</div>').format(
-        Markup("").join(_probe(piece, across) for piece in told if piece.words)
+        Markup("").join(
+            _segment_tooltip(segment, across) for segment in in_tooltips if segment.tooltip
+        )
     )
     return Markup(
         '<div class="strip{}" role="img" aria-label="{}"><svg width="100%" height="{}"'
@@ -151,10 +157,10 @@ def strip(
     )
 
 
-def bars(
+def bar_chart(
     rows: Sequence[tuple[str, float, str, str]], interval: tuple[float, float] | None = None
 ) -> Markup:
-    """Horizontal bars from zero: (name, value, value in words, class). `interval` is drawn on the
+    """Horizontal bars from zero: (name, value, formatted value, class). `interval` is drawn on the
     bar of class `own`.
     """
     most = max(
@@ -188,7 +194,7 @@ def bars(
 
 
 def share_bar(share: float) -> Markup:
-    """A small bar that is filled to `share` (0 to 1)."""
+    """A small bar filled to `share` (0 to 1)."""
     width = _percent(SIDE * min(max(share, 0.0), 1.0))
     return Markup(
         '<svg class="share" width="100%" height="6" aria-hidden="true"><rect class="track"'
@@ -196,8 +202,10 @@ def share_bar(share: float) -> Markup:
     ).format(width)
 
 
-def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
-    places = [x for x in ticks(across.low, across.high, wanted) if across.low <= x <= across.high]
+def _axis(across: _Scale, unit: str, tick_count: int) -> Markup:
+    places = [
+        x for x in ticks(across.low, across.high, tick_count) if across.low <= x <= across.high
+    ]
     words = Markup("").join(
         Markup('<span style="left:{}%"{}>{}</span>').format(
             _percent(across.at(x)),
@@ -209,22 +217,24 @@ def _axis(across: _Scale, unit: str, wanted: int) -> Markup:
     return Markup('<div class="across">{}<em>{}</em></div>').format(words, unit)
 
 
-def _probe(piece: StripSegment, across: _Scale) -> Markup:
-    left, right = across.at(piece.low), across.at(piece.high)
-    title, *more = piece.words
+def _segment_tooltip(segment: StripSegment, across: _Scale) -> Markup:
+    left, right = across.at(segment.low), across.at(segment.high)
+    title, *more = segment.tooltip
     rows = Markup("").join(
-        Markup('<span class="{}">{}</span>').format(piece.colour, line) for line in more
+        Markup('<span class="{}">{}</span>').format(segment.colour, line) for line in more
     )
-    look = Markup("left:{}%;width:{}%;--at:50%").format(_percent(left), _percent(right - left))
+    place = Markup("left:{}%;width:{}%;--at:50%").format(_percent(left), _percent(right - left))
     side = "late" if left + right > SIDE else "early"
-    return Markup('<i style="{}" class="{}"><b><u>{}</u>{}</b></i>').format(look, side, title, rows)
+    return Markup('<i style="{}" class="{}"><b><u>{}</u>{}</b></i>').format(
+        place, side, title, rows
+    )
 
 
 def _panel(panel: PlotPanel, across: _Scale) -> Markup:
     ys = [y for line in panel.lines for y in line.ys]
     low = min(0.0, *ys) if panel.floor else min(ys)
     up = _scale(low, max(ys), room=0.06, from_zero=panel.floor)
-    places = [y for y in ticks(up.low, up.high, panel.wanted) if up.low <= y <= up.high]
+    places = [y for y in ticks(up.low, up.high, panel.tick_count) if up.low <= y <= up.high]
     grid = Markup("").join(
         Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y)))
         for y in places
@@ -245,40 +255,47 @@ def _panel(panel: PlotPanel, across: _Scale) -> Markup:
 
 
 def _marks(line: PlotLine, across: _Scale, up: _Scale) -> Markup:
-    xs, ys = downsample(line.xs, line.ys, MOST_POINTS)
+    xs, ys = downsample(line.xs, line.ys, MAX_POINTS)
     points = [
         (_number(across.at(x)), _number(SIDE - up.at(y))) for x, y in zip(xs, ys, strict=True)
     ]
     path = "M" + "L".join(f"{x} {y}" for x, y in points)
     drawn = Markup('<path class="{} {}" d="{}"/>').format(
-        line.look if line.look != "dots" else "line", line.colour, path
+        line.style if line.style != "dots" else "line", line.colour, path
     )
-    if line.look == "area":
+    if line.style == "area":
         filled = f"{path}L{points[-1][0]} 1000L{points[0][0]} 1000Z"
         drawn = Markup('<path class="filled {}" d="{}"/>').format(line.colour, filled) + Markup(
             '<path class="line {}" d="{}"/>'
         ).format(line.colour, path)
-    if (line.look == "dots" and len(points) <= MOST_DOTS) or len(points) == 1:
-        # A line of no length with round ends is a dot that the stretching does not flatten.
+    if (line.style == "dots" and len(points) <= MAX_DOTS) or len(points) == 1:
+        # A line of zero length with round caps is a dot that stretching does not distort.
         drawn += Markup('<path class="dots {}" d="{}"/>').format(
             line.colour, "".join(f"M{x} {y}h0" for x, y in points)
         )
     return drawn
 
 
-def _probes(panels: Sequence[PlotPanel], across: _Scale, unit: str) -> Markup:
-    """Invisible columns side by side; the one under the pointer shows its values."""
-    told = [(panel, line) for panel in panels for line in panel.lines if line.told and len(line.xs)]
-    if not told:
+def _tooltips(panels: Sequence[PlotPanel], across: _Scale, unit: str) -> Markup:
+    """Tooltips: invisible columns side by side; the one under the pointer shows its values."""
+    in_tooltips = [
+        (panel, line)
+        for panel in panels
+        for line in panel.lines
+        if line.in_tooltip and len(line.xs)
+    ]
+    if not in_tooltips:
         return Markup("")
-    places, _ = downsample(told[0][1].xs, told[0][1].ys, MOST_PROBES)
+    places, _ = downsample(in_tooltips[0][1].xs, in_tooltips[0][1].ys, MAX_TOOLTIPS)
     stops = [across.at(x) for x in places]
     drawn = []
     for index, x in enumerate(places):
         left = (stops[index - 1] + stops[index]) / 2 if index else 0.0
         right = (stops[index] + stops[index + 1]) / 2 if index + 1 < len(stops) else SIDE
         hair = 100 * (stops[index] - left) / max(right - left, 1e-9)
-        rows = Markup("").join(_told(panel, line, x, across) for panel, line in told)
+        rows = Markup("").join(
+            _tooltip_value(panel, line, x, across) for panel, line in in_tooltips
+        )
         drawn.append(
             Markup(
                 '<i style="left:{}%;width:{}%;--at:{}%" class="{}"><b><u>{} {}</u>{}</b></i>'
@@ -295,8 +312,8 @@ def _probes(panels: Sequence[PlotPanel], across: _Scale, unit: str) -> Markup:
     return Markup('<div class="probes" aria-hidden="true">{}</div>').format(Markup("").join(drawn))
 
 
-def _told(panel: PlotPanel, line: PlotLine, x: float, across: _Scale) -> Markup:
-    """The value of `line` at `x`, or the nearest that is not far off."""
+def _tooltip_value(panel: PlotPanel, line: PlotLine, x: float, across: _Scale) -> Markup:
+    """The value of `line` nearest to `x`, unless it is too far away."""
     near = bisect_left(line.xs, x)
     nearest = min(
         (index for index in (near - 1, near) if 0 <= index < len(line.xs)),
@@ -310,7 +327,7 @@ def _told(panel: PlotPanel, line: PlotLine, x: float, across: _Scale) -> Markup:
 
 
 def _scale(low: float, high: float, room: float, *, from_zero: bool = False) -> _Scale:
-    """With `room` (a share) above and below; never of no length."""
+    """A scale with `room` (a share) above and below, never of zero length."""
     most = sys.float_info.max
     if high / 2 - low / 2 <= 0:
         apart = max(abs(low) * 0.1, 1e-300) if low else 1.0
@@ -326,5 +343,5 @@ def _number(value: float) -> str:
 
 
 def _percent(value: float) -> str:
-    """Of SIDE."""
+    """A coordinate as a percentage of SIDE."""
     return f"{100 * value / SIDE:.2f}".rstrip("0").rstrip(".")

@@ -1,5 +1,5 @@
-"""Everything that a run folder tells, read gently: what is missing is empty, what is broken is
-named in `notes`, nothing raises.
+"""Reads everything in a run folder for reports. Missing files give empty values, unreadable ones
+are named in `notes`; nothing raises.
 """
 
 from __future__ import annotations
@@ -40,13 +40,23 @@ CURVES = (
     "train/mfu",
     "train/grad_norm",
 )
-ORDER = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy", "serve", "predict")
+STEP_ORDER = (
+    "ingest",
+    "prepare",
+    "train",
+    "evaluate",
+    "gate",
+    "register",
+    "deploy",
+    "serve",
+    "predict",
+)
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: values over steps, steps rising, all finite."""
+    """One curve: values over increasing steps, all finite."""
 
     steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -57,24 +67,24 @@ class Series:
 
 @dataclass(frozen=True)
 class RunView:
-    """What a run folder tells about itself."""
+    """The contents of a run folder, as reports need them."""
 
     name: str
     root: Path
     curves: Mapping[str, Series]
     records: list[PipelineStepRecord]
-    """Finished steps, in the order of life."""
+    """Records of finished pipeline steps, in pipeline order."""
     events: list[dict[str, Any]]
     goodput: Goodput | None
-    """Where the wall time of the last training went; None where none has begun."""
+    """The wall time of the last training run; None where none has begun."""
     recipe_text: str
     recipe: dict[str, Any]
     evaluation: EvaluationReport | None
     examples: list[Path]
-    """Parquet files with what became of each item of a task, `reports/examples/TASK.parquet`."""
+    """Parquet files with the result of each task item, `reports/examples/TASK.parquet`."""
     gate: dict[str, Any] | None
     answer: dict[str, Any] | None
-    """What the served model answered: `reports/predict.json`."""
+    """The served model's answer, `reports/predict.json`."""
     lineage: dict[str, Any]
     """`model/ingot.json`."""
     parameters: int | None
@@ -82,7 +92,7 @@ class RunView:
     changed: float
     """When the folder last changed, seconds since the epoch."""
     notes: list[str]
-    """Files that could not be read, in words."""
+    """One sentence for each file that could not be read."""
 
     def knob(self, path: str) -> Any:
         """The value at a dotted path of the recipe, or None."""
@@ -108,7 +118,7 @@ class RunView:
         )
 
     def within(self, path: str) -> str:
-        """`path` as seen from the run folder, where it lies in it."""
+        """`path` relative to the run folder, if it is inside."""
         return str(path).removeprefix(f"{self.root}/")
 
     @property
@@ -117,7 +127,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """In a few words, what is going on with this run, or what came last."""
+        """A few words about what the run is doing, or how it ended."""
         last: dict[str, Any] = next(
             (
                 event
@@ -129,7 +139,7 @@ class RunView:
         if self.running:
             return "running"
         cause = str(last.get("cause") or "no reason noted")
-        # A step that was done after all has its record again.
+        # A step that succeeded later has a record again.
         if last.get("kind") == "failure" and self.record(cause.partition(":")[0]) is None:
             return f"failed: {cause}"
         if last.get("kind") in ("start", "stop") and self.record("train") is None:
@@ -138,10 +148,10 @@ class RunView:
 
 
 def read_run(run: RunFolder) -> RunView:
-    """All that is in `run`; any of it may be missing or broken."""
+    """Read `run`; any of its files may be missing or damaged."""
     notes: list[str] = []
 
-    def gently(path: Path, read: Callable[[Path], Value]) -> Value | None:
+    def read_or_note(path: Path, read: Callable[[Path], Value]) -> Value | None:
         if not path.is_file():
             return None
         try:
@@ -162,14 +172,18 @@ def read_run(run: RunFolder) -> RunView:
             )
             return None
 
-    recipe_text = gently(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
+    recipe_text = read_or_note(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
     recipe = (
-        gently(run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        read_or_note(
+            run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
+        )
         or {}
     )
-    evaluation = gently(run.reports / "evaluate.json", lambda path: _plain(read_report(path)))
-    curves = gently(run.metrics, _read_curves) or {key: Series() for key in CURVES}
-    events = gently(run.events, lambda path: list(read_lines(path))) or []
+    evaluation = read_or_note(
+        run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
+    )
+    curves = read_or_note(run.metrics, _read_curves) or {key: Series() for key in CURVES}
+    events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     running = any(
         lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
     )
@@ -184,10 +198,10 @@ def read_run(run: RunFolder) -> RunView:
         recipe=recipe,
         evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
-        gate=gently(run.reports / "gate.json", _read_json),
-        answer=gently(run.reports / "predict.json", _read_json),
-        lineage=gently(run.model / "ingot.json", _read_json) or {},
-        parameters=gently(
+        gate=read_or_note(run.reports / "gate.json", _read_json),
+        answer=read_or_note(run.reports / "predict.json", _read_json),
+        lineage=read_or_note(run.model / "ingot.json", _read_json) or {},
+        parameters=read_or_note(
             run.model / "config.json", lambda path: parameter_count(_read_json(path))
         ),
         running=running,
@@ -206,8 +220,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return _mapping(json.loads(path.read_bytes()))
 
 
-def _plain(report: EvaluationReport) -> EvaluationReport:
-    """The report without baselines and samples of other types than they should have."""
+def _sanitized(report: EvaluationReport) -> EvaluationReport:
+    """The report without baselines and samples of the wrong type."""
     baselines = {
         str(name): float(value)
         for name, value in dict(report.baselines).items()
@@ -230,7 +244,7 @@ def _plain(report: EvaluationReport) -> EvaluationReport:
 
 
 def _read_curves(path: Path) -> dict[str, Series]:
-    """Steps rise; of a step that was logged twice the last line counts."""
+    """The curves of `metrics.jsonl`; of a step that was logged twice the last line counts."""
     points: dict[str, dict[float, float]] = {key: {} for key in CURVES}
     for line in read_lines(path):
         step = line.get("step")
@@ -256,13 +270,13 @@ def _records(folder: Path) -> list[PipelineStepRecord]:
         if folder.is_dir()
         else []
     )
-    place = {step: number for number, step in enumerate(ORDER)}
+    place = {step: number for number, step in enumerate(STEP_ORDER)}
     whole = [record for record in found if record is not None and _is_number(record.seconds)]
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
 
 
 def _last_beat(run: RunFolder) -> Heartbeat | None:
-    """What rank 0 of the last attempt said last, on whichever node it was."""
+    """The last heartbeat of rank 0 of the last attempt, on whichever node it ran."""
     paths = sorted(run.heartbeats.glob("*")) if run.heartbeats.is_dir() else []
     beats = [beat for path in paths for beat in read_beats(path) if beat.rank == 0]
     return max(
@@ -282,9 +296,7 @@ def _changed(run: RunFolder) -> float:
 
 
 def non_default_knobs(view: RunView) -> list[tuple[str, str]]:
-    """Dotted knobs that differ from their defaults, with their values; sources are always among
-    them.
-    """
+    """Knobs that differ from their defaults, by dotted path; sources are always included."""
     sources = view.knob("data.train")
     try:
         plain = Recipe.model_validate(
@@ -305,7 +317,7 @@ def non_default_knobs(view: RunView) -> list[tuple[str, str]]:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> value as text, for every leaf; a list without sections is a leaf."""
+    """Dotted path -> value as text for each leaf; a list without sections is a leaf."""
     inner = (
         value.items()
         if isinstance(value, dict)

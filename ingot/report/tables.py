@@ -1,6 +1,4 @@
-"""Runs as tables in the terminal: one, all in a folder, or two beside each other. On stdout; reads
-run folders only.
-"""
+"""Runs as terminal tables on stdout: one run, all runs of a folder, or two compared."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from ingot.report.timeline import PART_NAMES, goodput_sentence
 
 PLAIN_WIDTH = 140
 RECENT_EVENTS = 8
-MOST_LOSSES = 10
-BAR = 24
-"""Characters of a bar that is all of it."""
+MAX_INCIDENTS = 10
+BAR_WIDTH = 24
+"""Characters of a full bar."""
 
 
 def show_run(run: RunFolder) -> None:
-    """Steps with their results, the last metrics, where the time of training went, the last events.
-    Raises WrongInput when it is no run folder.
+    """Print steps with their results, the last metrics, the time account and the last events.
+    Raises WrongInput where `run` is not a run folder.
     """
     view = _read(run)
     out = _console()
@@ -54,7 +52,7 @@ def show_run(run: RunFolder) -> None:
 
 
 def show_runs(output: Path) -> None:
-    """All run folders in `output`, the last changed first. Raises WrongInput when there is none."""
+    """Print all runs in `output`, the last changed first. Raises WrongInput where there is none."""
     views = sorted((read_run(run) for run in runs_in(output)), key=lambda view: -view.changed)
     if not views:
         raise WrongInput(
@@ -90,21 +88,21 @@ def show_runs(output: Path) -> None:
 
 
 def compare(one: RunFolder, other: RunFolder) -> None:
-    """What two runs were told differently, and what came of it. Raises WrongInput when either is no
-    run folder.
+    """Print the differences of two runs' recipes and of their results. Raises WrongInput where
+    either is not a run folder.
     """
     views = [_read(one), _read(other)]
     names = [escape(view.root.name) for view in views]
     knobs = Table("knob", *names, title="recipes differ in", title_justify="left")
-    told = [flatten(view.recipe) for view in views]
-    for path in _either(*told):
-        if told[0].get(path) != told[1].get(path):
-            knobs.add_row(Text(path), *(Text(values.get(path, "")) for values in told))
+    values_of = [flatten(view.recipe) for view in views]
+    for path in _union(*values_of):
+        if values_of[0].get(path) != values_of[1].get(path):
+            knobs.add_row(Text(path), *(Text(values.get(path, "")) for values in values_of))
     figures = Table("figure", *names, "difference", title="what came of it", title_justify="left")
     for column in figures.columns[1:]:
         column.justify = "right"
     found = [_figures(view) for view in views]
-    for name in _either(*found):
+    for name in _union(*found):
         values = [figure.get(name) for figure in found]
         both = [value for value in values if value is not None]
         apart = (
@@ -139,7 +137,7 @@ def _read(run: RunFolder) -> RunView:
 
 
 def _console() -> Console:
-    """On a terminal as wide as that, elsewhere wide enough for paths."""
+    """A console as wide as the terminal, elsewhere wide enough for paths."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -161,7 +159,7 @@ def _steps(view: RunView, run: RunFolder) -> Table:
 
 
 def _show_goodput(account: Goodput, out: Console) -> None:
-    """The share in a sentence, the parts, and what was lost, the largest first."""
+    """Print the goodput, the parts of wall time, and the most expensive incidents."""
     out.print(goodput_sentence(account), soft_wrap=True)
     spent = Table("time of training", "", "share", "")
     for column in spent.columns[1:3]:
@@ -175,35 +173,36 @@ def _show_goodput(account: Goodput, out: Console) -> None:
                 _blocks(account.share(part)),
             )
     out.print(spent)
-    if not account.losses:
+    if not account.incidents:
         return
     causes = Table("lost", "when", "rank", "step", "cost", "of it repeated", "cause")
     for column in causes.columns[4:6]:
         column.justify = "right"
-    for loss in account.dearest[:MOST_LOSSES]:
-        cost = duration(loss.cost_s) if loss.cost_s else ""
+    for incident in account.costliest[:MAX_INCIDENTS]:
+        cost = duration(incident.cost_s) if incident.cost_s else ""
         causes.add_row(
-            loss.kind,
-            timestamp(loss.wall),
-            incident_ranks(loss),
-            incident_steps(loss),
+            incident.kind,
+            timestamp(incident.wall),
+            incident_ranks(incident),
+            incident_steps(incident),
             cost,
-            duration(loss.lost_s) if loss.lost_s else "",
-            Text(loss.cause),
+            duration(incident.lost_s) if incident.lost_s else "",
+            Text(incident.cause),
         )
     out.print(causes)
-    more = account.dearest[MOST_LOSSES:]
+    more = account.costliest[MAX_INCIDENTS:]
     if more:
         out.print(
-            f"and {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))}"
-            " together; they are in events.jsonl",
+            f"and {len(more):,} more that cost"
+            f" {duration(sum(incident.cost_s for incident in more))} together; they are in"
+            " events.jsonl",
             soft_wrap=True,
         )
 
 
 def _blocks(share: float) -> str:
-    """A bar of BAR characters where it is all of it, to an eighth of one."""
-    eighths = round(8 * BAR * share)
+    """A bar of BAR_WIDTH characters for 1, drawn to an eighth of a character."""
+    eighths = round(8 * BAR_WIDTH * share)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
@@ -216,9 +215,7 @@ def _event(event: dict[str, object]) -> str:
 
 
 def _figures(view: RunView) -> dict[str, float]:
-    """All that can be compared, by name: metrics of the evaluation, the end of the curves, the
-    time.
-    """
+    """All comparable figures by name: evaluation metrics, last values of curves, seconds."""
     metrics = (
         {name: metric.value for name, metric in view.evaluation.metrics.items()}
         if view.evaluation
@@ -230,7 +227,7 @@ def _figures(view: RunView) -> dict[str, float]:
 
 
 def _comparable(views: Iterable[RunView], name: str) -> bool:
-    """Two metrics of other evaluation sets never are."""
+    """Whether a figure may be compared: not if it was measured on different evaluation sets."""
     sets = {
         view.evaluation.metrics[name].set_fingerprint
         for view in views
@@ -239,7 +236,7 @@ def _comparable(views: Iterable[RunView], name: str) -> bool:
     return len(sets) <= 1
 
 
-def _either(one: Iterable[str], other: Iterable[str]) -> list[str]:
+def _union(one: Iterable[str], other: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*one, *other]))
 
 

@@ -1,5 +1,5 @@
-"""Where the time of a training went, for its page: one bar of all parts, the attempts one after the
-other, and what was lost.
+"""Where the wall time of a training run went, for page and tables: a bar of all parts, the attempts
+as a timeline, and the incidents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ingot.report.goodput import TIME_PARTS, Goodput, TimePart
 from ingot.report.incidents import Incident, incident_ranks, incident_steps
 from ingot.report.plots import StripSegment, strip
 
-MOST_LOSSES = 20
+MAX_INCIDENTS = 20
 _UNITS = (
     (2 * 86400.0, 86400.0, "days"),
     (2 * 3600.0, 3600.0, "hours"),
@@ -43,19 +43,19 @@ def goodput_sentence(account: Goodput) -> str:
         (part for part in TIME_PARTS if part != "productive" and account.seconds[part] >= 0.5),
         key=lambda part: -account.seconds[part],
     )
-    told = ", ".join(f"{duration(account.seconds[part])} {PART_NAMES[part]}" for part in rest)
+    parts = ", ".join(f"{duration(account.seconds[part])} {PART_NAMES[part]}" for part in rest)
     trained, wall = duration(account.seconds["productive"]), duration(account.wall_s)
     return (
         f"goodput {percent(account.share())}: {trained} of {wall} were"
-        f" training{f'; {told}' if told else ''}"
+        f" training{f'; {parts}' if parts else ''}"
     )
 
 
 def time_section(account: Goodput) -> dict[str, Any]:
-    """What the section of the page is filled with."""
-    dearest, wall = account.dearest, account.wall_s
+    """The values of the page's section about time."""
+    costliest, wall = account.costliest, account.wall_s
     remarks = []
-    if more := dearest[MOST_LOSSES:]:
+    if more := costliest[MAX_INCIDENTS:]:
         remarks.append(
             f"And {len(more):,} more that cost {duration(sum(loss.cost_s for loss in more))}"
             " together; they are in events.jsonl."
@@ -75,11 +75,11 @@ def time_section(account: Goodput) -> dict[str, Any]:
             for part in TIME_PARTS
             if account.seconds[part] > 0
         ],
-        "timeline": _timeline(account) if account.losses or len(account.attempts) > 1 else "",
+        "timeline": _timeline(account) if account.incidents or len(account.attempts) > 1 else "",
         "attempts": _attempts(account),
         "marks": [
             {"name": kind, "colour": _colour(kind)}
-            for kind in dict.fromkeys(loss.kind for loss in account.losses)
+            for kind in dict.fromkeys(loss.kind for loss in account.incidents)
         ],
         "losses": (
             [
@@ -90,12 +90,12 @@ def time_section(account: Goodput) -> dict[str, Any]:
                     "ranks": incident_ranks(loss),
                     "steps": incident_steps(loss),
                     "cause": loss.cause,
-                    "cost": _took(loss.cost_s),
-                    "lost": _took(loss.lost_s),
-                    "down": _took(loss.down_s),
-                    "starting": _took(loss.starting_s),
+                    "cost": _duration_or_empty(loss.cost_s),
+                    "lost": _duration_or_empty(loss.lost_s),
+                    "down": _duration_or_empty(loss.down_s),
+                    "starting": _duration_or_empty(loss.starting_s),
                 }
-                for loss in dearest[:MOST_LOSSES]
+                for loss in costliest[:MAX_INCIDENTS]
             ]
             if wall > 0
             else []
@@ -124,8 +124,8 @@ def _bar(account: Goodput) -> Markup:
 
 
 def _timeline(account: Goodput) -> Markup:
-    """Each attempt from the making of its process to its end, what of it was lost, and the time
-    between them; a pin at each loss.
+    """Each attempt from the creation of its process to its end, its lost part, the time between
+    attempts, and a pin at each incident.
     """
     _, unit_s, unit = next(found for found in _UNITS if account.wall_s >= found[0])
     pieces = []
@@ -133,10 +133,10 @@ def _timeline(account: Goodput) -> Markup:
         name = f"attempt {span.number}"
         pieces.append(
             StripSegment(
-                span.made / unit_s,
+                span.created / unit_s,
                 span.began / unit_s,
                 "starting",
-                (name, f"starting, {duration(span.began - span.made)}"),
+                (name, f"starting, {duration(span.began - span.created)}"),
             )
         )
         last = f" to {span.last:,}" if span.last is not None and span.last > span.first else ""
@@ -146,8 +146,8 @@ def _timeline(account: Goodput) -> Markup:
             f"{span.end}{f': {span.cause}' if span.cause else ''}",
         )
         pieces.append(StripSegment(span.began / unit_s, span.ended / unit_s, "productive", words))
-    deaths = [loss for loss in account.losses if loss.kind != "skipped"]
-    for loss in deaths:
+    failures = [loss for loss in account.incidents if loss.kind != "skipped"]
+    for loss in failures:
         pieces.append(
             StripSegment(
                 (loss.at - loss.lost_s) / unit_s,
@@ -168,7 +168,7 @@ def _timeline(account: Goodput) -> Markup:
         StripSegment(
             loss.at / unit_s, loss.at / unit_s, _colour(loss.kind), (_title(loss), loss.cause)
         )
-        for loss in account.dearest
+        for loss in account.costliest
     ]
     return strip(
         pieces,
@@ -198,9 +198,9 @@ def _title(loss: Incident) -> str:
 
 
 def _colour(kind: str) -> str:
-    """A class of the style sheet."""
+    """A CSS class."""
     return kind.replace(" ", "-")
 
 
-def _took(seconds: float) -> str:
+def _duration_or_empty(seconds: float) -> str:
     return duration(seconds) if seconds > 0 else ""

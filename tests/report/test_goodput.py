@@ -57,10 +57,10 @@ def test_an_undisturbed_training() -> None:
     assert found.wall_s == pytest.approx(92)
     assert found.share() == pytest.approx(71 / 92)
     assert [
-        (span.number, span.made, span.began, span.ended, span.end, span.first, span.last)
+        (span.number, span.created, span.began, span.ended, span.end, span.first, span.last)
         for span in found.attempts
     ] == [(1, 0, 10, 92, "finished", 0, 80)]
-    assert (found.losses, found.running, found.earlier) == ([], False, 0)
+    assert (found.incidents, found.running, found.earlier) == ([], False, 0)
 
 
 def a_killed(*, restart: bool = True) -> Told:
@@ -90,7 +90,7 @@ def test_a_kill_costs_what_was_not_saved_the_time_until_the_start_and_the_start(
     found = counted(a_killed())
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=22, down=3)
     assert [span.end for span in found.attempts] == ["killed", "finished"]
-    (loss,) = found.losses
+    (loss,) = found.incidents
     assert (loss.kind, loss.ranks, loss.step, loss.steps) == ("killed", (1,), 58, 18)
     assert (loss.lost_s, loss.down_s, loss.starting_s, loss.cost_s) == pytest.approx((22, 3, 7, 32))
     assert loss.cause == "killed by chaos: rank 1"
@@ -101,7 +101,7 @@ def test_without_a_supervisor_what_the_next_attempt_says_counts() -> None:
     found = counted(a_killed(restart=False))
     # Dead at 48 + 21, as far as is known; nobody noticed.
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=21, down=4)
-    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.losses] == [
+    assert [(loss.kind, loss.cause, loss.step, loss.wall) for loss in found.incidents] == [
         ("died", "attempt 1 ended in phase step", 58, Told.BEGAN + 69)
     ]
 
@@ -116,7 +116,7 @@ def test_going_on_on_another_host_counts_what_was_seen_of_the_dead_one() -> None
         event["t_mono"] += 5e5 if event["attempt"] == 1 else 3.0
     found = counted(told)
     assert parts(found) == near(starting=17, productive=55, saving=3, lost=2, down=23)
-    assert found.losses[0].cause == "ended without a word"
+    assert found.incidents[0].cause == "ended without a message"
 
 
 def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
@@ -141,11 +141,11 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
     told.own(95, "stop", step=0, seconds=5, cause="SIGTERM")
     found = counted(told)
     assert parts(found) == near(starting=19, productive=5, lost=55 + 12, down=3 + 1)
-    assert [(loss.kind, loss.ranks, loss.step, loss.cause) for loss in found.losses] == [
+    assert [(loss.kind, loss.ranks, loss.step, loss.cause) for loss in found.incidents] == [
         ("hung", (0, 2), 7, "no step for 50 s"),
         ("died", (), None, "rank 0 ended with exit code 1 (disk full)"),
     ]
-    assert [loss.wall for loss in found.losses] == [Told.BEGAN + 60, Told.BEGAN + 80]
+    assert [loss.wall for loss in found.incidents] == [Told.BEGAN + 60, Told.BEGAN + 80]
 
 
 def test_going_back_is_a_loss_and_so_are_steps_not_taken() -> None:
@@ -161,12 +161,12 @@ def test_going_back_is_a_loss_and_so_are_steps_not_taken() -> None:
     told.own(70, "finish", step=20, seconds=16)
     found = counted(told)
     assert parts(found) == near(starting=14, productive=36, lost=20)
-    assert [(loss.kind, loss.step, loss.steps, loss.cause) for loss in found.losses] == [
+    assert [(loss.kind, loss.step, loss.steps, loss.cause) for loss in found.incidents] == [
         ("skipped", 13, 3, "spike, gradient norm 13"),
         ("skipped", 16, 1, "not finite"),
         ("rolled back", 10, 0, "spikes in 3 steps"),
     ]
-    assert [loss.kind for loss in found.dearest] == ["rolled back", "skipped", "skipped"]
+    assert [loss.kind for loss in found.costliest] == ["rolled back", "skipped", "skipped"]
 
 
 def test_nobody_is_down_who_does_not_want_to_train() -> None:
@@ -180,7 +180,7 @@ def test_nobody_is_down_who_does_not_want_to_train() -> None:
     found = counted(told)
     assert found.wall_s == pytest.approx(92 + 18)
     assert "down" not in parts(found)
-    assert [(span.made, span.ended) for span in found.attempts] == [(0, 92), (92, 110)]
+    assert [(span.created, span.ended) for span in found.attempts] == [(0, 92), (92, 110)]
 
 
 def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
@@ -208,7 +208,7 @@ def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
     told.own(505, "finish", step=80, seconds=0)
     found = counted(told)
     assert found.wall_s == pytest.approx(98)
-    assert [(loss.cause, loss.cost_s) for loss in found.losses] == [
+    assert [(loss.cause, loss.cost_s) for loss in found.incidents] == [
         ("killed by chaos: all ranks and the supervisor", pytest.approx(6))
     ]
 
@@ -216,7 +216,7 @@ def test_a_kill_while_the_model_is_exported_costs_another_start_only() -> None:
 def test_the_clock_stands_for_all_that_comes_after_a_finish() -> None:
     told = an_undisturbed()
     told.event(5000, "skip", attempt=9, step=3, cause="not finite")
-    assert [loss.at for loss in counted(told).losses] == [pytest.approx(92)]
+    assert [loss.at for loss in counted(told).incidents] == [pytest.approx(92)]
     assert counted(told).wall_s == pytest.approx(92)
 
 
@@ -241,7 +241,7 @@ def test_deaths_before_the_first_step_are_down_and_told_one_by_one() -> None:
     )
     found = counted(told)
     assert parts(found) == near(starting=10, lost=10, down=40)
-    assert [(loss.lost_s, loss.down_s, loss.cause) for loss in found.losses] == [
+    assert [(loss.lost_s, loss.down_s, loss.cause) for loss in found.incidents] == [
         (pytest.approx(10), pytest.approx(6), "killed by chaos: all ranks"),
         (0, pytest.approx(9), "killed by chaos: rank 0"),
         (0, pytest.approx(25), "rank 1 was killed; given up: two failures in a row"),
@@ -293,7 +293,7 @@ def test_a_failure_of_another_verb_is_none_of_the_training() -> None:
     del told.events[3]
     told.event(5000, "failure", cause="evaluate: no such file")
     assert counted(told).wall_s == pytest.approx(92)
-    assert counted(told).losses[0].cause == "ended without a word"
+    assert counted(told).incidents[0].cause == "ended without a message"
 
 
 def test_a_training_that_runs_counts_what_its_heartbeat_says() -> None:
@@ -311,7 +311,9 @@ def test_a_training_that_runs_counts_what_its_heartbeat_says() -> None:
     ]
     dead = counted(told, a_beat(80, attempt=1, step=70, phase="evaluating", spent=spent))
     assert parts(dead) == near(starting=10, productive=38, saving=1, lost=31)
-    assert [(loss.step, loss.cause) for loss in dead.losses] == [(70, "ended in phase evaluating")]
+    assert [(loss.step, loss.cause) for loss in dead.incidents] == [
+        (70, "ended in phase evaluating")
+    ]
     assert parts(counted(told, None, alive=True)) == near(starting=10, productive=39, saving=1)
     assert parts(counted(told)) == near(starting=10, productive=38, saving=1, lost=1)
 
@@ -468,21 +470,21 @@ def check(found: Goodput | None) -> None:
     assert sum(shares) == pytest.approx(1 if found.wall_s > 0 else 0, rel=tolerances.EXACT)
     assert math.isfinite(found.wall_s)
     for span in found.attempts:
-        assert 0 <= span.made <= span.began <= span.ended
-    ends = [time for span in found.attempts for time in (span.made, span.ended)]
+        assert 0 <= span.created <= span.began <= span.ended
+    ends = [time for span in found.attempts for time in (span.created, span.ended)]
     assert ends == sorted(ends)
     assert all(
         loss.kind in get_args(IncidentKind)
         and loss.lost_s >= 0
         and loss.down_s >= 0
         and loss.starting_s >= 0
-        for loss in found.losses
+        for loss in found.incidents
     )
-    assert all(0 <= loss.at <= found.wall_s * (1 + tolerances.EXACT) for loss in found.losses)
+    assert all(0 <= loss.at <= found.wall_s * (1 + tolerances.EXACT) for loss in found.incidents)
     # Whatever is lost or down has its cause.
     for part, amounts in (
-        ("lost", [loss.lost_s for loss in found.losses]),
-        ("down", [loss.down_s for loss in found.losses]),
+        ("lost", [loss.lost_s for loss in found.incidents]),
+        ("down", [loss.down_s for loss in found.incidents]),
     ):
         assert sum(amounts) == pytest.approx(found.seconds[part], rel=tolerances.EXACT, abs=1e-3), (
             part

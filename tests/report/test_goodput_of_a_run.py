@@ -34,7 +34,7 @@ def check_attempts(found: Goodput) -> None:
     one, two = found.attempts
     assert (one.end, one.first, one.last, two.end, two.last) == ("died", 0, 30, "finished", 40)
     assert two.first in (24, 28)
-    assert [loss.steps for loss in found.losses] == [30 - two.first]
+    assert [loss.steps for loss in found.incidents] == [30 - two.first]
 
 
 def test_the_parts_of_a_training_that_died_are_its_wall_time(
@@ -55,7 +55,7 @@ def test_the_parts_of_a_training_that_died_are_its_wall_time(
         finish["t_wall"] - psutil.Process().create_time(), abs=tolerances.WALL_S
     )
     check_attempts(found)
-    (loss,) = found.losses
+    (loss,) = found.incidents
     assert (loss.step, loss.cause) == (30, "attempt 1 ended in phase step")
     assert 0 < loss.lost_s == pytest.approx(found.seconds["lost"])
     assert loss.starting_s > 0.3

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from ingot.report.plots import (
-    MOST_POINTS,
-    MOST_PROBES,
+    MAX_POINTS,
+    MAX_TOOLTIPS,
     PlotLine,
     PlotPanel,
     StripSegment,
-    bars,
-    curves,
+    bar_chart,
+    line_chart,
     share_bar,
     strip,
 )
@@ -39,7 +39,7 @@ def tree(markup: Markup) -> ElementTree.Element:
 def test_any_finite_numbers_give_a_plot_within_its_frame(
     lines: list[tuple[list[tuple[float, float]], str]], floor: bool
 ) -> None:
-    drawn = curves(
+    drawn = line_chart(
         [PlotPanel([a_line(points, look) for points, look in lines], 100, floor=floor)], "label"
     )
     for path in tree(drawn).iter("path"):
@@ -54,11 +54,11 @@ def test_any_finite_numbers_give_a_plot_within_its_frame(
 
 
 def test_nothing_to_draw_draws_nothing() -> None:
-    assert curves([], "x") == ""
-    assert curves([PlotPanel([a_line([])], 100)], "x") == ""
-    assert bars([]) == ""
-    assert bars([("a", 0.0, "0", "own")]) == ""
-    assert bars([("a", float("nan"), "0", "own")]) == ""
+    assert line_chart([], "x") == ""
+    assert line_chart([PlotPanel([a_line([])], 100)], "x") == ""
+    assert bar_chart([]) == ""
+    assert bar_chart([("a", 0.0, "0", "own")]) == ""
+    assert bar_chart([("a", float("nan"), "0", "own")]) == ""
 
 
 def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
@@ -66,26 +66,30 @@ def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
         a_line([(1, 9.0), (2, 8.0), (3, 7.5)], name="train"),
         a_line([(2, 8.25)], "dots", name="validation"),
     )
-    drawn = tree(curves([PlotPanel([loss, checked], 100)], "loss"))
+    drawn = tree(line_chart([PlotPanel([loss, checked], 100)], "loss"))
     tips = [" ".join("".join(tip.itertext()).split()) for tip in drawn.iter("b")]
     assert tips == ["step 1train 9.000", "step 2train 8.000validation 8.250", "step 3train 7.500"]
     widths = [
         float(match)
-        for match in re.findall(r"width:([\d.]+)%", str(curves([PlotPanel([loss], 100)], "loss")))
+        for match in re.findall(
+            r"width:([\d.]+)%", str(line_chart([PlotPanel([loss], 100)], "loss"))
+        )
     ]
     assert sum(widths) == 100.0
 
 
 def test_many_points_make_a_plot_of_bounded_size() -> None:
     points = [(float(step), float(step % 97)) for step in range(100_000)]
-    drawn = tree(curves([PlotPanel([a_line(points)], 100)], "x"))
+    drawn = tree(line_chart([PlotPanel([a_line(points)], 100)], "x"))
     (path,) = [path for path in drawn.iter("path") if "line" in path.attrib["class"]]
-    assert path.attrib["d"].count("L") <= MOST_POINTS + 2
-    assert len(list(drawn.iter("b"))) <= MOST_PROBES + 2
+    assert path.attrib["d"].count("L") <= MAX_POINTS + 2
+    assert len(list(drawn.iter("b"))) <= MAX_TOOLTIPS + 2
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    drawn = tree(bars([("own", 1.0, "1.0", "own"), ("other", 4.0, "4.0", "other")], (0.9, 1.1)))
+    drawn = tree(
+        bar_chart([("own", 1.0, "1.0", "own"), ("other", 4.0, "4.0", "other")], (0.9, 1.1))
+    )
     assert [
         rect.attrib["width"] for rect in drawn.iter("rect") if rect.attrib["class"] == "bar"
     ] == ["25%", "100%"]
@@ -97,7 +101,7 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 def test_names_are_escaped() -> None:
     drawn = str(
-        curves([PlotPanel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], '"<u>')
+        line_chart([PlotPanel([a_line([(1, 1), (2, 2)], name="<b>&")], 100, title="<i>")], '"<u>')
     )
     assert "<b>&" not in drawn
     assert "<i>" not in drawn.replace("<i style", "")
