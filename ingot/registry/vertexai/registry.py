@@ -50,9 +50,7 @@ from ingot.registry.vertexai.resources import (
 )
 
 REPOSITORY_SUFFIX = "-repository/"
-"""Suffix of the folder of a model repository beside the model, for engines that need one; the name
-includes the mark of the container.
-"""
+"""Suffix of the folder of a model repository beside the model, for engines that need one."""
 LIVE = "live"
 """The alias of the live version, for users of the service's own tools."""
 
