@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
-from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
+from ingot.config.doors import OBJECTIVES, OPTIMIZERS
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.evaluate import evaluate
-from ingot.launch.job import Job
-from ingot.train.step import StepContext, run_steps
+from ingot.train.step import run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
 from tests import tolerances
