@@ -61,20 +61,20 @@ def averaging_shards() -> AbstractContextManager[Any]:
 
 def norm_of_this_rank() -> AbstractContextManager[Any]:
     """The norm counts what is here, not what the other ranks hold."""
-    return patch.object(masters, "_cut_along", lambda parameter: ())
+    return patch.object(masters, "_sharded_axes", lambda parameter: ())
 
 
 def norm_without_the_last_group() -> AbstractContextManager[Any]:
     """Of a parameter that is cut twice, the norm adds up along one axis only."""
-    cut_along = masters._cut_along
-    return patch.object(masters, "_cut_along", lambda parameter: cut_along(parameter)[:-1])
+    cut_along = masters._sharded_axes
+    return patch.object(masters, "_sharded_axes", lambda parameter: cut_along(parameter)[:-1])
 
 
 def partial_taken_for_whole() -> AbstractContextManager[Any]:
     """A rank's part of the sum (of a norm's weight, under sequence parallelism) is taken for the
     sum.
     """
-    whole = masters._whole
+    whole = masters._full_gradient
 
     def wrong(parameter: Any) -> Tensor:
         grad = parameter.grad
@@ -88,7 +88,7 @@ def partial_taken_for_whole() -> AbstractContextManager[Any]:
             )
         return whole(parameter)
 
-    return patch.object(masters, "_whole", wrong)
+    return patch.object(masters, "_full_gradient", wrong)
 
 
 def twins_apart() -> AbstractContextManager[Any]:
