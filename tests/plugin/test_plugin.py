@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
-from ingot.config.doors import OBJECTIVES, OPTIMIZERS
+from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.evaluate import evaluate
-from ingot.train.step import run_steps
+from ingot.launch.job import Job
+from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
 from tests import tolerances
@@ -171,7 +174,27 @@ def test_its_evaluation_is_measured(prepared: Path, tmp_path: Path) -> None:
     report = read_report(recipe.folder.reports / "evaluate.json")
     assert report.metrics["contains/share"].value == 1.0, "every answer contains nothing"
 
-    def stop(context: Any, first: int, last: int) -> None:
+
+def test_its_place_runs_a_job(prepared: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"launch__kind": "niced", "launch__options": {"level": 5}}
+    launcher = PLACES.load("niced", "launch.kind")(apart(prepared, tmp_path, **given))
+    assert launcher.can(Job("train", ("train", "r.yaml"), nodes=2))
+    job = Job("version", ("--version",))
+    assert "nice -n 5" in launcher.render(job)
+    handle = launcher.submit(job)
+    until = time.monotonic() + 60
+    while launcher.status(handle) == "running" and time.monotonic() < until:
+        time.sleep(launcher.poll_s)
+    assert launcher.status(handle) == "succeeded"
+    assert launcher.log(handle).read().decode().strip() == ingot.__version__
+    with pytest.raises(WrongInput, match=r"launch\.options\.level is 40; give a number"):
+        PLACES.load("niced", "launch.kind")(
+            apart(prepared, tmp_path, **given | {"launch__options": {"level": 40}})
+        )
+
+
+def _stop_after(step: int) -> Any:
+    def stop(context: StepContext, first: int, last: int) -> None:
         run_steps(context, first, step)
         raise KeyboardInterrupt
 
