@@ -166,7 +166,7 @@ class SshLauncher:
             "hosts": json.dumps(names),
             "process": str(os.getpid()),
             "started": start_ticks(os.getpid()) or "",
-            "machine_id": machine_id() or "",
+            "machine": machine_id() or "",
             "host": socket.gethostname(),
             "logs": json.dumps(
                 [[str(path), path.stat().st_size if path.exists() else 0] for path in logs]
@@ -341,7 +341,7 @@ class SshLauncher:
     @staticmethod
     def _is_launcher_alive(handle: Handle) -> bool | None:
         """None on another machine than the launcher's, where that cannot be known."""
-        if handle.about.get("machine_id") != (machine_id() or ""):
+        if handle.about.get("machine") != (machine_id() or ""):
             return None
         return start_ticks(int(handle.about["process"])) == handle.about["started"]
 
