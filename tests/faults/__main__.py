@@ -61,7 +61,7 @@ def _current(faults: list[Fault], path: Path) -> dict[str, Result]:
 def _try(faults: list[Fault], results: Path, asked: argparse.Namespace) -> None:
     asked_for = [
         fault
-        for fault in faults
+        for fault in sorted(faults, key=lambda fault: not fault.by)
         if not asked.only or any(part in f"{fault.id} {fault.file}" for part in asked.only)
     ]
 

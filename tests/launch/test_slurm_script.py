@@ -23,7 +23,7 @@ def slurm_recipe(root: Path, **knobs: object) -> Recipe:
 
 
 def job_of(recipe: Recipe, **about: object) -> Job:
-    job = Job("train", ("train", "r.yaml"), meet=str(recipe.folder.root / "meet"))
+    job = Job("train", ("train", "r.yaml"), rendezvous=str(recipe.folder.root / "meet"))
     return replace(job, **about)  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     monkeypatch.setenv("PLAIN", "shown")
     recipe = slurm_recipe(tmp_path)
     job, launcher = job_of(recipe, secrets=("WORD",)), SlurmLauncher(recipe)
-    Path(job.meet or "").mkdir(parents=True)
+    Path(job.rendezvous or "").mkdir(parents=True)
     monkeypatch.setattr(launcher, "_reasons", lambda job: [])
     calls: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
 
@@ -64,7 +64,7 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
         calls.append((command, environ))
         return "77\n"
 
-    monkeypatch.setattr(cluster, "ask", ask)
+    monkeypatch.setattr(cluster, "run_command", ask)
     assert launcher.submit(job).id == "77"
     ((command, environ),) = calls
     assert command[0] == "sbatch"
