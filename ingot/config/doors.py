@@ -38,10 +38,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "megatron": "ingot.data.sources.megatron:MegatronSource",
         "builtin": "ingot.data.sources.local_files:StandardLibrary",
     },
-    # Steps of cleaning, in `data.clean`.
-    "cleaning": {
-        # filled by the room `data`
-    },
     # Settings (ingot.config.sections.evaluation.TaskSettings); `evaluate.tasks[].kind`.
     "task": {
         "loss": "ingot.config.sections.evaluation:LossTask",
@@ -51,8 +47,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "classification": "ingot.config.sections.evaluation:ClassificationTask",
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
-    # Chat templates by name; `tokenizer.template`.
-    # ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens that it needs.
+    # Chat templates (ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens that
+    # it needs) by name; `tokenizer.template`.
     "template": {
         "chatml": "ingot.tokenizers.chat_templates:CHATML",
         "llama3": "ingot.tokenizers.chat_templates:LLAMA3",
@@ -68,10 +64,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mistral": "ingot.config.family:MISTRAL",
         "qwen2": "ingot.config.family:QWEN2",
         "qwen3": "ingot.config.family:QWEN3",
-    },
-    # Deciders whether a new model replaces the live one; `gate.kind`.
-    "gate": {
-        # filled by the room `registry`
     },
     # Launchers (ingot.launch.job.Launcher), called with the recipe; `launch.kind`. For `local`,
     # what starts the processes of a job on this machine.
@@ -92,9 +84,7 @@ OBJECTIVES = Door("objective", BUILT_IN["objective"])
 OPTIMIZERS = Door("optimizer", BUILT_IN["optimizer"])
 SCHEDULES = Door("schedule", BUILT_IN["schedule"])
 SOURCES = Door("source", BUILT_IN["source"])
-CLEANING = Door("cleaning", BUILT_IN["cleaning"])
 TASKS = Door("task", BUILT_IN["task"])
 TEMPLATES = Door("template", BUILT_IN["template"])
 FAMILIES = Door("family", BUILT_IN["family"])
-GATES = Door("gate", BUILT_IN["gate"])
 PLACES = Door("place", BUILT_IN["place"])

@@ -72,7 +72,7 @@ def test_no_file_and_garbage_are_no_beats(tmp_path: Path) -> None:
 def test_what_a_killed_process_said_stays(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from ingot.base.heartbeat import"
-        " Heart\nHeart(Path(sys.argv[1]), rank=0, local_rank=0, attempt=1).beat('saving', step=9);"
+        " HeartbeatWriter\nHeartbeatWriter(Path(sys.argv[1]), rank=0, local_rank=0, attempt=1).beat('saving', step=9);"
         " os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert (

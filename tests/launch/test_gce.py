@@ -27,7 +27,7 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import FINAL_STATES, Handle, Job, find_handle, jobs_folder
 from ingot.launch.places import gce, gce_machines, logs
 from ingot.launch.places.gce import GceLauncher
-from ingot.launch.rendezvous import ARRIVED, EXIT, SIGNAL, Rendezvous
+from ingot.launch.rendezvous import ARRIVED, BOOT, EXIT, SIGNAL, Rendezvous
 from tests import gcs, golden
 from tests.fakes import compute, google
 from tests.small import small_recipe
@@ -179,7 +179,7 @@ def test_what_is_sent_is_what_was_shown(run: Run, cloud: compute.Compute) -> Non
         assert script.value in shown
         script.value = "(the script below)"
         for labels in (machine.labels, machine.disks[0].initialize_params.labels):
-            labels[gce_machines.START] = gce_machines.Cluster.start
+            labels[gce_machines.START] = gce_machines.ComputeCluster.start
         assert instances.as_json(machine) in shown
         assert (request.project, request.zone) == ("p", "us-central1-a")
 
@@ -255,7 +255,7 @@ def test_machines_that_never_come_up_are_told_apart(tmp_path: Path, cloud: compu
     handle = run.submit()
     place = Rendezvous(handle.about["meet"])
     place.leave(0, ARRIVED)
-    place.leave(1, gce_machines.BOOT, phase="pulling the image")
+    place.leave(1, BOOT, phase="pulling the image")
     deadline = time.monotonic() + 60
     while (state := run.launcher.status(handle)) == "queued" and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -747,7 +747,7 @@ def test_what_is_not_given_on_demand_can_be_had_as_spot(
         tmp_path, None, **{"launch.machine.type": kind, "launch.machine.spot": True}
     )
     assert GceLauncher(recipe).can(job_of(recipe)) == []
-    machine = gce_machines.Cluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
+    machine = gce_machines.ComputeCluster(recipe, job_of(recipe)).machine(0, "us-central1-a")
     assert machine.disks[0].initialize_params.disk_type == f"zones/us-central1-a/diskTypes/{disk}"
 
 
@@ -813,10 +813,12 @@ def test_once_it_logs_the_serial_port_is_left_alone(run: Run, cloud: compute.Com
 def test_names_fit_and_tell_apart(tmp_path: Path) -> None:
     long = recipe_for(tmp_path, None, name="A_run.with-" + "x" * 80)
     other = recipe_for(tmp_path, None, name="A_run.with-" + "x" * 81)
-    names = [gce_machines.Cluster(recipe, job_of(recipe)).name(999) for recipe in (long, other)]
+    names = [
+        gce_machines.ComputeCluster(recipe, job_of(recipe)).name(999) for recipe in (long, other)
+    ]
     assert len(set(names)) == 2
     assert all(compute.NAME.fullmatch(name) for name in names)
     assert all(
         compute.LABEL_VALUE.fullmatch(value)
-        for value in gce_machines.Cluster(long, job_of(long)).labels(0).values()
+        for value in gce_machines.ComputeCluster(long, job_of(long)).labels(0).values()
     )

@@ -176,7 +176,7 @@ def test_two_hangs_without_progress_fail(made: Made, run: Supervised) -> None:
 def test_signs_of_life_of_others_are_not_ours(made: Made, run: Supervised) -> None:
     """A file from an attempt before, whose slots would look like a hang for ever."""
     recipe = made(steps=60, launch__hang_s=1.0)
-    heart = stand_in.Heart(recipe.folder.heartbeats, rank=3, local_rank=3, attempt=1)
+    heart = stand_in.HeartbeatWriter(recipe.folder.heartbeats, rank=3, local_rank=3, attempt=1)
     heart.beat("step", step=0)
     time.sleep(1.2)
     assert run(recipe, processes=2) == JobExit(0, 0)

@@ -25,12 +25,17 @@ from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.data.raw.store import open_raw
+from ingot.data.sources.find import source_stamps
 from ingot.evaluate.evaluate import evaluate
 from ingot.launch.job import Job
 from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
 from tests import tolerances
+from tests.data.small import everything
+from tests.data.small import recipe as small_data
+from tests.data.test_ingest import documents
 from tests.objectives.test_every_way import distance, logged, weights
 from tests.objectives.ways import recipe_of, write_all
 
@@ -163,6 +168,25 @@ def test_it_resumes_bit_for_bit_with_its_optimizer(
     assert logged(broken) == logged(whole)
     found, expected = weights(broken), weights(whole)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_its_source_is_ingested_and_seen_unchanged(plugin: Path, tmp_path: Path) -> None:
+    small = small_data(tmp_path, {"source": "numbers:3", "text": "body"})
+    ingest(small)
+    source = open_raw(small, unchanged=True).splits["train"][0]
+    assert (source.files, source.documents, source.bad) == (3, 12, {"null `body`": 3})
+    assert documents(small.folder.raw)["numbers-1:4"] == "number 1-4"
+    first = everything(small.folder.raw)
+    ingest(small)
+    assert everything(small.folder.raw) == first
+    assert [stamp["shard"] for stamp in source_stamps(small)["train"]] == [0, 1, 2]
+
+
+def test_an_unknown_source_names_those_that_there_are(plugin: Path, tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match=r"hf:, wikipedia:, bigquery:, megatron:, numbers: or"):
+        ingest(small_data(tmp_path, {"source": "number:3"}))
+    with pytest.raises(WrongInput, match="builtin:stdlib is"):
+        ingest(small_data(tmp_path, {"source": "builtin:other"}))
 
 
 def test_its_evaluation_is_measured(prepared: Path, tmp_path: Path) -> None:
