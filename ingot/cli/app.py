@@ -382,9 +382,9 @@ def adopt(
     recipe.
     """
     from ingot.base.progress import say
-    from ingot.config.adopt.convert import adopt as adopted_from
+    from ingot.config.adopt.convert import adopt as convert
 
-    adopted = adopted_from(files)
+    adopted = convert(files)
     print(adopted.text, end="")
     say(f"adopt: {', '.join(str(file) for file in files)}: {adopted.project}")
     for note in adopted.notes:

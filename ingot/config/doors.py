@@ -47,8 +47,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "classification": "ingot.config.sections.evaluation:ClassificationTask",
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
-    # Chat templates (ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens that
-    # it needs) by name; `tokenizer.template`.
+    # Chat templates (ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens it
+    # needs) by name; `tokenizer.template`.
     "template": {
         "chatml": "ingot.tokenizers.chat_templates:CHATML",
         "llama3": "ingot.tokenizers.chat_templates:LLAMA3",

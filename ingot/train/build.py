@@ -61,7 +61,7 @@ def build_train_state(
     """
     recipe = plan.recipe
     model = wrapped_model(
-        plan, plan.drawing, mesh, filled=start is None or recipe.model.lora is not None
+        plan, plan.model_spec, mesh, filled=start is None or recipe.model.lora is not None
     )
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
@@ -83,17 +83,17 @@ def build_train_state(
     )
 
 
-def wrapped_model(plan: TrainSetup, drawing: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
+def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
     """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`:
     with just room for its weights.
     """
     recipe = plan.recipe
-    model = create_model(drawing, recipe.seed)
+    model = create_model(model_spec, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     model = apply_wrappers(model, mesh, plan.wrapping)
     materialize_model(
-        model, drawing, recipe.seed, weights_device(mesh, plan.wrapping), filled=filled
+        model, model_spec, recipe.seed, weights_device(mesh, plan.wrapping), filled=filled
     )
     init_adapter(model, recipe.seed)
     return model
@@ -101,10 +101,10 @@ def wrapped_model(plan: TrainSetup, drawing: ModelSpec, mesh: Mesh, *, filled: b
 
 def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
     """What `ingot.json` tells about where the model came from."""
-    recipe, folder = plan.recipe, plan.drawing.folder
+    recipe, folder = plan.recipe, plan.model_spec.folder
     base = (
         None
-        if plan.drawing.random or folder is None
+        if plan.model_spec.random or folder is None
         else {"source": recipe.model.source, "model_hash": model_hash(folder)}
     )
     about: dict[str, Any] = {

@@ -94,7 +94,7 @@ def subject_of(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> EvalModel:
     return EvalModel(
         plan.recipe,
         trainee.model,
-        plan.drawing.kind,
+        plan.model_spec.kind,
         plan.tokenizer,
         eos,
         plan.compute,

@@ -64,7 +64,7 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, trainee, step)
     about = lineage(plan, step, sum(parameter.numel() for parameter in model.parameters()))
-    generation = source_generation(plan.drawing.folder)
+    generation = source_generation(plan.model_spec.folder)
     export_model(
         model,
         plan.tokenizer,
@@ -79,10 +79,10 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
         source = recipe.model.source
         base = (
             source
-            if source.startswith("hf:") or plan.drawing.folder is None
-            else str(plan.drawing.folder.resolve())
+            if source.startswith("hf:") or plan.model_spec.folder is None
+            else str(plan.model_spec.folder.resolve())
         )
-        save_adapter(model, run.adapter, base=base, kind=plan.drawing.kind)
+        save_adapter(model, run.adapter, base=base, kind=plan.model_spec.kind)
         told = {
             "tokenizer": plan.tokenizer.identity(),
             "template": plan.tokenizer.template_identity,
@@ -105,7 +105,7 @@ def _to_export(
         return trainee.model, None
     recipe, host = plan.recipe, torch.device("cpu")
     folder = step_folder(recipe.folder.checkpoints, step)
-    model = create_model(plan.drawing, recipe.seed)
+    model = create_model(plan.model_spec, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     if not isinstance(model, Decoder):
@@ -113,13 +113,13 @@ def _to_export(
         load_checkpoint(checkpoint_in(folder), Masters(model, alone), None, alone)
         return model, None
     stored, names = WholeWeights(folder), exported_shapes(model)
-    if recipe.model.lora is None or plan.drawing.folder is None:
+    if recipe.model.lora is None or plan.model_spec.folder is None:
         return model, ((name, stored[name]) for name in names)
     for name, layer in lora_layers(model).items():
         layer.lora_A, layer.lora_B = (
             nn.Parameter(stored[f"{name}.{matrix}"]) for matrix in (LORA_A, LORA_B)
         )
-    return model, named_tensors(plan.drawing.folder, names)
+    return model, named_tensors(plan.model_spec.folder, names)
 
 
 def _is_whole(trainee: TrainState) -> bool:

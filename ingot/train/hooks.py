@@ -45,10 +45,10 @@ class Workload:
 
     @classmethod
     def of(cls, setup: TrainSetup, mesh: Mesh) -> Workload:
-        config = setup.drawing.config
+        config = setup.model_spec.config
         cost = (
             flops_per_token(config.to_hf(), setup.recipe.data.seq_len)
-            if setup.drawing.kind == "decoder"
+            if setup.model_spec.kind == "decoder"
             else None
         )
         return cls(cost, peak_flops(mesh.device, setup.compute), setup.compute)

@@ -65,7 +65,7 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     recipe = plan.recipe
     if not recipe.objective.needs_reference:
         return None
-    drawing = _drawing(plan, recipe.objective.reference_source)
+    model_spec = _reference_spec(plan, recipe.objective.reference_source)
     samples = plan.order.rows(
         plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch
     )
@@ -81,12 +81,12 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
 
     def opened() -> AnyModel:
         if not model:
-            model.append(_open(plan, drawing, mesh))
+            model.append(_open(plan, model_spec, mesh))
         return model[0]
 
     rows = (plan.rows, plan.held_out)
     paths = [
-        recipe.folder.reference / f"{split}-{_identity(plan, drawing)}.npy"
+        recipe.folder.reference / f"{split}-{_identity(plan, model_spec)}.npy"
         for split in ("train", "validation")
     ]
     made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
@@ -97,9 +97,9 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
-def _drawing(plan: TrainSetup, source: str | None) -> ModelSpec:
+def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
     if source is None:
-        return plan.drawing
+        return plan.model_spec
     folder = named_folder(source, "objective.reference")
     config = DecoderConfig.from_hf(model_config(folder), str(folder))
     if (
@@ -115,25 +115,27 @@ def _drawing(plan: TrainSetup, source: str | None) -> ModelSpec:
     return ModelSpec("decoder", config, folder, random=False)
 
 
-def _starts_elsewhere(plan: TrainSetup, drawing: ModelSpec) -> bool:
+def _starts_elsewhere(plan: TrainSetup, model_spec: ModelSpec) -> bool:
     """Whether the reference is the policy as another run left it, rather than as its source has
     it.
     """
-    return drawing is plan.drawing and plan.origin is not None and plan.recipe.model.lora is None
+    return (
+        model_spec is plan.model_spec and plan.origin is not None and plan.recipe.model.lora is None
+    )
 
 
-def _identity(plan: TrainSetup, drawing: ModelSpec) -> str:
+def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
     """What decides about the numbers of a table."""
     weights: dict[str, Any]
-    if _starts_elsewhere(plan, drawing) and plan.origin is not None:
+    if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         weights = {"checkpoint": plan.origin.commit["files"]}
-    elif drawing.random or drawing.folder is None:
+    elif model_spec.random or model_spec.folder is None:
         weights = {"seed": plan.recipe.seed}
     else:
-        weights = {"model": model_hash(drawing.folder)}
+        weights = {"model": model_hash(model_spec.folder)}
     # The configuration beside it: `model.config` may have changed what the weights say.
     about = {
-        "config": drawing.config.to_hf(),
+        "config": model_spec.config.to_hf(),
         "data": plan.rows.fingerprint,
         "seq_len": plan.recipe.data.seq_len,
         "compute": plan.compute,
@@ -141,15 +143,15 @@ def _identity(plan: TrainSetup, drawing: ModelSpec) -> str:
     return fingerprint({**weights, **about})
 
 
-def _open(plan: TrainSetup, drawing: ModelSpec, mesh: Mesh) -> AnyModel:
+def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference, spread over the ranks as the policy is going to be."""
     model = apply_wrappers(
-        create_model(drawing, plan.recipe.seed),
+        create_model(model_spec, plan.recipe.seed),
         mesh,
         WrapSettings(plan.recipe.parallel, compute=plan.compute),
     )
-    materialize_model(model, drawing, plan.recipe.seed, mesh.device, filled=True)
-    if _starts_elsewhere(plan, drawing) and plan.origin is not None:
+    materialize_model(model, model_spec, plan.recipe.seed, mesh.device, filled=True)
+    if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
     return model.eval().requires_grad_(False)
 

@@ -25,7 +25,8 @@ from ingot.config.shape import (
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
-from ingot.data.columns.manifest import prepared_for
+from ingot.data.columns.manifest import PreparedData, prepared_for
+from ingot.data.splits import Split
 from ingot.models.device import Compute, resolve_compute
 from ingot.models.hf.folder import model_config
 from ingot.models.kinds import ModelKind
@@ -107,7 +108,7 @@ class TrainSetup:
     recipe: Recipe
     batch: BatchPlan
     tokenizer: Tokenizer
-    drawing: ModelSpec
+    model_spec: ModelSpec
     teacher: Path | None
     rows: Rows | Samples
     held_out: Rows | Samples
@@ -158,83 +159,27 @@ class TrainSetup:
 
 def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
-    columns, data = recipe.folder.columns, recipe.data
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     teacher = teacher_folder(recipe, tokenizer)
-    drawing = resolve_model_spec(
+    model_spec = resolve_model_spec(
         recipe,
         tokenizer.vocab_size,
         asdict(tokenizer.special),
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:
-        check_teacher(teacher, drawing, recipe)
-    if drawing.kind == "decoder":
-        check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), data.seq_len)
-    check_pipeline(
-        recipe.parallel,
-        recipe.memory,
-        compiled=recipe.train.compile,
-        dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0,
-    )
-    check_memory(recipe, drawing.kind, mesh.degrees)
-    if tokenizer.identity() != prepared.tokenizer:
-        what = (
-            "chat template"
-            if tokenizer.template_identity != prepared.template
-            else "vocabulary or special tokens"
-        )
-        raise WrongInput(
-            f"{columns} was prepared with another tokenizer than {recipe.folder.tokenizer} holds"
-            f" now: other {what}; run `ingot prepare`"
-        )
-    weights = [source.weight for source in data.train]
-    by_part = data.window is not None
-    rows = open_rows(
-        columns,
-        "train",
-        data.seq_len,
-        pack=recipe.pack,
-        pad_last=False,
-        weights=weights,
-        target_len=data.target_len,
-        by_part=by_part,
-    )
-    held_out = open_rows(
-        columns,
-        "validation",
-        data.seq_len,
-        pack=recipe.pack_held_out,
-        pad_last=True,
-        target_len=data.target_len,
-    )
-    if len(rows) < batch.global_batch:
-        raise WrongInput(
-            f"{columns} has {len(rows)} training rows of data.seq_len={data.seq_len}, less than"
-            f" train.global_batch={batch.global_batch}; add documents, or lower one of the two"
-        )
-    if recipe.model.lora is not None and drawing.random:
-        raise WrongInput(
-            f"model.lora trains an adapter of weights that are kept, and {recipe.model.source}"
-            " starts from random ones; set model.source to a model with weights, or"
-            " model.lora=null"
-        )
+        check_teacher(teacher, model_spec, recipe)
+    _check_model(recipe, model_spec, mesh)
+    _check_tokenizer(recipe, prepared, tokenizer)
+    rows = _open_split(recipe, "train")
+    held_out = _open_split(recipe, "validation")
     origin, begin = _origin(recipe)
-    last = total_steps(recipe.train, len(rows), data.seq_len)
-    if begin >= last:
-        raise WrongInput(
-            f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise"
-            " train.steps, or lower train.start_step"
-        )
-    if recipe.train.profile is not None and recipe.train.profile.begin > last:
-        raise WrongInput(
-            f"train.profile begins with step {recipe.train.profile.begin:,}, and training ends with"
-            f" step {last:,}; lower train.profile.begin"
-        )
+    last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
+    _check_steps(recipe, len(rows), batch, begin, last)
     compute = computing_type(recipe, mesh.device)
-    check_formats(recipe, drawing.kind, batch, mesh.degrees, compute, mesh.device)
+    check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity = {
         **training_identity(recipe),
         "precision.compute": compute,
@@ -245,7 +190,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         recipe,
         batch,
         tokenizer,
-        drawing,
+        model_spec,
         teacher,
         rows,
         held_out,
@@ -255,6 +200,76 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         compute,
         identity,
     )
+
+
+def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises WrongInput where the layout, memory or adapter does not fit the model."""
+    if model_spec.kind == "decoder":
+        config = model_spec.config.to_hf()
+        check_layout(recipe.parallel, mesh.world, config, recipe.data.seq_len)
+    check_pipeline(
+        recipe.parallel,
+        recipe.memory,
+        compiled=recipe.train.compile,
+        dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0,
+    )
+    check_memory(recipe, model_spec.kind, mesh.degrees)
+    if recipe.model.lora is not None and model_spec.random:
+        raise WrongInput(
+            f"model.lora trains an adapter of weights that are kept, and {recipe.model.source}"
+            " starts from random ones; set model.source to a model with weights, or"
+            " model.lora=null"
+        )
+
+
+def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:
+    """Raises WrongInput where the columns were made with another tokenizer."""
+    if tokenizer.identity() == prepared.tokenizer:
+        return
+    is_template = tokenizer.template_identity != prepared.template
+    what = "chat template" if is_template else "vocabulary or special tokens"
+    raise WrongInput(
+        f"{recipe.folder.columns} was prepared with another tokenizer than"
+        f" {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare`"
+    )
+
+
+def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
+    """The rows of a split. Training rows are weighted by source, and drawn by parts where there is
+    a window; held-out ones are all measured, so the last one is padded.
+    """
+    data, is_train = recipe.data, split == "train"
+    return open_rows(
+        recipe.folder.columns,
+        split,
+        data.seq_len,
+        pack=recipe.pack if is_train else recipe.pack_held_out,
+        pad_last=not is_train,
+        weights=[source.weight for source in data.train] if is_train else None,
+        target_len=data.target_len,
+        by_part=is_train and data.window is not None,
+    )
+
+
+def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: int) -> None:
+    """Raises WrongInput where the rows do not fill a batch, or no step is left to do."""
+    if rows < batch.global_batch:
+        raise WrongInput(
+            f"{recipe.folder.columns} has {rows} training rows of"
+            f" data.seq_len={recipe.data.seq_len}, less than"
+            f" train.global_batch={batch.global_batch}; add documents, or lower one of the two"
+        )
+    if begin >= last:
+        raise WrongInput(
+            f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise"
+            " train.steps, or lower train.start_step"
+        )
+    profile = recipe.train.profile
+    if profile is not None and profile.begin > last:
+        raise WrongInput(
+            f"train.profile begins with step {profile.begin:,}, and training ends with step"
+            f" {last:,}; lower train.profile.begin"
+        )
 
 
 def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:

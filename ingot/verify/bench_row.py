@@ -119,8 +119,8 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         counted = sum(parameter.numel() for parameter in trial.trainee.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
     config, native, on_gpu = (
-        plan.drawing.config.to_hf(),
-        plan.drawing.kind == "decoder",
+        plan.model_spec.config.to_hf(),
+        plan.model_spec.kind == "decoder",
         mesh.device.type != "cpu",
     )
     tokens = plan.batch.global_batch * plan.tokens_per_sample

@@ -191,7 +191,7 @@ def _check_logits(
     """Compare transformers' logits, if it opens the folder, with the trainer's."""
     what, held = "logits: trainer and transformers", export.held_out
     try:
-        model = open_transformers(export.recipe.folder.model, export.plan.drawing.kind)
+        model = open_transformers(export.recipe.folder.model, export.plan.model_spec.kind)
         read = _TransformersLogits(model, transformers_logits(model, held))
     except CannotOpen as error:
         return None, Check(what, False, f"{error}; {REPAIR}")
@@ -280,8 +280,8 @@ def _check_adapter(
 
 
 def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
-    what, drawing = "adapter in PEFT", export.plan.drawing
-    if drawing.folder is None or drawing.random:
+    what, model_spec = "adapter in PEFT", export.plan.model_spec
+    if model_spec.folder is None or model_spec.random:
         return Check(
             what,
             None,
@@ -289,7 +289,7 @@ def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
         )
     try:
         model = open_adapter(
-            open_transformers(drawing.folder, drawing.kind, labels=export.recipe.labels),
+            open_transformers(model_spec.folder, model_spec.kind, labels=export.recipe.labels),
             export.recipe.folder.adapter,
         )
     except CannotOpen as error:
@@ -332,7 +332,9 @@ def _check_server(
 def _compare_answers(export: ExportedRun, url: str, model: TransformersModel, most: float) -> Check:
     recipe, tokenizer = export.recipe, export.plan.tokenizer
     if model.kind == "decoder":
-        room = min(LONGEST_PROMPT, export.plan.drawing.config.max_position_embeddings - NEW_TOKENS)
+        room = min(
+            LONGEST_PROMPT, export.plan.model_spec.config.max_position_embeddings - NEW_TOKENS
+        )
         return check_decoder(
             url,
             model,

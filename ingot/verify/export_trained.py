@@ -207,7 +207,7 @@ def open_export(recipe: Recipe) -> ExportedRun:
                 f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that"
                 " was trained, or run `ingot train`"
             )
-    return ExportedRun(plan, lineage, found, gone, held_out(plan.held_out, plan.drawing.kind))
+    return ExportedRun(plan, lineage, found, gone, held_out(plan.held_out, plan.model_spec.kind))
 
 
 def alone_on_cpu() -> Mesh:
@@ -255,8 +255,8 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     """
     plan, lora = export.plan, export.recipe.model.lora
     if export.found is None:
-        drawing = replace(plan.drawing, folder=export.recipe.folder.model, random=False)
-        model = build_model(drawing, plan.recipe.seed, CPU, filled=True).eval()
+        model_spec = replace(plan.model_spec, folder=export.recipe.folder.model, random=False)
+        model = build_model(model_spec, plan.recipe.seed, CPU, filled=True).eval()
         return RebuiltModel(
             training_logits(model, export.held_out),
             None,
@@ -265,7 +265,7 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
             sum(parameter.ndim > 1 for parameter in model.parameters()),
         )
     # A checkpoint of a run with an adapter contains only the adapter.
-    model = build_model(plan.drawing, plan.recipe.seed, CPU, filled=lora is not None)
+    model = build_model(plan.model_spec, plan.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
     load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
@@ -284,4 +284,4 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
 
 def base_model(plan: TrainSetup) -> AnyModel:
     """The model that training started from, without an adapter."""
-    return build_model(plan.drawing, plan.recipe.seed, CPU, filled=True).eval()
+    return build_model(plan.model_spec, plan.recipe.seed, CPU, filled=True).eval()

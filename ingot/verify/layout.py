@@ -148,8 +148,8 @@ class LayoutProver:
         prepared data do not fit together.
         """
         small = make_small(recipe, self._next_folder())
-        if small.drawing.kind != "decoder":
-            name = small.drawing.config.to_hf()["model_type"].replace("-", "_")
+        if small.model_spec.kind != "decoder":
+            name = small.model_spec.config.to_hf()["model_type"].replace("-", "_")
             self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
         alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
         # All rows in one micro-batch, so that accumulation is compared as well.
@@ -239,9 +239,9 @@ def _check_layout(laid_out: SmallRun, layout: Layout) -> None:
     """Raises WrongInput if this layout is impossible."""
     check_pipeline(layout.parallel, layout.memory, compiled=False, dropout=0.0)
     batch_plan(laid_out.small.train, layout.parallel, layout.processes)
-    if isinstance(laid_out.drawing.config, DecoderConfig):
+    if isinstance(laid_out.model_spec.config, DecoderConfig):
         check_layout(
-            layout.parallel, layout.processes, laid_out.drawing.config.to_hf(), laid_out.seq_len
+            layout.parallel, layout.processes, laid_out.model_spec.config.to_hf(), laid_out.seq_len
         )
 
 

@@ -90,7 +90,7 @@ class SmallRun:
     original: Recipe
     """The user's recipe, but for one process."""
     small: Recipe
-    drawing: ModelSpec
+    model_spec: ModelSpec
     teacher: Path | None
     seq_len: int
 
@@ -129,7 +129,7 @@ class SmallRun:
             plan,
             recipe=self.small,
             batch=batch_plan(self.small.train, self.small.parallel, mesh.world),
-            drawing=self.drawing,
+            model_spec=self.model_spec,
             teacher=self.teacher,
             rows=rows,
             held_out=held_out,
@@ -153,7 +153,7 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     return SmallRun(
         asked,
         _small_recipe(asked, seq_len, teacher),
-        _small_spec(plan.drawing, seq_len),
+        _small_spec(plan.model_spec, seq_len),
         teacher,
         seq_len,
     )
@@ -216,16 +216,19 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _small_spec(drawing: ModelSpec, seq_len: int) -> ModelSpec:
-    values = drawing.config.to_hf()
-    if isinstance(drawing.config, DecoderConfig):
+def _small_spec(model_spec: ModelSpec, seq_len: int) -> ModelSpec:
+    values = model_spec.config.to_hf()
+    if isinstance(model_spec.config, DecoderConfig):
         return ModelSpec(
             "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len)), None, True
         )
     return ModelSpec(
-        drawing.kind,
+        model_spec.kind,
         read_hf_config(
-            small_hub(values), drawing.config.kind, "the small model", labels=drawing.config.labels
+            small_hub(values),
+            model_spec.config.kind,
+            "the small model",
+            labels=model_spec.config.labels,
         ),
         None,
         True,

@@ -70,15 +70,15 @@ def trainee(
 ) -> tuple[nn.Module, Masters, torch.optim.Optimizer]:
     """A model with room for its weights, and an optimizer without state."""
     config, lora = MODELS[name]
-    drawing, how = (
+    model_spec, how = (
         ModelSpec("decoder", DecoderConfig.from_hf(config), None, True),
         WrapSettings(Parallel(**layout)),
     )
-    model = create_model(drawing, 0)
+    model = create_model(model_spec, 0)
     if lora is not None:
         add_lora(model, lora, 0)
     model = apply_wrappers(model, mesh, how)
-    materialize_model(model, drawing, 0, mesh.device, filled=False)
+    materialize_model(model, model_spec, 0, mesh.device, filled=False)
     for parameter in model.parameters():
         local_tensor(parameter.detach()).fill_(7.0)
     masters = make_masters(model, mesh, how)

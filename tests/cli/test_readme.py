@@ -185,7 +185,9 @@ def answers(port: str) -> bool:
 
 @pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
 def test_tuning_a_model_folder(recipe: str, model_folder: Path, tmp_path: Path) -> None:
-    """The README's command and recipe as they are, but for the model: a tiny folder."""
+    """The README's command and recipe as they are, but for the model: a tiny folder, whose tokenizer
+    does not have ChatML's tokens.
+    """
     (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     (tmp_path / "data").mkdir()
     if recipe == "adapt_smollm2":
@@ -194,7 +196,7 @@ def test_tuning_a_model_folder(recipe: str, model_folder: Path, tmp_path: Path) 
     else:
         write_chats(tmp_path / "data/chats.jsonl", 40)
     (command,) = [command for command in commands() if recipe in command]
-    extra = {} if recipe == "adapt_smollm2" else {"INGOT_TOKENIZER__TEMPLATE": "chatml"}
+    extra = {} if recipe == "adapt_smollm2" else {"INGOT_TOKENIZER__TEMPLATE": "alpaca"}
     done = ingot(
         *shlex.split(command)[1:],
         cwd=tmp_path,

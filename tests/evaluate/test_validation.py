@@ -153,12 +153,12 @@ def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
     """The loss on held-out rows before and after a step of training."""
     parallel, config = Parallel(**axes), {**MODEL, "vocab_size": 320}
     with running_mesh(parallel) as mesh:
-        drawing, how = (
+        model_spec, how = (
             ModelSpec("decoder", DecoderConfig.from_hf(config), None, True),
             WrapSettings(parallel),
         )
-        model = apply_wrappers(create_model(drawing, 0), mesh, how)
-        materialize_model(model, drawing, 0, mesh.device, filled=True)
+        model = apply_wrappers(create_model(model_spec, 0), mesh, how)
+        materialize_model(model, model_spec, 0, mesh.device, filled=True)
         masters = make_masters(model, mesh, how)
         module, optimizer = (
             finish_wrapping(model.train(), mesh),

@@ -45,15 +45,15 @@ class Telling(CrossEntropy):
 
 
 def built(mesh: Mesh, parallel: Parallel, lora: Lora | None = None) -> tuple[nn.Module, Masters]:
-    drawing, how = (
+    model_spec, how = (
         ModelSpec("decoder", DecoderConfig.from_hf(MODEL), None, True),
         WrapSettings(parallel),
     )
-    model = create_model(drawing, 0)
+    model = create_model(model_spec, 0)
     if lora is not None:
         add_lora(model, lora, 0)
     model = apply_wrappers(model, mesh, how)
-    materialize_model(model, drawing, 0, mesh.device, filled=True)
+    materialize_model(model, model_spec, 0, mesh.device, filled=True)
     masters = make_masters(model, mesh, how)
     return finish_wrapping(model.train(), mesh), masters
 

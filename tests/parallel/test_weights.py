@@ -104,10 +104,10 @@ class CountedSlice:
 
 
 def wrapped(
-    drawing: ModelSpec, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None
+    model_spec: ModelSpec, layout: dict[str, int], mesh: Mesh, lora: Lora | None = None
 ) -> AnyModel:
     """On `meta`, spread."""
-    model = create_model(drawing, 0)
+    model = create_model(model_spec, 0)
     if lora is not None:
         add_lora(model, lora, 0)
     return apply_wrappers(model, mesh, WrapSettings(Parallel(**layout)))

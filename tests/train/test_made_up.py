@@ -148,7 +148,7 @@ def test_the_vocabulary_is_that_which_will_be(tmp_path: Path) -> None:
     assert (
         made_up_plan(
             small_recipe(tmp_path, tokenizer__vocab_size=777), ALONE
-        ).drawing.config.vocab_size
+        ).model_spec.config.vocab_size
         == 777
     )
 
@@ -156,10 +156,10 @@ def test_the_vocabulary_is_that_which_will_be(tmp_path: Path) -> None:
 def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
     recipe = small_recipe(root, tokenizer__vocab_size=900)
     plan = made_up_plan(recipe, ALONE)
-    assert plan.drawing.config.vocab_size == plan.tokenizer.vocab_size == 320
+    assert plan.model_spec.config.vocab_size == plan.tokenizer.vocab_size == 320
     real = make_setup(small_recipe(root), ALONE)
     made = with_made_up_rows(real)
-    assert made.drawing == real.drawing
+    assert made.model_spec == real.model_spec
     assert made.rows.fingerprint == "made up"
 
 

@@ -64,9 +64,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = reference.create_model
 
-    def build(drawing: Any, *arguments: Any, **more: Any) -> Any:
-        names.append(str(drawing.folder))
-        return original(drawing, *arguments, **more)
+    def build(model_spec: Any, *arguments: Any, **more: Any) -> Any:
+        names.append(str(model_spec.folder))
+        return original(model_spec, *arguments, **more)
 
     monkeypatch.setattr(reference, "create_model", build)
     return names

@@ -289,7 +289,7 @@ def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
 
 def _tiny_config(recipe: Recipe) -> dict[str, Any]:
     with running_mesh(recipe.parallel) as mesh:
-        return make_setup(recipe, mesh).drawing.config.to_hf()
+        return make_setup(recipe, mesh).model_spec.config.to_hf()
 
 
 def test_two_ranks_make_one_row_of_both(root: Path, tmp_path: Path) -> None:

@@ -211,23 +211,23 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     tokenizer, ids = _tokenizer(recipe)
     source = recipe.objective.teacher_source
     teacher = None if source is None else named_folder(source, "objective.teacher")
-    drawing = resolve_model_spec(
+    model_spec = resolve_model_spec(
         drawn,
         ids,
         asdict(tokenizer.special),
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:
-        check_teacher(teacher, drawing, recipe)
-    if drawing.kind == "decoder":
-        check_layout(recipe.parallel, mesh.world, drawing.config.to_hf(), recipe.data.seq_len)
-    rows = made_up_rows(recipe, drawing.config.vocab_size)
+        check_teacher(teacher, model_spec, recipe)
+    if model_spec.kind == "decoder":
+        check_layout(recipe.parallel, mesh.world, model_spec.config.to_hf(), recipe.data.seq_len)
+    rows = made_up_rows(recipe, model_spec.config.vocab_size)
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
     return TrainSetup(
         drawn,
         batch,
         tokenizer,
-        drawing,
+        model_spec,
         teacher,
         rows,
         rows,
@@ -243,7 +243,7 @@ def with_made_up_rows(plan: TrainSetup) -> TrainSetup:
     """The same plan over made-up rows; it begins with the model's own weights, not with another
     run's.
     """
-    rows = made_up_rows(plan.recipe, plan.drawing.config.vocab_size)
+    rows = made_up_rows(plan.recipe, plan.model_spec.config.vocab_size)
     return replace(plan, rows=rows, held_out=rows, origin=None)
 
 

@@ -268,7 +268,7 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
     monkeypatch.setattr(DeferredFiles, "bring", broken)
     with (
         contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader,
-        pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); see to the disk"),
+        pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); check the disk"),
     ):
         loader.step(0)
 
