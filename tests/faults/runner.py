@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.fault import Fault
 from tests.graph import PROJECT, files, is_test, seers
 from tests.session import UNKNOWN_S, known_times
@@ -170,10 +172,18 @@ def _end_group(pid: int) -> None:
 
 
 class _First:
-    """A plugin that writes down the first test that failed."""
+    """A plugin of pytest that writes down the first test that failed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """A failure need not be made small, which takes minutes."""
+        hypothesis = importlib.import_module("hypothesis")
+        phases = set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain}
+        hypothesis.settings.register_profile("faults", deadline=None, phases=phases)
+        hypothesis.settings.load_profile("faults")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self._path.exists():
@@ -204,7 +214,7 @@ def _be_pytest(folder: Path, tests: Sequence[str], told: Path, without: Sequence
     code = 3
     try:
         arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *deselected, *tests]
-        code = int(importlib.import_module("pytest").main(arguments, plugins=[_First(told)]))
+        code = int(pytest.main(arguments, plugins=[_First(told)]))
     finally:
         os._exit(code)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -235,3 +236,19 @@ def test_a_holder_is_outwaited_for_longer_than_it_is_sure_of_its_lease(
     server.ahead_s += 1000
     with lease(bucket, "two"):
         assert json.loads(server.objects[KEY].data)["owner"] == "two"
+
+
+def test_a_lease_is_sure_from_the_question_on_and_not_from_the_answer(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service reckons from when it wrote it, which may be long before we hear of it."""
+    put = type(bucket).put
+
+    def slow(self: Bucket, *arguments: Any, **named: Any) -> Any:
+        done = put(self, *arguments, **named)
+        time.sleep(0.6)
+        return done
+
+    monkeypatch.setattr(type(bucket), "put", slow)
+    with lease(bucket, "one", life_s=0.4) as held:
+        assert held.lost
