@@ -160,7 +160,7 @@ def test_stamps_tell_a_change(tmp_path: Path) -> None:
                 " hf:, wikipedia:, bigquery:, megatron: or builtin:stdlib"
             ),
         ),
-        ("builtin:nothing", "builtin:nothing is no source"),
+        ("builtin:nothing", "builtin:nothing is not built in"),
         ("memory://nowhere/x", "no such file"),
     ],
 )
