@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from tests.forks import FIXED
 from tests.session import Session
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -38,6 +39,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write how long each test file took, for the order of the next runs",
     )
+
+
+@pytest.fixture(autouse=True)
+def fixed_variables() -> Iterator[None]:
+    """Variables that libraries read at import, as they were before the test: some libraries set them
+    when they are imported, and no process could be forked for a command line from then on.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith(FIXED)}
+    yield
+    for name in [name for name in os.environ if name.startswith(FIXED) and name not in before]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_a_job_that_succeeds(launcher: LocalLauncher, tmp_path: Path) -> None:
     handle = launcher.submit(Job("good", ("show", "config", _recipe(tmp_path))))
     wait_until(lambda: launcher.status(handle) != "running")
     assert launcher.status(handle) == "succeeded"
-    assert "name: launched" in launcher.logs(handle).read_text(encoding="utf-8")
+    assert "name: launched" in Path(handle.log).read_text(encoding="utf-8")
     assert launcher.find("good") == handle
     assert Handle.from_json(handle.to_json()) == handle
 
@@ -93,7 +93,7 @@ def test_a_job_that_fails_says_why_in_its_log(launcher: LocalLauncher, tmp_path:
     handle = launcher.submit(Job("bad", ("show", "config", str(tmp_path / "missing.yaml"))))
     wait_until(lambda: launcher.status(handle) != "running")
     assert launcher.status(handle) == "failed"
-    assert "missing.yaml does not exist" in launcher.logs(handle).read_text(encoding="utf-8")
+    assert "missing.yaml does not exist" in Path(handle.log).read_text(encoding="utf-8")
 
 
 def test_a_running_job_is_not_started_twice_and_can_be_cancelled(

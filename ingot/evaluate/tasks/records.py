@@ -30,7 +30,7 @@ class _WholeRecords(DocumentExtractor):
 
     documents: Documents = "chat"
 
-    def take(self, row: int, record: Any) -> ParsedDocument | BadRecord:
+    def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         if not isinstance(record, dict):
             return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
         return ParsedDocument(row, json.dumps(record, ensure_ascii=False, default=str))
