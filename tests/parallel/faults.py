@@ -136,7 +136,7 @@ def rows_counted_twice() -> AbstractContextManager[Any]:
     share = sharing.split_rows
     return patch.object(
         sharing,
-        "share",
+        "split_rows",
         lambda tensor, rank, world, fill, **more: share(tensor, 0, world, fill, **more),
     )
 
