@@ -16,10 +16,6 @@ from hypothesis import settings
 from tests.forks import FIXED
 from tests.session import Session
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Whoever started us in the background (`&`, nohup) may have left signals ignored, and our
