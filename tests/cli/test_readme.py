@@ -183,26 +183,17 @@ def answers(port: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
-def test_tuning_a_model_folder(recipe: str, model_folder: Path, tmp_path: Path) -> None:
-    """The README's command and recipe as they are, but for the model: a tiny folder, whose tokenizer
-    does not have ChatML's tokens.
+def test_tuning_a_model_folder(model_folder: Path, tmp_path: Path) -> None:
+    """The README's command and recipe as they are, but for the model: a tiny folder. Its tokenizer
+    has no tokens of ChatML, so the recipe of chats runs with the real model alone.
     """
     (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     (tmp_path / "data").mkdir()
-    if recipe == "adapt_smollm2":
-        lines = [{"text": f"Report {n}. The mould cooled slowly. " * 8} for n in range(40)]
-        (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    else:
-        write_chats(tmp_path / "data/chats.jsonl", 40)
-    (command,) = [command for command in commands() if recipe in command]
-    extra = {} if recipe == "adapt_smollm2" else {"INGOT_TOKENIZER__TEMPLATE": "alpaca"}
+    lines = [{"text": f"Report {n}. The mould cooled slowly. " * 8} for n in range(40)]
+    (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (command,) = [command for command in commands() if "adapt_smollm2" in command]
     done = ingot(
-        *shlex.split(command)[1:],
-        cwd=tmp_path,
-        **TUNED,
-        INGOT_MODEL__SOURCE=str(model_folder),
-        **extra,
+        *shlex.split(command)[1:], cwd=tmp_path, **TUNED, INGOT_MODEL__SOURCE=str(model_folder)
     )
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").glob("*smollm2")
