@@ -54,15 +54,16 @@ def _in_open(pid: int) -> bool:
 
 
 def _asleep_and_loaded(pid: int) -> bool:
-    """Where the kernel hides what a process waits for: asleep, after the recipe loader's libraries
-    were mapped.
+    """Where the kernel hides what a process waits for: it has the recipe loader's libraries, and
+    sleeps without having computed anything for a while.
     """
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
-    return (
-        psutil.Process(pid).status() == psutil.STATUS_SLEEPING
-        and "_pydantic_core" in maps
-        and "_yaml" in maps
-    )
+    if "_pydantic_core" not in maps or "_yaml" not in maps:
+        return False
+    process = psutil.Process(pid)
+    before = process.cpu_times()
+    time.sleep(0.3)
+    return process.status() == psutil.STATUS_SLEEPING and process.cpu_times() == before
 
 
 def start_script(code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -255,7 +255,7 @@ def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(
     heart = HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1)
     heart.beat("step")
     name = next((root / "heartbeats").iterdir()).name
-    with RunFolderPusher(JOB, root, 0):
+    with RunFolderPusher(JOB.run_folder_url or "", root, 0):
         try:
             assert slow.wait(20)
             before = generation(server, f"heartbeats/{name}")
@@ -272,7 +272,7 @@ def test_a_bucket_that_does_not_answer_is_not_waited_for_by_signs_of_life(
     HeartbeatWriter(root / "heartbeats", rank=0, local_rank=0, attempt=1).close()
     name = next((root / "heartbeats").iterdir()).name
     server.fault("insert", delay_s=60, code=503)
-    with RunFolderPusher(JOB, root, 1):
+    with RunFolderPusher(JOB.run_folder_url or "", root, 1):
         wait_until(lambda: generation(server, f"heartbeats/{name}") > 0, timeout_s=30)
 
 
@@ -281,7 +281,7 @@ def test_every_node_shows_stacks_that_were_written_since_it_began(
 ) -> None:
     monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 0.05)
     fill(root, {"logs/stacks-rank2.txt": "of a start before", "logs/stacks-rank3.txt": ""})
-    with RunFolderPusher(JOB, root, 1):
+    with RunFolderPusher(JOB.run_folder_url or "", root, 1):
         fill(root, {"logs/stacks-rank3.txt": "once"})
         wait_until(lambda: generation(server, "stacks/stacks-rank3.txt") > 0)
         first = generation(server, "stacks/stacks-rank3.txt")
@@ -295,7 +295,7 @@ def test_ranks_are_told_of_the_replica_as_long_as_it_is_sent_to(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
-    with RunFolderPusher(JOB, root, 1):
+    with RunFolderPusher(JOB.run_folder_url or "", root, 1):
         said = subprocess.run(
             [sys.executable, "-c", f"import os; print(os.environ[{REPLICA_VARIABLE!r}])"],
             capture_output=True,
