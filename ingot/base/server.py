@@ -13,12 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import httpx
-
+from ingot.base.doors import lazy_import
 from ingot.base.errors import Failed
 from ingot.base.processes import preexec_die_with_parent
+
+if TYPE_CHECKING:
+    import httpx
+else:  # a run that has nothing to do asks no server
+    httpx = lazy_import("httpx")
 
 _LISTENS = re.compile(r"^serving .+ at (http://\S+)")
 START_TIMEOUT_S = 600.0

@@ -1,20 +1,25 @@
 """The output of an evaluation beside its JSON: a table in the terminal, and a Parquet file with the
-score of every item. Without torch, since the command line also shows existing reports.
+score of every item. Light to import, since the command line also shows existing reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from ingot.base.doors import lazy_import
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.base.storage import atomic_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = lazy_import("pyarrow"), lazy_import("pyarrow.parquet")
 
 
 def show_report(report: EvaluationReport, console: Console) -> None:

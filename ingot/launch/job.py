@@ -1,23 +1,21 @@
-"""A job: one ingot command with what it needs; the launcher's protocol; and the handles of a run's
-jobs, `RUN/jobs/VERB.KIND.json`, each with the recipe that its place was given, `VERB.KIND.yaml`.
+"""A job: one ingot command with what it needs; the handle that finds it again; and the protocol of
+the launchers. Imports no recipe: whoever starts ranks here and waits for them stays small.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.progress import say
-from ingot.base.storage import write_atomic
 from ingot.config.doors import PLACES
-from ingot.config.load import dump_recipe, load_recipe
-from ingot.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ingot.config.recipe import Recipe
 
 JobState = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled", "unknown"]
 FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "preempted", "cancelled")
@@ -171,66 +169,3 @@ def status_or_unknown(launcher: Launcher, handle: Handle) -> JobState:
     except IngotError as error:
         say(f"warning: {error}")
         return "unknown"
-
-
-def jobs_folder(root: Path) -> Path:
-    return root / "jobs"
-
-
-def store_handle(root: Path, handle: Handle, recipe: Recipe | None = None) -> Handle:
-    """Store a handle, and the recipe by which its place is queried later; without `recipe` that is
-    stored already.
-    """
-    if recipe is not None:
-        store_recipe(root, handle, recipe)
-    write_atomic(jobs_folder(root) / f"{handle.name}.{handle.kind}.json", handle.to_json())
-    return handle
-
-
-def stored_handles(root: Path) -> list[Handle]:
-    """The handles of all jobs of a run at other places, the newest first."""
-    found = []
-    for path in jobs_folder(root).glob("*.*.json"):
-        try:
-            found.append(Handle.from_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # of another version, or being written
-    return sorted(found, key=lambda handle: handle.started, reverse=True)
-
-
-def find_handle(root: Path, name: str, kind: str) -> Handle | None:
-    """The handle of the job that was last submitted as `name` to the place `kind`."""
-    return next(
-        (handle for handle in stored_handles(root) if (handle.name, handle.kind) == (name, kind)),
-        None,
-    )
-
-
-def store_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:
-    write_atomic(_recipe_file(root, handle), dump_recipe(recipe))
-
-
-def recipe_of(root: Path, handle: Handle) -> Recipe:
-    """The recipe that the job was submitted with. Raises WrongInput where it cannot be read, such
-    as one of another version.
-    """
-    return load_recipe([_recipe_file(root, handle)], environ={}, dotenv=None)
-
-
-def has_same_result(root: Path, handle: Handle, recipe: Recipe) -> bool:
-    """Whether a job was submitted with this recipe, as far as its result depends on it."""
-    with contextlib.suppress(IngotError):  # a recipe of another version counts as another recipe
-        return _result_knobs(recipe_of(root, handle)) == _result_knobs(recipe)
-    return False
-
-
-def _result_knobs(recipe: Recipe) -> dict[str, Any]:
-    """All but where it runs; the number of ranks counts."""
-    return {
-        **recipe.model_dump(exclude={"launch", "cloud", "serve"}),
-        "ranks": (recipe.launch.nodes, recipe.launch.processes),
-    }
-
-
-def _recipe_file(root: Path, handle: Handle) -> Path:
-    return jobs_folder(root) / f"{handle.name}.{handle.kind}.yaml"

@@ -13,14 +13,8 @@ from ingot.base.progress import say
 from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StopRequests, follow
-from ingot.launch.job import (
-    ExclusiveLauncher,
-    Job,
-    Launcher,
-    find_handle,
-    launcher_of,
-    status_or_unknown,
-)
+from ingot.launch.handles import find_handle
+from ingot.launch.job import ExclusiveLauncher, Job, Launcher, launcher_of, status_or_unknown
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.node_commands import path_on_nodes
 from ingot.launch.staging import committed_anywhere, missing_inputs, next_rendezvous, stage_start

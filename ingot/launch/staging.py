@@ -18,7 +18,8 @@ from ingot.base.storage import is_remote, write_atomic
 from ingot.cloud.regions import region_mismatch
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Job, find_handle, jobs_folder
+from ingot.launch.handles import find_handle, jobs_folder
+from ingot.launch.job import Job
 from ingot.launch.rendezvous import clear_rendezvous
 from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.cli.commands import clean_environment, ingot, start_ingot
+from tests.cli.tiny_model import write_model
 from tests.ranks import free_port
 from tests.small import TINY_MODEL, write_documents
 
@@ -183,18 +184,17 @@ def answers(port: str) -> bool:
         return False
 
 
-def test_tuning_a_model_folder(model_folder: Path, tmp_path: Path) -> None:
-    """The README's command and recipe as they are, but for the model: a tiny folder. Its tokenizer
-    has no tokens of ChatML, so the recipe of chats runs with the real model alone.
-    """
+@pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
+def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
+    """The README's command and recipe as they are, but for the model: a tiny folder."""
     (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     (tmp_path / "data").mkdir()
     lines = [{"text": f"Report {n}. The mould cooled slowly. " * 8} for n in range(40)]
     (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (command,) = [command for command in commands() if "adapt_smollm2" in command]
-    done = ingot(
-        *shlex.split(command)[1:], cwd=tmp_path, **TUNED, INGOT_MODEL__SOURCE=str(model_folder)
-    )
+    write_chats(tmp_path / "data/chats.jsonl", 40)
+    model = write_model(tmp_path / "model", special=["<|im_start|>", "<|im_end|>"])
+    (command,) = [command for command in commands() if recipe in command]
+    done = ingot(*shlex.split(command)[1:], cwd=tmp_path, **TUNED, INGOT_MODEL__SOURCE=str(model))
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").glob("*smollm2")
     assert (run / "model/config.json").exists()

@@ -170,6 +170,14 @@ FAULTS = [
         "tests/base/remote/test_lease.py",
     ),
     Fault(
+        "lease-never-lost",
+        "ingot/base/remote/lease.py",
+        "return self._new_holder is not None or time.clock_gettime(_CLOCK) > self._sure_until",
+        "return self._new_holder is not None",
+        "a process that stood still goes on writing",
+        "tests/base/remote/test_lease.py",
+    ),
+    Fault(
         "hash-in-env-value",
         "ingot/base/environment.py",
         'value.split(" #", 1)[0].rstrip()',

@@ -54,16 +54,12 @@ def _in_open(pid: int) -> bool:
 
 
 def _asleep_and_loaded(pid: int) -> bool:
-    """Where the kernel hides what a process waits for: it has the recipe loader's libraries, and
-    sleeps without having computed anything for a while.
+    """Where the kernel hides what a process waits for: asleep, after the libraries of the recipe's
+    loader were mapped; a launcher that waits for it has none of them.
     """
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
-    if "_pydantic_core" not in maps or "_yaml" not in maps:
-        return False
-    process = psutil.Process(pid)
-    before = process.cpu_times()
-    time.sleep(0.3)
-    return process.status() == psutil.STATUS_SLEEPING and process.cpu_times() == before
+    loaded = "_pydantic_core" in maps and "_yaml" in maps
+    return loaded and psutil.Process(pid).status() == psutil.STATUS_SLEEPING
 
 
 def start_script(code: str, *arguments: str) -> subprocess.Popen[str]:

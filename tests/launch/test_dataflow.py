@@ -22,7 +22,8 @@ from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Handle, Job, find_handle, jobs_folder
+from ingot.launch.handles import find_handle, jobs_folder
+from ingot.launch.job import Handle, Job
 from ingot.launch.places.dataflow import DataflowLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
 from tests import gcs, golden

@@ -25,7 +25,8 @@ from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.launch.job import Job, find_handle, jobs_folder
+from ingot.launch.handles import find_handle, jobs_folder
+from ingot.launch.job import Job
 from ingot.launch.places.dataproc import DataprocLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
 from ingot.launch.staging import put_inputs, recipe_for_nodes

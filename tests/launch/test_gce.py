@@ -24,7 +24,8 @@ from ingot.base.markers import fingerprint
 from ingot.cloud import clients, instances
 from ingot.cloud.instances import NoCapacity
 from ingot.config.recipe import Recipe
-from ingot.launch.job import FINAL_STATES, Handle, Job, find_handle, jobs_folder
+from ingot.launch.handles import find_handle, jobs_folder
+from ingot.launch.job import FINAL_STATES, Handle, Job
 from ingot.launch.places import gce, gce_machines, logs
 from ingot.launch.places.gce import GceLauncher
 from ingot.launch.rendezvous import ARRIVED, BOOT, EXIT, SIGNAL, Rendezvous

@@ -12,7 +12,8 @@ import pytest
 
 from ingot.base.errors import Failed
 from ingot.cli.launch import cancel
-from ingot.launch.job import Handle, JobState, jobs_folder, store_handle
+from ingot.launch.handles import jobs_folder, store_handle
+from ingot.launch.job import Handle, JobState
 from ingot.launch.job_control import RemoteJob, submitted_jobs
 from tests.small import small_recipe
 

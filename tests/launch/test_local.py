@@ -195,7 +195,6 @@ def test_foreground_hands_signals_on(tmp_path: Path, sent: str, arrives: str) ->
     )
 
 
-@pytest.mark.xfail(reason="the second request is sometimes not followed; see docs/LOG.md")
 def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
     parent = start_script(FOREGROUND, *argv)

@@ -19,7 +19,8 @@ from ingot.base.storage import write_atomic
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job, staging
-from ingot.launch.job import Handle, Job, JobState, store_handle
+from ingot.launch.handles import store_handle
+from ingot.launch.job import Handle, Job, JobState
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, Rendezvous

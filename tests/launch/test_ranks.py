@@ -189,7 +189,6 @@ def test_a_signal_reaches_every_rank(through: str, tmp_path: Path) -> None:
     assert not waiting_on(argv)
 
 
-@pytest.mark.xfail(reason="a race of the test since 2026-11-22; docs/LOG.md")
 def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
     parent = start_script(TWO, *argv)

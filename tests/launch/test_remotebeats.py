@@ -46,7 +46,7 @@ def test_only_what_is_new_is_fetched_and_what_lay_there_does_not_count(
     assert again == fetched == 3
     bucket.put("old", beat_of(tmp_path, 5, 10))
     wait_until(lambda: 5 in beats.latest())
-    beats.end()
+    beats.close()
 
 
 def test_a_bucket_that_does_not_answer_makes_nobody_wait(
@@ -67,7 +67,7 @@ def test_a_bucket_that_does_not_answer_makes_nobody_wait(
     began = time.monotonic()
     assert list(beats.latest()) == [0]
     assert time.monotonic() - began < 2.0
-    beats.end()
+    beats.close()
 
 
 def test_stacks_come_when_they_were_asked_for(server: gcs.Server, tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_stacks_come_when_they_were_asked_for(server: gcs.Server, tmp_path: Path
     beats = RemoteHeartbeats(tmp_path, MIRROR)
     time.sleep(0.3)
     assert not (tmp_path / "logs").exists()
-    beats.want_stacks()
+    beats.fetch_stacks = True
     wait_until((tmp_path / "logs" / "stacks-rank3.txt").exists)
     stacks.put("stacks-rank3.txt", b"2\n")
     wait_until(lambda: (tmp_path / "logs" / "stacks-rank3.txt").read_bytes() == b"2\n")
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["stacks-rank3.txt"]
-    beats.end()
+    beats.close()

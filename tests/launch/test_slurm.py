@@ -18,7 +18,8 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StopRequests, follow
-from ingot.launch.job import Handle, Job, find_handle
+from ingot.launch.handles import find_handle
+from ingot.launch.job import Handle, Job
 from ingot.launch.places import slurm_cluster
 from ingot.launch.places.slurm import SlurmLauncher
 from ingot.launch.run_job import job_of

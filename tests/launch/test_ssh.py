@@ -20,7 +20,8 @@ import pytest
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.processes import machine_id, start_ticks
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Handle, Job, find_handle
+from ingot.launch.handles import find_handle
+from ingot.launch.job import Handle, Job
 from ingot.launch.places.logs import HostsLog
 from ingot.launch.places.ssh import SshLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous

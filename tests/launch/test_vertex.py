@@ -18,7 +18,8 @@ from ingot.cloud import clients
 from ingot.cloud.vertex import jobs
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
-from ingot.launch.job import FINAL_STATES, Handle, Job, find_handle
+from ingot.launch.handles import find_handle
+from ingot.launch.job import FINAL_STATES, Handle, Job
 from ingot.launch.places import logs, vertex
 from ingot.launch.places.vertex import VertexLauncher
 from ingot.launch.rendezvous import Rendezvous

@@ -111,7 +111,6 @@ def test_all_steps_end_in_an_answer_a_table_and_a_page(
     assert not _left_behind(root)
 
 
-@pytest.mark.xfail(reason="a heavy library is imported since 2026-11-22; docs/LOG.md")
 def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path) -> None:
     before = {
         path: path.stat().st_mtime_ns

@@ -18,8 +18,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
-from ingot.data.sources.readers import ENDINGS
-from ingot.data.sources.source_file import Format, SourceFile, utf8_safe
+from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
 
 STDLIB = "builtin:stdlib"
 
@@ -108,7 +107,7 @@ def _format(source: SourceSettings, path: str) -> Format:
     if source.format != "auto":
         return source.format
     stem = path.lower()
-    for ending in ENDINGS:
+    for ending in COMPRESSED_ENDINGS:
         stem = stem.removesuffix(ending)
     return "wikipedia" if DUMP.search(stem) else FORMATS.get(Path(stem).suffix, "text")
 

@@ -150,7 +150,6 @@ class _Text:
 
 
 COMPRESSED_READ_BYTES = 1 << 17
-ENDINGS = (".gz", ".zst", ".bz2")
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 """What reading a damaged file raises."""
 

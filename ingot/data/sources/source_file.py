@@ -31,6 +31,7 @@ Format = Literal[
 """How a source is written down. The last four are no files: rows of a data set on the hub, of a
 query, existing columns, and records of a kind of source from another package.
 """
+COMPRESSED_ENDINGS = (".gz", ".zst", ".bz2")
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,8 @@ from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import label
 from ingot.config.recipe import Recipe
-from ingot.launch.job import (
-    Handle,
-    Job,
-    JobLog,
-    JobState,
-    find_handle,
-    jobs_folder,
-    store_handle,
-)
+from ingot.launch.handles import find_handle, jobs_folder, store_handle
+from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import FileLog
 from ingot.launch.places.node_commands import ATTEMPT, container_command, job_labels, user_labels
 from ingot.launch.rendezvous import EXIT, Rendezvous

@@ -24,15 +24,8 @@ from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
 from ingot.config.recipe import Recipe
 from ingot.config.sections.launch import parse_duration
-from ingot.launch.job import (
-    Handle,
-    Job,
-    JobLog,
-    JobState,
-    find_handle,
-    jobs_folder,
-    store_handle,
-)
+from ingot.launch.handles import find_handle, jobs_folder, store_handle
+from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import SparkDriverLog
 from ingot.launch.places.node_commands import ATTEMPT, errors_of, job_labels, start_labels
 from ingot.launch.rendezvous import Rendezvous

@@ -25,16 +25,8 @@ from ingot.cloud.machines import NOT_ON_DEMAND, machine_type
 from ingot.cloud.prices import time_limit_s
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import NON_FAILURE_CODES
-from ingot.launch.job import (
-    FINAL_STATES,
-    Handle,
-    Job,
-    JobLog,
-    JobState,
-    find_handle,
-    jobs_folder,
-    store_handle,
-)
+from ingot.launch.handles import find_handle, jobs_folder, store_handle
+from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState
 from ingot.launch.places.gce_machines import LEAST_S, ComputeCluster
 from ingot.launch.places.logs import ComputeLog
 from ingot.launch.places.node_commands import NODE, START, errors_of, job_labels, machine_reasons

@@ -24,17 +24,8 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.launch.job import (
-    FINAL_STATES,
-    Handle,
-    Job,
-    JobLog,
-    JobState,
-    find_handle,
-    has_same_result,
-    store_handle,
-    store_recipe,
-)
+from ingot.launch.handles import find_handle, has_same_result, store_handle, store_recipe
+from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState
 from ingot.launch.places import slurm_cluster
 from ingot.launch.places.logs import FileLog
 from ingot.launch.places.node_commands import (

@@ -24,16 +24,8 @@ from ingot.base.errors import EXIT_FAILED, Failed, WrongInput
 from ingot.base.processes import machine_id, preexec_die_with_parent, start_ticks
 from ingot.base.progress import say
 from ingot.config.recipe import Recipe
-from ingot.launch.job import (
-    FINAL_STATES,
-    Handle,
-    Job,
-    JobLog,
-    JobState,
-    find_handle,
-    status_or_unknown,
-    store_handle,
-)
+from ingot.launch.handles import find_handle, store_handle
+from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, status_or_unknown
 from ingot.launch.node.watch import HEARTBEAT_INTERVAL_S, LEASE_S
 from ingot.launch.places import ssh_hosts
 from ingot.launch.places.logs import HostsLog

@@ -23,7 +23,8 @@ from ingot.cloud.instances import label, resource_name
 from ingot.cloud.prices import time_limit_s, tpu_chips
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import NON_FAILURE_CODES
-from ingot.launch.job import Handle, Job, JobLog, JobState, find_handle, store_handle
+from ingot.launch.handles import find_handle, store_handle
+from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import TpuLog
 from ingot.launch.places.node_commands import (
     RUN,

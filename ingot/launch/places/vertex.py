@@ -25,7 +25,8 @@ from ingot.cloud.vertex import jobs
 from ingot.cloud.vertex.jobs import CustomJobStatus, http_status_of
 from ingot.cloud.vertex.tensorboard import tensorboard_name
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Handle, Job, JobLog, JobState, jobs_folder, store_handle
+from ingot.launch.handles import jobs_folder, store_handle
+from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import VertexLog
 from ingot.launch.places.node_commands import (
     ATTEMPT,

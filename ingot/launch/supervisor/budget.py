@@ -17,7 +17,8 @@ from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Job, find_handle, launcher_of
+from ingot.launch.handles import find_handle
+from ingot.launch.job import Job, launcher_of
 from ingot.launch.rendezvous import EXIT, Rendezvous
 
 
