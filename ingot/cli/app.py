@@ -69,11 +69,8 @@ def main() -> None:
         die_with_parent(os.getppid(), signal.SIGKILL)
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
-    sys.exit(
-        ended(
-            guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug)
-        )
-    )
+    code = guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug)
+    sys.exit(ended(code))
 
 
 @app.callback()

@@ -54,9 +54,7 @@ def build(
         str | None,
         typer.Option(
             "--torch",
-            help=(
-                "Build of torch: cpu, cu126, cu130; what the recipe's machines want when left out."
-            ),
+            help="Build of torch: cpu, cu126, cu130; by the recipe's machines if left out.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -69,20 +67,11 @@ def build(
     from ingot.cloud import builds
     from ingot.cloud.build_inputs import bake, ingot_source, parts_by_image
     from ingot.cloud.clients import GoogleClients
-    from ingot.cloud.images import KINDS, untagged_name
+    from ingot.cloud.images import untagged_name
 
-    kinds = tuple(kind for kind in KINDS if kind in arguments)
-    rest = [argument for argument in arguments if argument not in KINDS]
-    if wrong := [argument for argument in rest if not re.search(r"[=./]", argument)]:
-        raise WrongInput(f"{wrong[0]} is no image of ours; give one or more of {', '.join(KINDS)}")
-    if not kinds:
-        raise WrongInput(f"no image is named; give one or more of {', '.join(KINDS)}")
-    recipe = _recipe(rest)
-    google, wanted, tags = (
-        GoogleClients(recipe.cloud),
-        parts_by_image(kinds, _listed(with_)),
-        _tags(tag or []),
-    )
+    kinds, recipe = _kinds_and_recipe(arguments)
+    google, tags = GoogleClients(recipe.cloud), _tags(tag or [])
+    parts = parts_by_image(kinds, _listed(with_))
     _ = [untagged_name(recipe.cloud, kind) for kind in kinds]  # before anything is sent
     made = ingot_source()
     if made.unsaved:
@@ -93,30 +82,36 @@ def build(
     name = f"{builds.FOLDER}/source-{made.sha256[:16]}.tgz"
     if not dry_run:
         open_bucket(google.bucket).put(name, made.data, generation=0)
-    builds_of_torch: dict[ImageKind, str] = {
-        kind: torch or _torch(recipe, kind) for kind in kinds if kind != "spark"
-    }
-    wish = builds.BuildRequest(
+    request = builds.BuildRequest(
         kinds,
         made.revision,
         name,
         tags,
-        builds_of_torch,
-        bake(google, recipe, wanted, send=not dry_run),
+        {kind: torch or _torch(recipe, kind) for kind in kinds if kind != "spark"},
+        bake(google, recipe, parts, send=not dry_run),
     )
     if dry_run:
-        print(builds.render_build(google, wish), end="")
+        print(builds.render_build(google, request), end="")
         return 0
-    for image in builds.run_build(google, wish):
+    for image in builds.run_build(google, request):
         print(f"{image.name} {image.digest}")
     return 0
 
 
-def _recipe(arguments: Sequence[str]) -> Recipe:
-    """Recipe files if there are any; the environment and overrides can say all that is needed."""
+def _kinds_and_recipe(arguments: Sequence[str]) -> tuple[tuple[ImageKind, ...], Recipe]:
+    """The images that are named, and the recipe; without a file the environment and the overrides
+    say all that is needed.
+    """
     from ingot.cli.arguments import read_recipe, settings_without_recipe, split
+    from ingot.cloud.images import KINDS
 
-    return read_recipe(arguments) if split(arguments)[0] else settings_without_recipe(arguments)
+    kinds = tuple(kind for kind in KINDS if kind in arguments)
+    rest = [argument for argument in arguments if argument not in KINDS]
+    if wrong := [argument for argument in rest if not re.search(r"[=./]", argument)]:
+        raise WrongInput(f"{wrong[0]} is no image of ours; give one or more of {', '.join(KINDS)}")
+    if not kinds:
+        raise WrongInput(f"no image is named; give one or more of {', '.join(KINDS)}")
+    return kinds, read_recipe(rest) if split(rest)[0] else settings_without_recipe(rest)
 
 
 def _listed(text: str) -> list[str]:

@@ -24,29 +24,14 @@ from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook, SampleHook, measuring, sample_texts
-from ingot.train.goodput import (
-    EventSink,
-    TimeAccount,
-)
-from ingot.train.hooks import (
-    CheckpointHook,
-    KillHook,
-    LogHook,
-    SkipHook,
-    TrainingControl,
-    Workload,
-)
+from ingot.train.goodput import EventSink, TimeAccount
+from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.profile import profile_hooks
 from ingot.train.rollback import left_out
 from ingot.train.schedules import LearningRate
 from ingot.train.setup import TrainSetup
-from ingot.train.step import (
-    DropoutSeeds,
-    Hook,
-    SpikeDetector,
-    StepContext,
-)
+from ingot.train.step import DropoutSeeds, Hook, SpikeDetector, StepContext
 
 
 @dataclass(frozen=True)
@@ -88,6 +73,33 @@ class Hooks:
         self.account.begin()
 
 
+@dataclass(frozen=True)
+class CommitFields:
+    """What a checkpoint says beside the tensors, so that a resumed training takes the same
+    decisions.
+    """
+
+    setup: TrainSetup
+    log: LogHook
+    evaluation: EvaluateHook
+    samples: SampleHook
+    spikes: SpikeDetector | None
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        """The fields of `COMMIT.json` after `step`."""
+        measured = (("validation", self.evaluation), ("samples", self.samples))
+        return {
+            "samples": step * self.setup.batch.global_batch,
+            "finished": step >= self.setup.last or self.evaluation.is_over,
+            "identity": self.setup.identity,
+            "watched": self.evaluation.state(),
+            "skipped": self.log.skipped,
+            "owed": [name for name, hook in measured if hook.owes],
+            **({"spikes": self.spikes.state()} if self.spikes else {}),
+            "left_out": left_out(self.setup, self.setup.recipe),
+        }
+
+
 def make_hooks(
     process: TrainingProcess,
     setup: TrainSetup,
@@ -98,17 +110,17 @@ def make_hooks(
     """What happens after each step, in this order: skipped steps, logs, measurements, the account
     of time, a checkpoint that knows all of it, the profiler.
     """
-    recipe, run, mesh, heart = process.recipe, process.recipe.folder, process.mesh, process.heart
+    recipe, mesh = process.recipe, process.mesh
     first, commit = (start.step, start.commit) if start else (setup.begin, {})
     knobs = recipe.train
-    account = TimeAccount(heart, process.events)
+    account = TimeAccount(process.heart, process.events)
     spikes = (
         None
         if knobs.skip.spike is None
         else SpikeDetector(knobs.skip.spike, mesh.device, commit.get("spikes"))
     )
     run_id = fingerprint(setup.identity)
-    sinks = open_sinks(recipe, run, mesh, first, run_id, commit.get("owed", []))
+    sinks = open_sinks(recipe, recipe.folder, mesh, first, run_id, commit.get("owed", []))
     progress = closing.enter_context(
         Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
     )
@@ -137,38 +149,8 @@ def make_hooks(
         spread=is_sharded(state.model),
     )
 
-    def payload(step: int) -> dict[str, Any]:
-        """What the checkpoint of `step` says beside the state."""
-        measured = (("validation", evaluation), ("samples", samples))
-        return {
-            "samples": step * setup.batch.global_batch,
-            "finished": step >= setup.last or evaluation.is_over,
-            "identity": setup.identity,
-            "watched": evaluation.state(),
-            "skipped": log.skipped,
-            "owed": [name for name, hook in measured if hook.owes],
-            **({"spikes": spikes.state()} if spikes else {}),
-            "left_out": left_out(setup, recipe),
-        }
-
-    saver = Saver(
-        run.checkpoints,
-        mesh,
-        asynchronous=recipe.checkpoint.asynchronous,
-        mirror=process.bucket,
-        said=heart.beat,
-    )
-    checkpoint = CheckpointHook(
-        saver,
-        state,
-        run,
-        recipe.checkpoint,
-        evaluation,
-        payload,
-        account,
-        first,
-        is_main=mesh.is_main,
-    )
+    fields = CommitFields(setup, log, evaluation, samples, spikes)
+    checkpoint = _checkpoint_hook(process, state, fields, account, first)
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),
         log,
@@ -182,6 +164,34 @@ def make_hooks(
     for hook in hooks:
         closing.callback(hook.close)
     return Hooks(evaluation, samples, checkpoint, account, spikes, hooks)
+
+
+def _checkpoint_hook(
+    process: TrainingProcess,
+    state: TrainState,
+    fields: CommitFields,
+    account: TimeAccount,
+    first: int,
+) -> CheckpointHook:
+    recipe, mesh = process.recipe, process.mesh
+    saver = Saver(
+        recipe.folder.checkpoints,
+        mesh,
+        asynchronous=recipe.checkpoint.asynchronous,
+        mirror=process.bucket,
+        said=process.heart.beat,
+    )
+    return CheckpointHook(
+        saver,
+        state,
+        recipe.folder,
+        recipe.checkpoint,
+        fields.evaluation,
+        fields,
+        account,
+        first,
+        is_main=mesh.is_main,
+    )
 
 
 def make_step_context(

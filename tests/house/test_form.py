@@ -11,7 +11,7 @@ from collections import defaultdict
 from tests.house.source import modules
 
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, LARGEST_MEDIAN = 540, 104, 15
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, LARGEST_MEDIAN = 400, 70, 15
 
 
 def test_no_file_is_called_after_nothing() -> None:
@@ -92,14 +92,7 @@ OPTIONAL = "the one file that owns an optional library"
 BOUNDARIES: dict[str, str] = {
     "ingot.data.cleaning.steps.filters": OPTIONAL,
     "ingot.data.engines.spark": OPTIONAL,
-    "ingot.data.cleaning.report": "not merged yet",
-    "ingot.data.sources.local_files": "not merged yet",
-    "ingot.data.tokenizing.encode": "not merged yet",
-    "ingot.data.batches.permutation": "not merged yet",
-    "ingot.launch.supervisor.attempt_watch": "not merged yet",
-    "ingot.launch.places.logs": "not merged yet",
-    "ingot.launch.supervisor.remote_attempt": "not merged yet",
-    "ingot.parallel.context": "not merged yet",
+    "ingot.parallel.context": "context parallelism, beside tensor.py and pipeline.py",
     "ingot.train.profile": "torch's profiler, which nothing else needs",
     "ingot.train.schedules": "the implementation behind the door of schedules",
 }

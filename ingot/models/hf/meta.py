@@ -95,8 +95,7 @@ def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[s
       files. Where that is missing it is 32 if the head is the embedding and 8 if it is not: so it
       is in everything that Meta published as 3.2 and 3.1.
     - Positions: `max_seq_len`, else what the version was trained for, told by its rotary base and
-      epsilon: 131,072 scaled, 8,192 at base 500,000 (Llama 3), 16,384 at another raised base (Code
-      Llama), 2,048 at epsilon 1e-6 (Llama 1), else 4,096 (Llama 2).
+      epsilon (`_trained_positions`).
     - The feed-forward size is what w1 has.
     """
     if unknown := sorted(params.keys() - _USED - _IDLE):
@@ -107,18 +106,12 @@ def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[s
     try:
         dim, heads = int(params["dim"]), int(params["n_heads"])
         theta, eps = float(params.get("rope_theta", 10_000.0)), float(params["norm_eps"])
-        first, gate = shards[0][to_meta(EMBEDDING)], to_meta("model.layers.0.mlp.gate_proj.weight")
-        cut_by_vocabulary = first.shape[-1] == dim
-        vocab = (
-            sum(shard[to_meta(EMBEDDING)].shape[0] for shard in shards)
-            if cut_by_vocabulary
-            else first.shape[0]
-        )
+        gate = to_meta("model.layers.0.mlp.gate_proj.weight")
         given = int(params.get("vocab_size", -1))
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": given if given > 0 else vocab,
+            "vocab_size": given if given > 0 else _vocabulary(shards, dim),
             "hidden_size": dim,
             "intermediate_size": sum(shard[gate].shape[0] for shard in shards),
             "num_hidden_layers": int(params["n_layers"]),
@@ -139,20 +132,9 @@ def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[s
                 params.get("rope_scaling_factor") or (32 if config["tie_word_embeddings"] else 8)
             )
             config["rope_parameters"] = {**_SCALED, "rope_theta": theta, "factor": factor}
-        trained = (
-            131_072
-            if scaled
-            else (
-                8192
-                if theta == 500_000
-                else 16_384
-                if theta > 10_000
-                else 2048
-                if eps == 1e-6
-                else 4096
-            )
+        config["max_position_embeddings"] = int(
+            params.get("max_seq_len") or _trained_positions(scaled, theta, eps)
         )
-        config["max_position_embeddings"] = int(params.get("max_seq_len") or trained)
     except KeyError as error:
         raise WrongInput(
             f"{where}: {error.args[0]} is missing there or in consolidated.*.pth; fetch the model"
@@ -163,6 +145,24 @@ def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[s
             f"{where}: a size is not a number that fits ({error}); fetch the model again"
         ) from None
     return config
+
+
+def _vocabulary(shards: Shards, dim: int) -> int:
+    """Rows of the embedding, which some releases shard by rows and others by columns."""
+    rows = [shard[to_meta(EMBEDDING)].shape[0] for shard in shards]
+    sharded_by_rows = shards[0][to_meta(EMBEDDING)].shape[-1] == dim
+    return sum(rows) if sharded_by_rows else rows[0]
+
+
+def _trained_positions(scaled: bool, theta: float, eps: float) -> int:
+    """The context that a release was trained for, in tokens."""
+    if scaled:
+        return 131_072
+    if theta == 500_000:
+        return 8192  # Llama 3
+    if theta > 10_000:
+        return 16_384  # Code Llama
+    return 2048 if eps == 1e-6 else 4096  # Llama 1, Llama 2
 
 
 def _params(folder: Path) -> dict[str, Any]:

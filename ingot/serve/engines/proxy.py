@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -30,6 +31,57 @@ ANSWER_S = 600.0
 _STOP_S = 5.0
 
 
+@dataclass(frozen=True)
+class EngineProxy:
+    """The routes in front of another engine's server, which calls its model `name`."""
+
+    client: httpx.AsyncClient
+    settings: Serve
+    name: str
+
+    async def health(self) -> Response:
+        try:
+            status = (await self.client.get("/health", timeout=5.0)).status_code
+        except httpx.HTTPError:
+            status = 503
+        return JSONResponse(
+            {"status": "ok" if status == 200 else "failing", "model": self.name},
+            200 if status == 200 else 503,
+        )
+
+    async def predict(self, body: PredictBody) -> dict[str, Any]:
+        prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
+        parameters, most = body.parameters.model_dump(exclude_none=True), self.settings.max_tokens
+        if parameters.setdefault("max_tokens", min(PREDICT_TOKENS, most)) > most:
+            raise ApiError(
+                400,
+                f"max_tokens {parameters['max_tokens']} is over this server's limit of {most};"
+                " lower it, or raise serve.max_tokens",
+            )
+        completions = {"model": self.name, "prompt": prompts, **parameters}
+        answer = await _post(self.client, "/v1/completions", completions)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        return {"predictions": [choice["text"] for choice in choices]}
+
+    async def forward(self, request: Request) -> Response:
+        """Any other request as it is, its answer as it arrives."""
+        kept = {
+            header: value
+            for header in ("content-type", "accept")
+            if (value := request.headers.get(header))
+        }
+        forwarded = self.client.build_request(
+            request.method, request.url.path, content=await request.body(), headers=kept
+        )
+        try:
+            answer = await self.client.send(forwarded, stream=True)
+        except httpx.HTTPError as error:
+            raise _unavailable(error) from None
+        return StreamingResponse(
+            _stream(answer), answer.status_code, media_type=answer.headers.get("content-type")
+        )
+
+
 def create_proxy(
     url: str, settings: Serve, name: str, *, key: str | None, environ: Mapping[str, str]
 ) -> FastAPI:
@@ -40,64 +92,16 @@ def create_proxy(
         trust_env=False,
         limits=httpx.Limits(max_connections=None),
     )
+    proxy = EngineProxy(client, settings, name)
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
-
-    async def health() -> Response:
-        try:
-            status = (await client.get("/health", timeout=5.0)).status_code
-        except httpx.HTTPError:
-            status = 503
-        return JSONResponse(
-            {"status": "ok" if status == 200 else "failing", "model": name},
-            200 if status == 200 else 503,
-        )
-
-    async def predict(body: PredictBody) -> dict[str, Any]:
-        prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
-        parameters = body.parameters.model_dump(exclude_none=True)
-        if (
-            parameters.setdefault("max_tokens", min(PREDICT_TOKENS, settings.max_tokens))
-            > settings.max_tokens
-        ):
-            raise ApiError(
-                400,
-                f"max_tokens {parameters['max_tokens']} is over this server's limit of"
-                f" {settings.max_tokens}; lower it, or raise serve.max_tokens",
-            )
-        answer = await _post(
-            client, "/v1/completions", {"model": name, "prompt": prompts, **parameters}
-        )
-        return {
-            "predictions": [
-                choice["text"]
-                for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-            ]
-        }
-
-    async def pass_through(request: Request) -> Response:
-        kept = {
-            header: value
-            for header in ("content-type", "accept")
-            if (value := request.headers.get(header))
-        }
-        forwarded = client.build_request(
-            request.method, request.url.path, content=await request.body(), headers=kept
-        )
-        try:
-            answer = await client.send(forwarded, stream=True)
-        except httpx.HTTPError as error:
-            raise _unavailable(error) from None
-        return StreamingResponse(
-            _stream(answer), answer.status_code, media_type=answer.headers.get("content-type")
-        )
-
     open_routes = health_routes(environ)
     for route in open_routes:
-        app.add_api_route(route, health, methods=["GET"])
-    app.add_api_route(environ.get("AIP_PREDICT_ROUTE") or "/predict", predict, methods=["POST"])
+        app.add_api_route(route, proxy.health, methods=["GET"])
+    predict = environ.get("AIP_PREDICT_ROUTE") or "/predict"
+    app.add_api_route(predict, proxy.predict, methods=["POST"])
     app.add_api_route(
-        "/v1/{path:path}", pass_through, methods=["GET", "POST"], include_in_schema=False
+        "/v1/{path:path}", proxy.forward, methods=["GET", "POST"], include_in_schema=False
     )
     app.add_middleware(BodySizeLimit, max_bytes=settings.max_body_bytes)
     if key is not None:
