@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ DOTTED = re.compile(r"\b(?:ingot|tests|benchmarks)(?:\.[a-z_][a-z0-9_]*)+")
 SEEN_BY_ALL = ("tests/conftest.py", "pyproject.toml", "constraints.txt")
 
 
+@lru_cache
 def files() -> list[str]:
     """Every Python file, as a path relative to the project."""
     return [
@@ -58,13 +60,15 @@ def importers() -> dict[str, set[str]]:
             for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
                 tree.body.remove(function)
                 node = fixtures[path][function.name] = f"{path}::{function.name}"
-                link(node, _names(function, path))
-                asked[node] = _parameters(function) - {function.name}
+                seen = _seen(function, path)
+                link(node, seen.names)
+                asked[node] = seen.parameters - {function.name}
                 found[path].add(node)
-        link(path, _names(tree, path))
-        asked[path] = _parameters(tree)
+        seen = _seen(tree, path)
+        link(path, seen.names)
+        asked[path] = seen.parameters
         if path.startswith("ingot/"):
-            tables += [(path, name) for name in _dotted(tree)]
+            tables += [(path, name) for name in seen.dotted]
     for path, name in tables:
         if (other := known.get(name)) and other != path:
             readers = {path, *found[path]}
@@ -72,42 +76,48 @@ def importers() -> dict[str, set[str]]:
     for node, wanted in asked.items():
         conftests = [f"{parent}/conftest.py" for parent in Path(node.split("::")[0]).parents]
         for conftest in conftests:
-            if conftest in known.values() and conftest != node:
+            if module_of(conftest) in known and conftest != node:
                 found[conftest].add(node)
             for name in wanted & fixtures[conftest].keys():
                 found[fixtures[conftest][name]].add(node)
     return found
 
 
-def _parameters(tree: ast.AST) -> set[str]:
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {argument.arg for function in functions for argument in function.args.args}
+@dataclass(frozen=True)
+class Seen:
+    """What one walk through a piece of code finds."""
+
+    names: list[str]
+    """Modules and what is imported from them; in tests also those that a string names."""
+    dotted: list[str]
+    """Dotted paths in its strings."""
+    parameters: set[str]
 
 
-def _dotted(tree: ast.AST) -> Iterator[str]:
+def _seen(tree: ast.AST, path: str) -> Seen:
+    # What the fork server loads is what its users run.
+    strings_count = path.startswith(("tests/", "benchmarks/")) and path != "tests/forks.py"
+    names, dotted, parameters = list[str](), list[str](), set[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from DOTTED.findall(node.value)
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                dotted += DOTTED.findall(node.value)
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.FunctionDef):
+            parameters |= {argument.arg for argument in node.args.args}
+        elif isinstance(node, ast.List | ast.Tuple) and path.startswith("tests/"):
+            values = [item.value for item in node.elts if isinstance(item, ast.Constant)]
+            if ("-m", "ingot") in pairwise(values):
+                names.append("ingot.__main__")
+    return Seen([*names, *dotted] if strings_count else names, dotted, parameters)
 
 
 def _may_import(path: str, other: str) -> bool:
     room, theirs = (name.split("/")[1].removesuffix(".py") for name in (path, other))
     return (path.startswith("ingot/") and theirs in MAY_IMPORT.get(room, ())) or room == theirs
-
-
-def _names(tree: ast.AST, path: str) -> Iterator[str]:
-    # What the fork server loads is what its users run.
-    if path.startswith(("tests/", "benchmarks/")) and path != "tests/forks.py":
-        yield from _dotted(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.List | ast.Tuple) and path.startswith("tests/"):
-            values = [item.value for item in node.elts if isinstance(item, ast.Constant)]
-            if ("-m", "ingot") in pairwise(values):
-                yield "ingot.__main__"
 
 
 def is_test(path: str) -> bool:
