@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,20 @@ REPLICA_VARIABLE = "REPLICA_OF_RUN"
 """The variable that tells the ranks of a node without a shared disk which replica of the run folder
 in a bucket people and later starts see.
 """
+
+
+_SECRET = re.compile(
+    r"(^|_)((API|ACCESS|PRIVATE|ACCOUNT|LICENSE|ENCRYPTION|SIGNING|AUTH)_?KEY|SECRET(_KEY)?|TOKEN"
+    r"|JWT|PAT|PASSWORD|PASSWD|PASSPHRASE)$",
+    re.IGNORECASE,
+)
+
+
+def holds_secret(name: str) -> bool:
+    """Whether a variable of this name holds a secret, as far as names tell: `WANDB_API_KEY`,
+    `HF_TOKEN`; not `HF_TOKEN_PATH`, which says where one lies.
+    """
+    return _SECRET.search(name) is not None
 
 
 @dataclass(frozen=True)

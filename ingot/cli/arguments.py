@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import yaml
 
+from ingot.base.environment import holds_secret
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 
@@ -30,14 +33,23 @@ def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-def read_recipe(arguments: Sequence[str]) -> Recipe:
-    """Raises WrongInput when there is no recipe file among the arguments, or what they say is
-    wrong.
+def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
+    """The recipe, for `verb` if one is given (see `load_recipe`). Raises WrongInput when there is
+    no recipe file among the arguments, or what they say is wrong.
     """
     files, overrides = split(arguments)
     if not files:
         raise WrongInput("no recipe is given; name one, such as recipes/quickstart.yaml")
-    return load_recipe(files, overrides)
+    recipe = load_recipe(files, overrides, verb=verb)
+    if verb is not None and "LOCAL_RANK" not in os.environ:
+        for name in recipe.launch.environment:
+            if holds_secret(name):
+                say(
+                    f"warning: launch.environment.{name} looks like a secret, and is written into"
+                    " recipe.yaml and the scripts of jobs; remove it, export it, and name it in"
+                    " launch.secrets (ssh, Slurm) or in cloud.secrets"
+                )
+    return recipe
 
 
 def settings_without_recipe(overrides: Sequence[str]) -> Recipe:

@@ -181,7 +181,7 @@ def submit(
     from ingot.cli.arguments import read_recipe
     from ingot.pipeline import submit as pipeline
 
-    recipe = read_recipe(arguments)
+    recipe = read_recipe(arguments, "submit")
     if cancel:
         for id in pipeline.cancel(recipe):
             print(id)

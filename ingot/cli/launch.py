@@ -142,7 +142,7 @@ def _launch(
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
 
-    recipe = read_recipe(arguments).at(verb)
+    recipe = read_recipe(arguments, verb).at(verb)
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
     if recipe.launch.detach:

@@ -26,7 +26,7 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
     """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code
     back.
     """
-    recipe, step = read_recipe(arguments), step_named(verb)
+    recipe, step = read_recipe(arguments, verb), step_named(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
@@ -122,7 +122,7 @@ def is_rank() -> bool:
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
     from ingot.pipeline.local import print_summary, run
 
-    recipe = read_recipe(arguments)
+    recipe = read_recipe(arguments, "run")
     prepare_environment(recipe)
     print_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
     return EXIT_DONE

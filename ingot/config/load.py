@@ -16,8 +16,10 @@ from ingot.base.environment import read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.values import (
+    MISSING,
     KeyPath,
     Values,
+    dotted,
     explain_errors,
     get,
     one_line,
@@ -26,6 +28,18 @@ from ingot.config.values import (
 )
 
 PREFIX = "INGOT_"
+WHOLE = ("run", "submit")
+"""Verbs that do all steps."""
+STEP_KNOBS = {
+    "kind": "launch",
+    "image": "image",
+    "machine": "machine",
+    "nodes": "nodes",
+    "processes": "processes",
+}
+"""The knobs of `launch` that a step of `pipeline.steps` can have its own value of, and their names
+there.
+"""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -50,16 +64,23 @@ def load_recipe(
     *,
     environ: Mapping[str, str] | None = None,
     dotenv: Path | None = Path(".env"),
+    verb: str | None = None,
 ) -> Recipe:
     """Read `files` in order, then `.env`, then `INGOT_*` variables, then `key=value` overrides;
-    later ones win.
+    later ones win. `verb` is the one that is to be done: what variables and overrides say of
+    `launch` also wins over what `pipeline.steps` said of this step before.
 
     Raises:
         WrongInput: names the knob, the value, where it stands, and the nearest knob where the name
-            is unknown.
+            is unknown; or the step that keeps its own value of a knob of `launch`, where all steps
+            are to be done.
     """
     values = read_values(
-        files, overrides, environ=os.environ if environ is None else environ, dotenv=dotenv
+        files,
+        overrides,
+        environ=os.environ if environ is None else environ,
+        dotenv=dotenv,
+        verb=verb,
     )
     try:
         return Recipe.model_validate(values.tree)
@@ -73,9 +94,16 @@ def read_values(
     *,
     environ: Mapping[str, str],
     dotenv: Path | None,
+    verb: str | None = None,
 ) -> Values:
     """The merged raw values, unchecked."""
     values = Values()
+
+    def type_in(names: Sequence[str], text: str, where: str) -> None:
+        path, value = parse_path(names), _scalar(text, where)
+        set_value(values, path, value, where)
+        _type_into_steps(values, path, value, where, verb)
+
     for file in files:
         _merge_file(values, Path(file))
     from_dotenv = read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}
@@ -83,12 +111,7 @@ def read_values(
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
             if name.startswith(PREFIX):
                 where = f"{place}{name}"
-                set_value(
-                    values,
-                    parse_path(name[len(PREFIX) :].lower().split("__")),
-                    _scalar(variables[name], where),
-                    where,
-                )
+                type_in(name[len(PREFIX) :].lower().split("__"), variables[name], where)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -97,8 +120,39 @@ def read_values(
                 " nor key=value"
             )
         where = f"`{one_line(override)}` on the command line"
-        set_value(values, parse_path(key.split(".")), _scalar(text, where), where)
+        type_in(key.split("."), text, where)
     return values
+
+
+def _type_into_steps(
+    values: Values, path: KeyPath, value: Any, where: str, verb: str | None
+) -> None:
+    """A knob of `launch` was typed, and steps may have their own value of it from before: the step
+    `verb` gets the new one; where all steps are done it is not guessed which are meant.
+    """
+    if path[0] != "launch" or verb is None:
+        return
+    if len(path) == 1:
+        for key in value if isinstance(value, dict) else ():
+            _type_into_steps(values, ("launch", key), value[key], where, verb)
+        return
+    steps, knob = get(values.tree, ("pipeline", "steps")), STEP_KNOBS.get(str(path[1]))
+    if knob is None:
+        return
+    for step in steps if isinstance(steps, dict) else ():
+        own = ("pipeline", "steps", step, knob)
+        if get(values.tree, own) in (MISSING, None):
+            continue
+        full = (*own, *path[2:])
+        if step == verb:
+            set_value(values, full, value, where)
+        elif verb in WHOLE and get(values.tree, full) != value:
+            raise WrongInput(
+                f"{where} would not reach {step}, whose own {dotted(own)} is set by"
+                f" {values.origin(own)}; give {dotted(full)} after it, too"
+            )
+    if knob == "nodes" and verb not in WHOLE:  # `Recipe.at` has a number of its own for some steps
+        set_value(values, ("pipeline", "steps", verb, knob), value, where)
 
 
 def dump_recipe(recipe: Recipe) -> str:

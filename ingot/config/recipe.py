@@ -19,6 +19,7 @@ from ingot.config.sections.deployment import (
     PipelineSettings,
     RegistrySettings,
     Serve,
+    StepPlace,
 )
 from ingot.config.sections.evaluation import ClassificationTask, Evaluate, LossTask, Task
 from ingot.config.sections.launch import Launch
@@ -41,6 +42,8 @@ PACKS: dict[Documents, tuple[Pack, ...]] = {
     "labelled": ("none",),
 }
 """How each kind of document may become rows; the first is what `auto` means."""
+MADE_ANEW = ("gce", "vertex")
+"""Places that make machines for each step, and are paid by machine and hour."""
 GATED_OTHERWISE: dict[Documents, str] = {
     "preference": "loss/accuracy",
     "labelled": "classification/accuracy",
@@ -259,17 +262,18 @@ class Recipe(Section):
 
     def at(self, verb: str) -> Recipe:
         """The recipe with `launch` as `pipeline.steps` has it for one step."""
-        place = {str(name): place for name, place in self.pipeline.steps.items()}.get(verb)
-        if place is None:
-            return self
-        nodes = place.nodes or (
-            1 if place.launch == "local" else None
-        )  # moved here, it leaves the machines of `launch` to the others
+        places = {str(name): place for name, place in self.pipeline.steps.items()}
+        place = places.get(verb, StepPlace())
+        # Moved here, a step leaves the machines of `launch` to the others. Each rank of an
+        # evaluation holds the whole model and needs no other, and its machines are made anew.
+        one = place.launch == "local" or (
+            verb == "evaluate" and (place.launch or self.launch.kind) in MADE_ANEW
+        )
         given = {
             "kind": place.launch,
             "image": place.image,
             "machine": place.machine,
-            "nodes": nodes,
+            "nodes": place.nodes or (1 if one else None),
             "processes": place.processes,
         }
         return self.model_copy(

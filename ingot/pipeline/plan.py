@@ -201,7 +201,8 @@ def _is_on_this_machine(source: str) -> bool:
 def _planned(recipe: Recipe, verb: Verb) -> PlannedStep:
     given = recipe.pipeline.steps.get(verb, StepPlace())
     kind, machine = _kind(recipe, verb), _machine(recipe, verb)
-    image = given.image or (recipe.launch.image if _is_distributed(verb) else None)
+    shared = _is_distributed(verb)
+    image = given.image or (recipe.launch.image if shared else None)
     if kind == "local":
         return PlannedStep(
             verb, image or image_of(recipe.cloud, "train"), (), _resources(machine, verb)
@@ -213,7 +214,7 @@ def _planned(recipe: Recipe, verb: Verb) -> PlannedStep:
         )
     place = [
         f"launch.kind={kind}",
-        f"launch.nodes={given.nodes or (recipe.launch.nodes if _is_distributed(verb) else 1)}",
+        f"launch.nodes={given.nodes or (recipe.at(verb).launch.nodes if shared else 1)}",
     ]
     if given.processes is not None:
         place.append(f"launch.processes={given.processes}")

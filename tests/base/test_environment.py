@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import Ranks, ranks, read_dotenv, secret
+from ingot.base.environment import Ranks, holds_secret, ranks, read_dotenv, secret
 from ingot.base.errors import WrongInput
 
 
@@ -75,3 +75,16 @@ def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(
     with pytest.raises(WrongInput) as error:
         secret("sk-very-secret", "serve.api_key")
     assert "very-secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "TOKEN")),
+        *((name, True) for name in ("DB_PASSWORD", "gh_pat", "SLURM_JWT", "COMET_APIKEY")),
+        *((name, False) for name in ("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "PATH", "KEYMAP")),
+        *((name, False) for name in ("GOOGLE_APPLICATION_CREDENTIALS", "MONKEY", "CACHE_KEY_DIR")),
+    ],
+)
+def test_a_secret_is_told_by_the_name_of_its_variable(name: str, secret: bool) -> None:
+    assert holds_secret(name) == secret

@@ -73,3 +73,14 @@ def test_settings_take_the_type_of_their_default(argument: str, key: str, value:
 def test_wrong_settings_are_refused(argument: str, says: str) -> None:
     with pytest.raises(WrongInput, match=says):
         values([argument], DEFAULTS, "verb")
+
+
+def test_a_secret_that_would_be_written_down_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("name: a\ndata: {train: [{source: b}]}\n", encoding="utf-8")
+    read_recipe([str(path), "launch.environment={WANDB_API_KEY: hush-77aa, A: b}"], "train")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "warning: launch.environment.WANDB_API_KEY looks like a secret" in line
+    assert "hush" not in line

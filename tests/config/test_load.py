@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -455,3 +456,83 @@ def test_a_dumped_recipe_loads_as_the_same_recipe(tmp_path: Path, more: str) -> 
     assert again == recipe
     assert dump_recipe(again) == dump_recipe(recipe)
     assert set(yaml.safe_load(dump_recipe(recipe))) == set(Recipe.model_fields)
+
+
+PLACED = f"""{GOOD}launch: {{kind: vertex, nodes: 4, processes: 8}}
+pipeline:
+  steps:
+    prepare: {{launch: dataproc}}
+    evaluate: {{launch: vertex, nodes: 1, processes: 1, machine: {{type: a2-highgpu-1g}}}}
+"""
+
+
+def placed(folder: Path, verb: str, *overrides: str, environ: dict[str, str] | None = None) -> Any:
+    (folder / "r.yaml").write_text(PLACED, encoding="utf-8")
+    recipe = load_recipe(
+        [folder / "r.yaml"], overrides, environ=environ or {}, dotenv=None, verb=verb
+    )
+    return recipe.at(verb).launch
+
+
+def test_what_is_typed_last_of_a_place_wins_over_the_place_of_the_step(tmp_path: Path) -> None:
+    assert placed(tmp_path, "prepare").kind == "dataproc"
+    assert placed(tmp_path, "prepare", "launch.kind=dataflow").kind == "dataflow"
+    assert placed(tmp_path, "prepare", "launch={kind: dataflow}").kind == "dataflow"
+    assert placed(tmp_path, "prepare", environ={"INGOT_LAUNCH__KIND": "gce"}).kind == "gce"
+    twice = ("launch.kind=dataflow", "pipeline.steps.prepare.launch=gce")
+    assert placed(tmp_path, "prepare", *twice).kind == "gce"
+    assert placed(tmp_path, "prepare", *twice[::-1]).kind == "dataflow"
+    evaluated = placed(
+        tmp_path,
+        "evaluate",
+        "launch.machine.type=g2-standard-24",
+        "launch.nodes=2",
+        "launch.processes=2",
+    )
+    assert (evaluated.machine.type, evaluated.nodes, evaluated.processes) == (
+        "g2-standard-24",
+        2,
+        2,
+    )
+    assert placed(tmp_path, "train", "launch.nodes=2").nodes == 2
+
+
+def test_a_step_that_keeps_its_own_place_is_named_where_all_steps_are_done(tmp_path: Path) -> None:
+    for verb in ("run", "submit"):
+        with pytest.raises(WrongInput) as error:
+            placed(tmp_path, verb, "launch.kind=dataflow")
+        assert str(error.value).replace(f"{tmp_path}/", "") == (
+            "`launch.kind=dataflow` on the command line would not reach prepare, whose own"
+            " pipeline.steps.prepare.launch is set by r.yaml:8; give"
+            " pipeline.steps.prepare.launch after it, too"
+        )
+        with pytest.raises(WrongInput, match=r"would not reach evaluate.*machine\.spot after it"):
+            placed(tmp_path, verb, "launch.machine.spot=true")
+    with pytest.raises(WrongInput, match="would not reach evaluate"):
+        placed(tmp_path, "run", "launch.kind=dataproc")
+    said_of_all = (
+        "pipeline.steps={prepare: {launch: gce}, evaluate: {launch: gce}}",
+        "launch.kind=gce",
+    )
+    assert placed(tmp_path, "run", *said_of_all).kind == "gce"
+    assert placed(tmp_path, "run", "launch.hang_s=40").hang_s == 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes"), [("gce", 1), ("vertex", 1), ("slurm", 4), ("ssh", 4), ("local", 4)]
+)
+def test_machines_that_are_made_for_an_evaluation_are_one(
+    kind: str, nodes: int, tmp_path: Path
+) -> None:
+    recipe = load(tmp_path, f"{GOOD}launch: {{kind: {kind}, nodes: 4}}")
+    assert recipe.at("evaluate").launch.nodes == nodes
+    assert recipe.at("train").launch.nodes == 4
+    typed = load_recipe(
+        [tmp_path / "r.yaml"], ["launch.nodes=3"], environ={}, dotenv=None, verb="evaluate"
+    )
+    assert typed.at("evaluate").launch.nodes == 3
+    by_step = load(tmp_path, f"{GOOD}launch: {{kind: {kind}, nodes: 4}}", STEP_OF_TWO)
+    assert by_step.at("evaluate").launch.nodes == 2
+
+
+STEP_OF_TWO = "pipeline.steps={evaluate: {nodes: 2}}"

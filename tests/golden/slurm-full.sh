@@ -6,6 +6,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=512G
 #SBATCH --signal=B:USR1@600
 #SBATCH --no-requeue
 #SBATCH --output=/shared/work/runs/small/logs/slurm-train-%j.log
@@ -13,7 +15,6 @@
 #SBATCH --export=ALL
 #SBATCH --chdir=/shared/work
 #SBATCH --constraint=h100
-#SBATCH --cpus-per-task=64
 export NCCL_SOCKET_IFNAME=eth0
 export PET_MASTER_PORT=29500
 export PET_NNODES=2

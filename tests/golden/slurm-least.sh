@@ -2,13 +2,14 @@
 #SBATCH --job-name=ingot-small-evaluate
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
 #SBATCH --output=/shared/work/runs/small/logs/slurm-evaluate-%j.log
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
 #SBATCH --chdir=/shared/work
-#SBATCH --exclusive
 export PET_MASTER_PORT=29500
 export PET_NNODES=1
 export PET_NPROC_PER_NODE=1

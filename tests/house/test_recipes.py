@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ingot.cloud.machines import accelerators_of, check_machine
+from ingot.cloud.prices import hourly_price_of, time_limit_s
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan
@@ -107,6 +108,11 @@ def test_its_machines_exist_and_have_a_device_for_each_process(place: Path, reci
     for placed in (loaded.at(step.verb).launch for step in STEPS if step.distributed):
         if placed.kind in ("gce", "vertex"):
             assert accelerators_of(placed.machine)[1] == placed.processes
+    if launch.kind in ("gce", "vertex"):
+        assert loaded.at("evaluate").launch.nodes == 1
+        assert hourly_price_of(loaded.at("evaluate")) < 6
+    if loaded.cloud.max_cost is not None:
+        assert time_limit_s(loaded) == loaded.cloud.max_run, "money is left when time is over"
     if launch.kind == "slurm":
         assert launch.slurm.gpus == launch.processes
     if launch.kind == "ssh":

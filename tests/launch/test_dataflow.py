@@ -223,6 +223,11 @@ def test_what_it_cannot_do_it_says_before_anything_starts(
     assert DataflowLauncher(made()).can(JOB) == []
 
 
+def test_what_has_no_beam_is_not_rendered_either(made: Callable[..., Recipe]) -> None:
+    with pytest.raises(WrongInput, match=r"set data\.engine="):
+        DataflowLauncher(made(**{"data.engine": {"kind": "local"}})).render(JOB)
+
+
 class Driven(DataflowLauncher):
     """Whose driver is a program of the test."""
 

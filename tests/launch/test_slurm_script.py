@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,11 +50,71 @@ def test_it_is_told_of_its_time_limit_as_long_before_it_as_the_recipe_says(tmp_p
     assert option(SlurmLauncher(recipe).render(job_of(recipe)), "signal") == "B:USR1@321"
 
 
+def shares(script: str) -> dict[str, str]:
+    """What a script asks of each node."""
+    lines = re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, re.MULTILINE)
+    asked = ("exclusive", "cpus-per-task", "mem", "mem-per-cpu", "gpus-per-node", "mincpus")
+    return {name: value for name, value in lines if name in asked}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "knobs", "asked"),
+    [
+        (1, {"gpus": 8}, {"gpus-per-node": "8", "cpus-per-task": "64", "mem": "512G"}),
+        (1, {"gpus": 1}, {"gpus-per-node": "1", "cpus-per-task": "8", "mem": "64G"}),
+        (2, {"gpus": 8}, {"gpus-per-node": "8", "exclusive": "", "mem": "0"}),
+        (1, {}, {"exclusive": "", "mem": "0"}),
+        (1, {"gpus": 0}, {"gpus-per-node": "0", "exclusive": "", "mem": "0"}),
+        (1, {"cpus": 12}, {"cpus-per-task": "12", "mem": "96G"}),
+        (2, {"gpus": 4, "cpus": 48}, {"gpus-per-node": "4", "cpus-per-task": "48", "mem": "384G"}),
+        (
+            1,
+            {"gpus": 8, "memory": "900G"},
+            {"gpus-per-node": "8", "cpus-per-task": "64", "mem": "900G"},
+        ),
+        (
+            1,
+            {"gpus": 8, "options": {"exclusive": ""}},
+            {"gpus-per-node": "8", "exclusive": "", "mem": "0"},
+        ),
+        (
+            1,
+            {"cpus": 4, "options": {"mem-per-cpu": "2G"}},
+            {"cpus-per-task": "4", "mem-per-cpu": "2G"},
+        ),
+        (1, {"options": {"mincpus": "4"}}, {"mincpus": "4"}),
+    ],
+)
+def test_each_node_is_asked_for_cores_and_memory(
+    nodes: int, knobs: dict[str, Any], asked: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = slurm_recipe(
+        tmp_path, **{f"launch__slurm__{knob}": value for knob, value in knobs.items()}
+    )
+    assert shares(SlurmLauncher(recipe).render(job_of(recipe, nodes=nodes))) == asked
+
+
+def test_what_is_said_twice_or_leaves_a_rank_without_a_core_is_refused(tmp_path: Path) -> None:
+    recipe = slurm_recipe(
+        tmp_path,
+        launch__slurm__cpus=4,
+        launch__slurm__memory="8G",
+        launch__slurm__options={"cpus-per-gpu": "2", "mem": "4G"},
+    )
+    assert SlurmLauncher(recipe).can(job_of(recipe, processes=8))[:3] == [
+        "launch.slurm.cpus 4 and launch.slurm.options.cpus-per-gpu say the same thing; remove one",
+        "launch.slurm.memory 8G and launch.slurm.options.mem say the same thing; remove one",
+        "launch.slurm.cpus 4 is fewer than the 8 processes of a node; raise it",
+    ]
+
+
 def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORD", SECRET)
     monkeypatch.setenv("PLAIN", "shown")
+    monkeypatch.setenv("WANDB_API_KEY", f"{SECRET}-unasked")
+    monkeypatch.setenv("SBATCH_MEM_PER_CPU", "1")  # Slurm refuses it beside --mem
     recipe = slurm_recipe(tmp_path)
     job, launcher = job_of(recipe, secrets=("WORD",)), SlurmLauncher(recipe)
     Path(job.rendezvous or "").mkdir(parents=True)
@@ -69,5 +130,6 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     ((command, environ),) = calls
     assert command[0] == "sbatch"
     assert environ["PLAIN"] == "shown"
-    assert "WORD" not in environ
+    assert not {"WORD", "WANDB_API_KEY", "SBATCH_MEM_PER_CPU"} & set(environ)
+    assert "note: WANDB_API_KEY stays here" in capsys.readouterr().err
     assert SECRET not in repr(environ) + Path(command[-1]).read_text()

@@ -220,7 +220,9 @@ class StepPlace(Section):
     machine: Machine | None = None
     """Machine that it runs on, or each of them."""
     nodes: Positive | None = None
-    """Machines that share it."""
+    """Machines that share it. Empty: `launch.nodes`, but one for an evaluation on machines that are
+    made for it (gce, vertex).
+    """
     processes: Positive | None = None
     """Processes on each machine."""
 

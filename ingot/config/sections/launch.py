@@ -85,6 +85,14 @@ class Slurm(Section):
     """
     gpus: Annotated[int, Field(ge=0)] | None = None
     """`sbatch --gpus-per-node`; nothing is asked for when empty."""
+    cpus: Positive | None = None
+    """Cores of each node (`sbatch --cpus-per-task`, of one task a node). Empty: 8 for each of
+    `gpus` on a single node, otherwise whole nodes (`--exclusive`).
+    """
+    memory: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
+    """Memory of each node (`sbatch --mem`), such as `500G`; `0` is all that a node has. Empty: 8 GB
+    for each core, all of it where whole nodes are taken.
+    """
     image: str | None = None
     """Container image (`srun --container-image`, with the pyxis plugin); the nodes' own software
     when empty.

@@ -42,6 +42,10 @@ GRACE_S = 20.0
 POLL_S = 0.1
 WALLTIME = "max_workflow_runtime_walltime_seconds"
 """The service's own time limit of a pipeline, which holds when the driver is killed."""
+NEEDS_BEAM = (
+    "the driver needs apache-beam[gcp], which lives in an environment of its own; set"
+    " data.engine={kind: beam, python: its interpreter}"
+)
 
 
 class DataflowLauncher:
@@ -84,10 +88,7 @@ class DataflowLauncher:
                 " python: ...}, or use dataproc"
             )
         elif engine.kind == "local" or engine.python is None:
-            reasons.append(
-                "the driver needs apache-beam[gcp], which lives in an environment of its own; set"
-                " data.engine={kind: beam, python: its interpreter}"
-            )
+            reasons.append(NEEDS_BEAM)
         elif not os.access(engine.python, os.X_OK):
             reasons.append(
                 f"data.engine.python {engine.python} is no interpreter; `make beam` makes an"
@@ -202,7 +203,8 @@ class DataflowLauncher:
     def _engine(self, job: Job) -> dict[str, object]:
         """Beam's knobs; the recipe's own options win, except for the labels that find the jobs."""
         engine, cloud = self._recipe.data.engine, self._google.cloud
-        assert engine.kind == "beam"
+        if engine.kind != "beam":
+            raise WrongInput(NEEDS_BEAM)
         work = f"{self._google.bucket}/ingot/dataflow"
         options = {
             "project": self._google.project,

@@ -20,6 +20,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
@@ -39,7 +40,7 @@ from ingot.launch.places.node_commands import (
     working_folder,
     write_secrets,
 )
-from ingot.launch.places.slurm_cluster import NoAnswer
+from ingot.launch.places.slurm_cluster import MEMORY_OPTIONS, NoAnswer
 from ingot.launch.rendezvous import SIGNAL, Rendezvous, state_by_notes
 
 KIND = "slurm"
@@ -52,8 +53,6 @@ TOKEN = "slurm.token"
 """A file in a start's rendezvous from before it is submitted until its number is known: the handle
 without a number, and the comment that finds it.
 """
-CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
-"""Options of sbatch by which a person says how many cores a node gives."""
 OWN_OPTIONS = (
     *("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal"),
     *("requeue", "no-requeue", "open-mode", "array", "export", "comment", "parsable", "wait"),
@@ -85,6 +84,7 @@ class SlurmLauncher:
             for name in knobs.options
             if name in OWN_OPTIONS
         ]
+        reasons += slurm_cluster.share_reasons(knobs, job.processes)
         if self.recipe.launch.code == "sync":
             reasons.append(
                 "launch.code=sync copies by ssh; on Slurm the nodes see our disk: use installed, or"
@@ -178,6 +178,7 @@ class SlurmLauncher:
             "nodes": str(job.nodes),
             "ntasks-per-node": "1",
             "gpus-per-node": str(knobs.gpus) if knobs.gpus is not None else None,
+            **slurm_cluster.node_share(knobs, job.nodes),
             "signal": f"B:USR1@{knobs.signal_s}",
             "no-requeue": "",
             "output": str(logs / f"slurm-{job.name}-%j.log"),
@@ -185,12 +186,6 @@ class SlurmLauncher:
             "export": "ALL",
             "chdir": working_folder(self.recipe),
         }
-        # By default sbatch gives a task one core: several nodes, or nodes without counted devices,
-        # are taken whole.
-        if not any(name in knobs.options for name in CORE_OPTIONS) and (
-            knobs.gpus is None or job.nodes > 1
-        ):
-            options["exclusive"] = ""
         return [
             name if value == "" else f"{name}={_quoted(value)}"
             for name, value in {**options, **knobs.options}.items()
@@ -271,13 +266,21 @@ class SlurmLauncher:
 
     def _sbatch_environment(self, job: Job) -> dict[str, str]:
         """Without secrets, since Slurm keeps in its spool folders what is exported, and without
-        variables that would override the script.
+        variables that would override the script. What is named like a secret counts as one: ranks
+        get it only by `launch.secrets`.
         """
-        own = (
-            option.partition("=")[0]
-            for option in (*self._sbatch_options(job, Path()), *OWN_OPTIONS)
-        )
+        own = {option.partition("=")[0] for option in self._sbatch_options(job, Path())}
+        own.update(OWN_OPTIONS, MEMORY_OPTIONS if "mem" in own else ())
         left_out = {*job.secrets, *map(slurm_cluster.environment_variable, own)}
+        unasked = sorted(
+            name for name in os.environ if holds_secret(name) and name not in job.secrets
+        )
+        if unasked:
+            say(
+                f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a"
+                f" job that needs it gets it by launch.secrets=[{unasked[0]}]"
+            )
+        left_out.update(unasked)
         return {name: value for name, value in os.environ.items() if name not in left_out}
 
     def _settle_submissions(self, job: Job) -> None:

@@ -1,5 +1,5 @@
-"""Slurm's own commands and what their answers mean: partitions, jobs, time limits. What a job needs
-is for `slurm.py` to say.
+"""Slurm's own commands and what their answers mean: partitions, jobs, time limits; and the share of
+a node that is asked for. What else a job needs is for `slurm.py` to say.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import duration
+from ingot.config.sections.launch import Slurm
 from ingot.launch.job import JobState
 
 COMMAND_TIMEOUT_S = 60.0
@@ -53,6 +54,14 @@ VARIABLES = {
     "switches": "REQ_SWITCH",
 }
 """Options of sbatch whose environment variables have other names than they."""
+CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
+"""Options of sbatch by which a person says how many cores a node gives."""
+MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
+"""The same for memory. A job that says neither gets what the cluster gives by default, which is
+often one core and a few GB.
+"""
+CORES_PER_GPU, MEMORY_PER_CORE_GB = 8, 8
+"""What a part of a node is asked for: a machine with eight GPUs has some 100 cores and 1 TB."""
 NO_SUCH_JOB = "Invalid job id"
 NO_ANSWER = (
     "timed out",
@@ -193,6 +202,45 @@ def _partition_reasons(partition: Partition, nodes: int, limit_s: float | None) 
             f" {partition.name}, {duration(partition.limit_s)}"
         )
     return reasons
+
+
+def share_reasons(knobs: Slurm, processes: int) -> list[str]:
+    """Why what is asked of each node could not be meant."""
+    said = (("cpus", knobs.cpus, CORE_OPTIONS), ("memory", knobs.memory, MEMORY_OPTIONS))
+    reasons = [
+        f"launch.slurm.{knob} {value} and launch.slurm.options.{name} say the same thing; remove"
+        " one"
+        for knob, value, others in said
+        for name in others
+        if value is not None and name in knobs.options
+    ]
+    if knobs.cpus is not None and knobs.cpus < processes:
+        reasons.append(
+            f"launch.slurm.cpus {knobs.cpus} is fewer than the {processes} processes of a node;"
+            " raise it"
+        )
+    return reasons
+
+
+def node_share(knobs: Slurm, nodes: int) -> dict[str, str | None]:
+    """Options for cores and memory of each node, as far as `launch.slurm.options` does not say
+    them: the share of counted GPUs on one node, and otherwise whole nodes.
+    """
+    cores, whole = knobs.cpus, "exclusive" in knobs.options
+    share = CORES_PER_GPU * (knobs.gpus or 0)
+    if cores is None and not any(name in knobs.options for name in CORE_OPTIONS):
+        whole = nodes > 1 or not share
+        cores = None if whole else share
+    memory = knobs.memory
+    if memory is None and not any(name in knobs.options for name in MEMORY_OPTIONS):
+        # --exclusive takes all cores of a node, and not its memory.
+        gigabytes = MEMORY_PER_CORE_GB * (cores or share)
+        memory = "0" if whole else f"{gigabytes}G" if gigabytes else None
+    return {
+        "exclusive": "" if whole else None,
+        "cpus-per-task": str(cores) if cores is not None else None,
+        "mem": memory,
+    }
 
 
 def job_fields(number: str) -> dict[str, str] | None:
