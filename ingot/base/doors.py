@@ -61,6 +61,8 @@ class Door:
     def expected(self, kind: str) -> str:
         """`one of 'a', 'b'`, and which of them an unknown kind was probably meant to be."""
         kinds = self.kinds()
+        if not kinds:
+            return "a kind that an installed package brings, and none brings any"
         near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.6)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         return "one of " + ", ".join(f"'{each}'" for each in kinds) + hint

@@ -38,6 +38,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "megatron": "ingot.data.sources.megatron:MegatronSource",
         "builtin": "ingot.data.sources.local_files:StandardLibrary",
     },
+    # Settings (ingot.config.sections.data.CleaningSettings); `data.clean.steps[].kind`. ingot's own
+    # steps are knobs of `data.clean`.
+    "clean": {},
     # Settings (ingot.config.sections.evaluation.TaskSettings); `evaluate.tasks[].kind`.
     "task": {
         "loss": "ingot.config.sections.evaluation:LossTask",
@@ -47,6 +50,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "classification": "ingot.config.sections.evaluation:ClassificationTask",
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
+    # Settings (ingot.config.sections.deployment.GateSettings); `gate.kind`.
+    "gate": {"metric": "ingot.config.sections.deployment:MetricGate"},
     # Chat templates (ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens it
     # needs) by name; `tokenizer.template`.
     "template": {
@@ -84,7 +89,9 @@ OBJECTIVES = Door("objective", BUILT_IN["objective"])
 OPTIMIZERS = Door("optimizer", BUILT_IN["optimizer"])
 SCHEDULES = Door("schedule", BUILT_IN["schedule"])
 SOURCES = Door("source", BUILT_IN["source"])
+CLEANING = Door("clean", BUILT_IN["clean"])
 TASKS = Door("task", BUILT_IN["task"])
+GATES = Door("gate", BUILT_IN["gate"])
 TEMPLATES = Door("template", BUILT_IN["template"])
 FAMILIES = Door("family", BUILT_IN["family"])
 PLACES = Door("place", BUILT_IN["place"])

@@ -12,10 +12,10 @@ from ingot.base.storage import is_remote
 from ingot.config.section import Section
 from ingot.config.sections.data import Data, Pack
 from ingot.config.sections.deployment import (
-    GATED,
     Chaos,
     Cloud,
     Gate,
+    MetricGate,
     PipelineSettings,
     RegistrySettings,
     Serve,
@@ -44,10 +44,6 @@ PACKS: dict[Documents, tuple[Pack, ...]] = {
 """How each kind of document may become rows; the first is what `auto` means."""
 MADE_ANEW = ("gce", "vertex")
 """Places that make machines for each step, and are paid by machine and hour."""
-GATED_OTHERWISE: dict[Documents, str] = {
-    "preference": "loss/accuracy",
-    "labelled": "classification/accuracy",
-}
 
 
 class Recipe(Section):
@@ -83,7 +79,7 @@ class Recipe(Section):
     """How good the model is."""
     track: Track = Track()
     """Where metrics go."""
-    gate: Gate = Gate()
+    gate: Gate = MetricGate()
     """Whether a new model replaces the live one."""
     registry: RegistrySettings = RegistrySettings()
     """Where model versions are kept."""
@@ -242,11 +238,6 @@ class Recipe(Section):
             LossTask(),
             *([ClassificationTask(kind="classification")] if self.documents == "labelled" else []),
         ]
-
-    @property
-    def gate_metric(self) -> str | list[str]:
-        """What the gate compares, `gate.metric` or what stands for none."""
-        return self.gate.metric or GATED_OTHERWISE.get(self.documents, GATED)
 
     @property
     def pack(self) -> Pack:

@@ -273,7 +273,7 @@ def _summary(report: EvaluationReport, recipe: Recipe) -> str:
         if bits is not None and perplexity is not None
         else []
     )
-    gated = [recipe.gate_metric] if isinstance(recipe.gate_metric, str) else recipe.gate_metric
+    gated = recipe.gate.metrics(recipe.documents)
     others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
     if not parts and not others:
         others = list(report.metrics)[:2]

@@ -124,7 +124,9 @@ def _evaluated_folders(recipe: Recipe) -> list[str]:
 
 
 def _gate(recipe: Recipe) -> Knobs:
-    return recipe.select(("gate",)) | {"gate.metric": recipe.gate_metric} | _registry(recipe)
+    metric = getattr(recipe.gate.resolved(recipe.documents), "metric", None)
+    compared = {"gate.metric": metric} if metric else {}
+    return recipe.select(("gate",)) | compared | _registry(recipe)
 
 
 def _registry(recipe: Recipe) -> Knobs:

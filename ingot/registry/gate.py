@@ -1,5 +1,5 @@
 """The gate's decision: is a new model better than the live one? A pure function of two evaluation
-reports and a rule; nothing is read or written.
+reports and a rule, whose kind says how they are compared; nothing is read or written.
 
 Metrics that cannot be compared (missing, or measured on another evaluation set) keep the live
 model, and the reason names the next action.
@@ -8,13 +8,13 @@ model, and the reason names the next action.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric
-from ingot.config.sections.deployment import GATED, Gate
+from ingot.config.sections.deployment import GateSettings, MetricGate
 
 Verdict = Literal["deploy", "keep"]
 _MEASURE_LIVE = (
@@ -44,26 +44,25 @@ class GateDecision:
     decision: Verdict
     reason: str
     comparisons: tuple[MetricComparison, ...]
-    rule: Gate
+    rule: GateSettings
 
 
-def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate) -> GateDecision:
-    """Decide to deploy `candidate` in place of `live` (None: nothing is live yet) if every metric
-    of `rule` is better by its margin.
+def decide(
+    candidate: EvaluationReport, live: EvaluationReport | None, rule: GateSettings
+) -> GateDecision:
+    """Decide by the gate of `rule.kind` whether `candidate` replaces `live` (None: nothing is live
+    yet).
 
-    A tie never deploys. If the candidate is the live model itself, the decision is deploy, which
-    changes nothing. `rule.override` wins over the metrics; the reason then states what the metrics
-    said.
-
+    If the candidate is the live model itself, the decision is deploy, which changes nothing.
+    `rule.override` wins over the numbers; the reason then states what they said.
 
     Raises:
-        WrongInput: a metric name matches several keys, or `rule.direction` contradicts the metric's
-            own direction.
+        WrongInput: the rule cannot be applied to these reports, as each kind of gate says.
     """
     if rule.override is None:
-        return _compare_metrics(candidate, live, rule)
+        return _compare(candidate, live, rule)
     try:
-        found = _compare_metrics(candidate, live, rule)
+        found = _compare(candidate, live, rule)
     except WrongInput as error:
         return GateDecision(
             rule.override,
@@ -79,17 +78,31 @@ def decide(candidate: EvaluationReport, live: EvaluationReport | None, rule: Gat
     )
 
 
-def _compare_metrics(
-    candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate
+def _compare(
+    candidate: EvaluationReport, live: EvaluationReport | None, rule: GateSettings
 ) -> GateDecision:
-    metric = rule.metric or GATED
-    names = [metric] if isinstance(metric, str) else metric
-    comparisons = tuple(_compare_metric(name, candidate, live, rule) for name in names)
+    found: GateDecision = rule.load_implementation()(candidate, live, rule)
     if live is not None and (live.model_hash, live.tokenizer_hash) == (
         candidate.model_hash,
         candidate.tokenizer_hash,
     ):
-        return GateDecision("deploy", "this very model is live already", comparisons, rule)
+        return replace(found, decision="deploy", reason="this very model is live already")
+    return found
+
+
+def compare_metrics(
+    candidate: EvaluationReport, live: EvaluationReport | None, rule: MetricGate
+) -> GateDecision:
+    """The gate `metric`: deploy if every metric of the rule is better by its margin. A tie never
+    deploys.
+
+    Raises:
+        WrongInput: a metric name matches several keys, or `rule.direction` contradicts the metric's
+            own direction.
+    """
+    comparisons = tuple(
+        _compare_metric(name, candidate, live, rule) for name in rule.metrics("text")
+    )
     against = [comparison.reason for comparison in comparisons if not comparison.better]
     if against:
         return GateDecision("keep", "; ".join(against), comparisons, rule)
@@ -103,7 +116,7 @@ def _compare_metrics(
 
 
 def _compare_metric(
-    name: str, candidate: EvaluationReport, live: EvaluationReport | None, rule: Gate
+    name: str, candidate: EvaluationReport, live: EvaluationReport | None, rule: MetricGate
 ) -> MetricComparison:
     found = candidate.metric(name)
     if found is None:

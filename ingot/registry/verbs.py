@@ -45,7 +45,7 @@ def gate(recipe: Recipe) -> VerbOutcome:
     decision = decide(
         report,
         None if live is None else live.report,
-        recipe.gate.model_copy(update={"metric": recipe.gate_metric}),
+        recipe.gate.resolved(recipe.documents),
     )
     written = _decision_record(decision, report, live) | {
         "registry": _registry_identity(recipe),

@@ -65,7 +65,7 @@ def test_the_list_has_every_knob_of_a_dumped_recipe() -> None:
         ("model.config", "mapping", "{}"),
         ("train.optimizer", "section", "{kind: adamw}"),
         ("evaluate.tasks", "list of section", "[]"),
-        ("gate.metric", "text | list of text | null", "null"),
+        ("gate[metric].metric", "text | list of text | null", "null"),
     ],
 )
 def test_types_and_defaults_read_as_in_a_recipe(path: str, kind: str, default: str) -> None:

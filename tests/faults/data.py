@@ -364,4 +364,20 @@ FAULTS = [
         'single="$A"',
         "the beginning-of-text token is missing",
     ),
+    Fault(
+        "cleaning-of-others-counted-elsewhere",
+        "ingot/data/cleaning/steps/filters.py",
+        "reason(name, list(steps))",
+        'reason("min_chars")',
+        "what a step of another package drops is reported as another step's",
+        "tests/plugin/test_plugin.py",
+    ),
+    Fault(
+        "cleaning-steps-in-old-identities",
+        "ingot/config/sections/data.py",
+        'if knob != "steps" or value}',
+        "}",
+        "a new knob that is not used makes all prepared data outdated",
+        "tests/compatibility/test_earlier_run.py",
+    ),
 ]

@@ -4,6 +4,7 @@ own proofs run on them unchanged.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,17 +19,21 @@ import torch
 
 import ingot
 from ingot.base.errors import WrongInput
-from ingot.base.reports import read_report
+from ingot.base.reports import EvaluationReport, Metric, read_report
 from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import MetricGate
+from ingot.data.cleaning.clean import clean
+from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import source_stamps
 from ingot.evaluate.evaluate import evaluate
 from ingot.launch.job import Job
+from ingot.registry.gate import decide
 from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
@@ -121,7 +126,7 @@ def test_a_pipeline_is_refused_by_what_the_objective_says(prepared: Path) -> Non
 
 
 def test_its_settings_import_no_torch(plugin: Path) -> None:
-    names = ("simpo", "lion", "contains", "niced")
+    names = ("simpo", "lion", "contains", "niced", "shouting", "majority")
     code = f"import sys, {', '.join(f'ingot_extras.{name}' for name in names)};"
     code += " print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -180,6 +185,57 @@ def test_its_source_is_ingested_and_seen_unchanged(plugin: Path, tmp_path: Path)
     ingest(small)
     assert everything(small.folder.raw) == first
     assert [stamp["shard"] for stamp in source_stamps(small)["train"]] == [0, 1, 2]
+
+
+def test_its_cleaning_step_drops_and_is_counted(plugin: Path, tmp_path: Path) -> None:
+    """The same with one process and with several; the report has its own line beside ingot's."""
+    texts = ["quiet words", "LOUD WORDS", "half LOUD", "x", "VERY LOUD INDEED", "quiet words"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    given: dict[str, Any] = {"data__clean": {"min_chars": 3, "exact": True}}
+    given["data__clean"]["steps"] = [{"kind": "shouting", "most": 0.6}]
+    made = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        source = {"source": str(tmp_path / "texts.jsonl")}
+        small = small_data(folder, source, **given)
+        ingest(small)
+        report = clean(small, open_raw(small), LocalEngine(workers)).report
+        made.append({step.step: step.documents for step in report.steps})
+        shown = {step.step: [one.text for one in step.examples] for step in report.steps}
+        assert shown["shouting"] == ["LOUD WORDS", "VERY LOUD INDEED"]
+    assert made == [{"min_chars": 1, "shouting": 2, "exact": 1}] * 2
+
+
+def test_what_no_cleaning_step_can_be_is_refused(plugin: Path, tmp_path: Path) -> None:
+    two = [{"kind": "shouting"}, {"kind": "shouting", "most": 0.1}]
+    for steps, message in (
+        (two, r"data\.clean\.steps.*two steps called shouting; give each its own `name`"),
+        ([{"kind": "shoutin"}], r"data\.clean\.steps.*did you mean 'shouting'"),
+        ([{"kind": "shouting", "most": 2}], r"`data\.clean\.steps\.0\.most` is 2"),
+    ):
+        with pytest.raises(WrongInput, match=message):
+            small_data(tmp_path, "x", data__clean={"steps": steps})
+
+
+def test_its_gate_decides(plugin: Path, tmp_path: Path) -> None:
+    """Two of three metrics better; the built-in gate would keep, since the third is worse."""
+    rule = small_data(tmp_path, "x", gate={"kind": "majority"}).gate
+
+    def report(model: str, *values: float) -> EvaluationReport:
+        metrics = {
+            f"task/{n}": Metric(value, value, value, "lower", 9, "set")
+            for n, value in enumerate(values)
+        }
+        return EvaluationReport(model, "tokenizer", metrics)
+
+    new, old = report("new", 1.0, 1.0, 3.0), report("old", 2.0, 2.0, 2.0)
+    assert decide(new, old, rule).decision == "deploy"
+    assert decide(old, new, rule).reason == "better by -1 metrics, gate.lead is 1"
+    assert decide(new, old, MetricGate(metric="task/2")).decision == "keep"
+    assert decide(old, old, rule).reason == "this very model is live already"
+    kept = decide(new, old, rule.model_copy(update={"override": "keep"}))
+    assert (kept.decision, kept.reason.startswith("gate.override says keep")) == ("keep", True)
 
 
 def test_an_unknown_source_names_those_that_there_are(plugin: Path, tmp_path: Path) -> None:

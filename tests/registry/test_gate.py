@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric
-from ingot.config.sections.deployment import Gate
+from ingot.config.sections.deployment import MetricGate
 from ingot.registry.gate import decide
 
 LOWER, HIGHER = "loss/bits_per_byte", "rouge/rouge1"
@@ -244,24 +244,24 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
 def test_the_table_of_cases(what: str) -> None:
     new, live, rule, decision, words = CASES[what]
     decided = decide(
-        report("new", new), None if live is None else report("old", live), Gate(**rule)
+        report("new", new), None if live is None else report("old", live), MetricGate(**rule)
     )
     assert decided.decision == decision, decided.reason
     assert words in decided.reason
     assert "\n" not in decided.reason
-    assert decided.rule == Gate(**rule)
+    assert decided.rule == MetricGate(**rule)
 
 
 def test_both_values_are_kept_with_the_decision() -> None:
     decided = decide(
         report("new", {**low(2.4), **high(0.2)}),
         report("old", {**low(2.5), **high(0.3)}),
-        Gate(metric=["bits_per_byte", HIGHER]),
+        MetricGate(metric=["bits_per_byte", HIGHER]),
     )
     assert [
         (c.metric, c.direction, c.candidate, c.live, c.better) for c in decided.comparisons
     ] == [(LOWER, "lower", 2.4, 2.5, True), (HIGHER, "higher", 0.2, 0.3, False)]
-    first = decide(report("new", low(2.4)), None, Gate()).comparisons[0]
+    first = decide(report("new", low(2.4)), None, MetricGate()).comparisons[0]
     assert (first.candidate, first.live) == (2.4, None)
 
 
@@ -274,12 +274,15 @@ def test_a_tail_that_fits_several_keys_is_refused(live: EvaluationReport | None)
             r"metric `bits_per_byte` is one of a/bits_per_byte, b/bits_per_byte; give the whole key"
         ),
     ):
-        decide(candidate, live, Gate(metric="bits_per_byte"))
+        decide(candidate, live, MetricGate(metric="bits_per_byte"))
 
 
 def test_a_tail_that_fits_several_keys_of_the_live_report_alone_is_no_trouble() -> None:
     live = report("old", {"loss/bits_per_byte": metric(2.5), "b/bits_per_byte": metric(1.0)})
-    assert decide(report("new", low(2.4)), live, Gate(metric="bits_per_byte")).decision == "deploy"
+    assert (
+        decide(report("new", low(2.4)), live, MetricGate(metric="bits_per_byte")).decision
+        == "deploy"
+    )
 
 
 @pytest.mark.parametrize("live", [None, report("old", low(2.5))])
@@ -291,21 +294,21 @@ def test_a_direction_that_contradicts_the_metric_is_refused(live: EvaluationRepo
             r" remove gate.direction"
         ),
     ):
-        decide(report("new", low(2.6)), live, Gate(direction="higher"))
+        decide(report("new", low(2.6)), live, MetricGate(direction="higher"))
 
 
 def test_the_live_model_itself_may_stay() -> None:
     same = report("same", low(2.5))
-    assert decide(same, same, Gate()).decision == "deploy"
-    assert decide(same, same, Gate()).reason == "this very model is live already"
-    assert decide(same, same, Gate(override="keep")).decision == "keep"
+    assert decide(same, same, MetricGate()).decision == "deploy"
+    assert decide(same, same, MetricGate()).reason == "this very model is live already"
+    assert decide(same, same, MetricGate(override="keep")).decision == "keep"
     other_tokenizer = EvaluationReport("same", "other", low(2.5))
-    assert decide(same, other_tokenizer, Gate()).decision == "keep"
+    assert decide(same, other_tokenizer, MetricGate()).decision == "keep"
 
 
 def test_an_empty_list_of_metrics_would_deploy_anything_and_is_no_rule() -> None:
     with pytest.raises(ValueError, match="at least 1 item"):
-        Gate(metric=[])
+        MetricGate(metric=[])
 
 
 @given(
@@ -317,7 +320,7 @@ def test_an_empty_list_of_metrics_would_deploy_anything_and_is_no_rule() -> None
 def test_a_model_goes_live_only_if_it_is_better_and_never_both_ways(
     new: float, old: float, direction: str, margin: float
 ) -> None:
-    rule = Gate(metric="task/x", margin=margin)
+    rule = MetricGate(metric="task/x", margin=margin)
     one, other = (
         report("one", {"task/x": metric(new, direction)}),
         report("other", {"task/x": metric(old, direction)}),

@@ -6,10 +6,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+)
 
-from ingot.config.section import Positive, Section, Share
+from ingot.config.doors import CLEANING
+from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
 from ingot.config.sections.objective import Documents
+
+MOST_STEPS = 200
+"""What dropped a document is one byte of it."""
 
 
 class SourceSettings(Section):
@@ -84,6 +95,20 @@ class Contamination(Section):
     """
 
 
+class CleaningSettings(KindSettings):
+    """What every cleaning step of another package says of itself beside its knobs.
+
+    `implementation(settings)` is called once in each worker and returns a function that is given
+    the text of a document (of a chat, all that is said in it) and tells whether it stays. Its
+    answer depends on the text alone, so that any number of workers drops the same documents.
+    """
+
+    kind: str
+    """Which step."""
+    name: str
+    """The name that the report of cleaning has for it."""
+
+
 class Clean(Section):
     """What `prepare` does to documents, and which it drops, before they are tokenised. Nothing
     unless asked for.
@@ -108,6 +133,25 @@ class Clean(Section):
     contamination: Contamination | None = None
     """Drop training documents that hold parts of the validation documents. `{}` for the defaults.
     """
+    steps: list[Annotated[CleaningSettings, ByKind(CLEANING, "")]] = []
+    """Steps of other packages, in this order, after the filters above and before duplicates: each
+    has a `kind` and its own knobs.
+    """
+
+    @field_validator("steps")
+    @classmethod
+    def _distinct(cls, steps: list[CleaningSettings]) -> list[CleaningSettings]:
+        names = [step.name for step in steps]
+        if taken := [name for name in names if names.count(name) > 1 or name in cls.model_fields]:
+            raise ValueError(f"has two steps called {taken[0]}; give each its own `name`")
+        if len(steps) > MOST_STEPS:
+            raise ValueError(f"has {len(steps)} steps; at most {MOST_STEPS} are possible")
+        return steps
+
+    @model_serializer(mode="wrap")
+    def _without_steps(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As before there were such steps, so that what was cleaned earlier still counts."""
+        return {knob: value for knob, value in dump(self).items() if knob != "steps" or value}
 
     @property
     def wanted(self) -> bool:

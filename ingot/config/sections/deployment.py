@@ -4,23 +4,54 @@ as a pipeline there, and of failures on purpose.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
-from ingot.config.section import Positive, Section
+from ingot.config.doors import GATES
+from ingot.config.section import ByKind, KindSettings, Positive, Section
 from ingot.config.sections.launch import Duration, Machine, Place
+from ingot.config.sections.objective import Documents
 
-GATED = "loss/bits_per_byte"
-"""What the gate compares unless the kind of documents or the recipe says otherwise."""
+GATED: dict[Documents, str] = {
+    "preference": "loss/accuracy",
+    "labelled": "classification/accuracy",
+}
+"""What the gate compares unless the recipe says so; bits per byte for all others."""
 
 
 Victim = Literal["rank", "group", "supervisor"]
 
 
-class Gate(Section):
-    """Decides whether a new model replaces the live one."""
+class GateSettings(KindSettings):
+    """What every gate says of itself beside its knobs.
 
+    `implementation(candidate, live, rule)` compares two `ingot.base.reports.EvaluationReport` (live
+    is None where nothing is live yet) by these settings and returns an
+    `ingot.registry.gate.GateDecision`. Reads and writes nothing.
+    """
+
+    kind: str
+    """Which gate."""
+    override: Literal["deploy", "keep"] | None = None
+    """Decide this way whatever the numbers say; written down in the decision."""
+
+    def metrics(self, documents: Documents) -> list[str]:
+        """The metrics of the evaluation report that the gate cannot do without."""
+        return []
+
+    def resolved(self, documents: Documents) -> GateSettings:
+        """The same gate with what stands for knobs that were left empty."""
+        return self
+
+
+class MetricGate(GateSettings):
+    """A new model replaces the live one where all of some metrics are better by a margin."""
+
+    implementation = "ingot.registry.gate:compare_metrics"
+
+    kind: Literal["metric"] = "metric"
+    """Which gate."""
     metric: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be
     better. Empty: `loss/bits_per_byte`, for preferences `loss/accuracy`, for classifiers
@@ -30,8 +61,21 @@ class Gate(Section):
     """Which way is better; the metric's own direction when empty."""
     margin: Annotated[float, Field(ge=0)] = 0.0
     """How much better than the live model at least, in the metric's units; a tie never deploys."""
-    override: Literal["deploy", "keep"] | None = None
-    """Decide this way whatever the numbers say; written down in the decision."""
+
+    def metrics(self, documents: Documents) -> list[str]:
+        metric = self.metric or GATED.get(documents, "loss/bits_per_byte")
+        return [metric] if isinstance(metric, str) else metric
+
+    def resolved(self, documents: Documents) -> MetricGate:
+        return self.model_copy(update={"metric": self.metric or self.metrics(documents)[0]})
+
+    @model_serializer(mode="wrap")
+    def _without_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As before there were other gates, so that what was decided earlier still counts."""
+        return {knob: value for knob, value in dump(self).items() if knob != "kind"}
+
+
+Gate = Annotated[GateSettings, ByKind(GATES, "metric")]
 
 
 class RegistrySettings(Section):

@@ -19,10 +19,11 @@ from typing import Any
 from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.base.storage import disk_errors
+from ingot.config.doors import CLEANING
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Clean
 from ingot.data.cleaning.cleaned import CleaningResult
-from ingot.data.cleaning.corpus import Corpus, StepName
+from ingot.data.cleaning.corpus import Corpus
 from ingot.data.cleaning.exchange import HashBucket, NamedTask, TaskFigures, boot_id, run
 from ingot.data.cleaning.folding import fold_identity
 from ingot.data.cleaning.ngrams import bands
@@ -114,6 +115,8 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
     versions = {"fold": fold_identity()}
     if knobs.languages:
         versions["py3langid"] = importlib.metadata.version("py3langid")
+    for step in knobs.steps:
+        versions[step.kind] = CLEANING.package_of(step.kind) or ""
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint(
         [CODE, knobs.model_dump(mode="json"), raw.identity, asdict(shares), versions, cuts]
@@ -169,7 +172,7 @@ class _Cleaning:
         looked = self._run(
             "survey", SurveyStage(self.corpus, filters, self.knobs.exact), self.tasks
         )
-        steps, notes = list[StepName](), dict[str, int]()
+        steps, notes = list[str](), dict[str, int]()
         if self.knobs.exact:
             notes["without text, compared with nothing for exact duplicates"] = sum(
                 told["empty"] for told in looked
@@ -198,19 +201,20 @@ class _Cleaning:
             files,
         )
 
-    def _wanted(self) -> list[StepName]:
+    def _wanted(self) -> list[str]:
         """The steps that are asked for, in their order."""
-        asked: dict[StepName, bool] = {
+        asked: dict[str, bool] = {
             "min_chars": self.knobs.min_chars > 0,
             "max_chars": self.knobs.max_chars is not None,
             "languages": bool(self.knobs.languages),
+            **{step.name: True for step in self.knobs.steps},
             "exact": self.knobs.exact,
             "fuzzy": self.knobs.fuzzy is not None,
             "contamination": self.knobs.contamination is not None,
         }
         return [step for step, wanted in asked.items() if wanted]
 
-    def _fuzzy(self, after: tuple[StepName, ...]) -> dict[str, int]:
+    def _fuzzy(self, after: tuple[str, ...]) -> dict[str, int]:
         knobs = self.knobs.fuzzy
         assert knobs is not None
         corpus, buckets = self.corpus, self._buckets(bands(knobs.similarity, knobs.permutations)[0])
@@ -246,7 +250,7 @@ class _Cleaning:
             ),
         }
 
-    def _contamination(self, after: tuple[StepName, ...]) -> dict[str, int]:
+    def _contamination(self, after: tuple[str, ...]) -> dict[str, int]:
         knobs = self.knobs.contamination
         assert knobs is not None
         corpus = self.corpus
@@ -270,7 +274,8 @@ class _Cleaning:
         )
         return {"n-grams of validation documents": merged_grams[0]["grams"]}
 
-    def _seal(self, steps: tuple[StepName, ...]) -> tuple[list[TaskFigures], list[FileEntry]]:
+    def _seal(self, steps: tuple[str, ...]) -> tuple[list[TaskFigures], list[FileEntry]]:
+        others = tuple(step.name for step in self.knobs.steps)
         few = [
             RangeGroup(number, tuple(self.tasks[begin : begin + SEALED_TOGETHER]))
             for number, begin in enumerate(range(0, len(self.tasks), SEALED_TOGETHER))
@@ -278,7 +283,7 @@ class _Cleaning:
         told = [
             one
             for few_told in self._run(
-                "seal", FateStage(self.corpus, steps, self.out), few, larger=0
+                "seal", FateStage(self.corpus, steps, others, self.out), few, larger=0
             )
             for one in few_told["ranges"]
         ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,28 +28,20 @@ from ingot.data.raw.ranges import RawRange
 from ingot.data.raw.store import read_table
 from ingot.data.splits import Shares
 
-StepName = Literal["min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination"]
-
-
-STEPS: tuple[StepName, ...] = (
-    "min_chars",
-    "max_chars",
-    "languages",
-    "exact",
-    "fuzzy",
-    "contamination",
-)
-
+STEPS = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
+"""ingot's own steps; those of other packages have the numbers after them."""
 
 KEPT, ELSEWHERE = 0, 255
-"""Beside 1 + place in `STEPS`, what stands for a document's fate: it stays; it is in no split, by
+"""Beside the number of a step, what stands for a document's fate: it stays; it is in no split, by
 `data.fraction`, and plays no part.
 """
 
 
-def reason(step: StepName) -> int:
-    """The number that stands for a document dropped by this step."""
-    return 1 + STEPS.index(step)
+def reason(step: str, others: Sequence[str] = ()) -> int:
+    """The number that stands for a document dropped by this step: 1 + its place in `STEPS`, then
+    among `others`, the steps of other packages.
+    """
+    return 1 + (*STEPS, *others).index(step)
 
 
 DROPS = {"number": np.int64, "survivor": np.int64, "similarity": np.float32}
@@ -124,7 +115,7 @@ class Corpus:
             advance(batch.texts.nbytes)
             yield DocumentBatch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
 
-    def alive(self, task: RawRange, steps: Sequence[StepName]) -> Flags:
+    def alive(self, task: RawRange, steps: Sequence[str]) -> Flags:
         """Which documents of a range the filters and these steps left."""
         found: Flags = self.survey(task)["reason"] == KEPT
         for step in steps:
@@ -138,7 +129,7 @@ class Corpus:
     def survey_file(self, task: RawRange) -> Path:
         return self.folder / "survey" / f"{task.name}.arrow"
 
-    def drops(self, step: StepName, task: RawRange) -> Columns:
+    def drops(self, step: str, task: RawRange) -> Columns:
         """What a step dropped of a range: `number`, ascending, `survivor`, `similarity`."""
         first = self.number(task)
         found = [
@@ -149,7 +140,7 @@ class Corpus:
         own = self.local_drops(step, task)
         return sorted_by(joined(found + (read_rows(own) if own.exists() else []), DROPS), "number")
 
-    def local_drops(self, step: StepName, task: RawRange) -> Path:
+    def local_drops(self, step: str, task: RawRange) -> Path:
         """Where a stage that works by ranges puts its drops."""
         return self.folder / step / f"{task.name}.arrow"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ingot.base.markers import entry_of
 from ingot.base.storage import atomic_file
 from ingot.data.cleaning.arrays import Columns, Indices
-from ingot.data.cleaning.corpus import NO_SURVIVOR, STEPS, UNKNOWN, Corpus, StepName, reason
+from ingot.data.cleaning.corpus import NO_SURVIVOR, STEPS, UNKNOWN, Corpus, reason
 from ingot.data.cleaning.exchange import TaskFigures
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange
@@ -39,7 +39,7 @@ class DroppedExample:
 class StepReport:
     """What one step dropped: documents, and bytes of their texts in normal form."""
 
-    step: StepName
+    step: str
     documents: int
     bytes: int
     examples: list[DroppedExample]
@@ -75,8 +75,8 @@ Numbered = tuple[int, int | None, float | None]
 
 
 def examples(
-    corpus: Corpus, tasks: Sequence[RawRange], found: Mapping[StepName, Sequence[Numbered]]
-) -> dict[StepName, list[DroppedExample]]:
+    corpus: Corpus, tasks: Sequence[RawRange], found: Mapping[str, Sequence[Numbered]]
+) -> dict[str, list[DroppedExample]]:
     """For each step its examples; reads only the row groups that they lie in."""
     numbers = {
         number
@@ -145,11 +145,12 @@ class RangeGroup:
 @dataclass(frozen=True)
 class FateStage:
     """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what
-    dropped it.
+    dropped it. `others` are the steps of other packages, which the survey applied.
     """
 
     corpus: Corpus
-    steps: tuple[StepName, ...]
+    steps: tuple[str, ...]
+    others: tuple[str, ...]
     out: Path
 
     def open(self) -> Callable[[RangeGroup, Advance], TaskFigures]:
@@ -165,7 +166,10 @@ class FateStage:
         with atomic_file(path) as stream:
             np.save(stream, fates)
         entry = entry_of(self.out.parent, str(path.relative_to(self.out.parent)))
-        told = {step: _told(step, fates, sizes, drops.get(step), first) for step in STEPS}
+        told = {
+            step: _told(reason(step, self.others), fates, sizes, drops.get(step), first)
+            for step in (*STEPS, *self.others)
+        }
         return {
             "file": [entry.path, entry.bytes, entry.sha256],
             "steps": {step: value for step, value in told.items() if value["documents"]},
@@ -177,9 +181,9 @@ def fates_file(folder: Path, name: str) -> Path:
 
 
 def _told(
-    step: StepName, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
+    number: int, fates: NDArray[np.uint8], sizes: Indices, drops: Columns | None, first: int
 ) -> dict[str, Any]:
-    places = np.flatnonzero(fates == reason(step))
+    places = np.flatnonzero(fates == number)
     examples: list[tuple[int, int | None, float | None]]
     if drops is None:
         examples = [(first + place, None, None) for place in places[:EXAMPLES].tolist()]
@@ -203,7 +207,7 @@ def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
     )
 
 
-def merged(told: Sequence[TaskFigures], step: StepName) -> dict[str, Any]:
+def merged(told: Sequence[TaskFigures], step: str) -> dict[str, Any]:
     """The sums of one step over all ranges, and the first of its examples."""
     found = [one["steps"][step] for one in told if step in one["steps"]]
     examples = sorted(

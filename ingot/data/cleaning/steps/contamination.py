@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ingot.config.sections.data import Contamination
 from ingot.data.cleaning.arrays import Columns, Flags, Hashes, Indices, bucket_of, distinct, firsts
-from ingot.data.cleaning.corpus import Corpus, DocumentBatch, StepName, drop_rows
+from ingot.data.cleaning.corpus import Corpus, DocumentBatch, drop_rows
 from ingot.data.cleaning.exchange import (
     HashBucket,
     TaskFigures,
@@ -40,7 +40,7 @@ class ContaminationStage:
 
     corpus: Corpus
     knobs: Contamination
-    after: tuple[StepName, ...]
+    after: tuple[str, ...]
 
     @property
     def folder(self) -> Path:

@@ -10,13 +10,15 @@ another such text: it is counted as a note, and is for `min_chars` to drop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from ingot.data.cleaning.arrays import Columns, bucket_of, firsts, joined, sorted_by
+from ingot.data.cleaning.arrays import Bytes, Columns, bucket_of, firsts, joined, sorted_by
 from ingot.data.cleaning.corpus import ELSEWHERE, KEPT, Corpus, DocumentBatch, drop_rows
 from ingot.data.cleaning.exchange import HashBucket, TaskFigures, files, read_rows, write_rows
 from ingot.data.cleaning.folding import digests, fold
@@ -39,13 +41,15 @@ class SurveyStage:
 
     def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
-        return self._look
+        return functools.partial(self._look, self.filters.open())
 
-    def _look(self, task: RawRange, advance: Advance) -> TaskFigures:
+    def _look(
+        self, reasons_of: Callable[[pa.Array], Bytes], task: RawRange, advance: Advance
+    ) -> TaskFigures:
         reasons, sizes, hashed = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)], list[Columns]()
         empty = 0
         for batch in self.corpus.read(task, advance):
-            found = self.filters.reasons(batch.texts)
+            found = reasons_of(batch.texts)
             found[self.corpus.elsewhere(batch, task)] = ELSEWHERE
             reasons.append(found)
             sizes.append(

@@ -1,4 +1,5 @@
-"""Filters that judge each document by itself: too short, too long, or in another language.
+"""Filters that judge each document by itself: too short, too long, in another language, or dropped
+by a step of another package.
 
 Languages are identified by py3langid (Lui and Baldwin 2012), which gives one answer for one text.
 """
@@ -6,7 +7,7 @@ Languages are identified by py3langid (Lui and Baldwin 2012), which gives one an
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.data import Clean
+from ingot.config.sections.data import Clean, CleaningSettings
 from ingot.data.cleaning.arrays import Bytes, Flags
 from ingot.data.cleaning.corpus import KEPT, reason
 
@@ -61,18 +62,24 @@ class DocumentFilters:
     min_chars: int
     max_chars: int | None
     languages: tuple[str, ...]
+    steps: tuple[CleaningSettings, ...] = ()
 
     @classmethod
     def of(cls, knobs: Clean) -> DocumentFilters:
         """Raises WrongInput: a language that cannot be told, or no library to tell it."""
         if knobs.languages:
             check_languages(knobs.languages)
-        return cls(knobs.min_chars, knobs.max_chars, tuple(knobs.languages))
+        return cls(knobs.min_chars, knobs.max_chars, tuple(knobs.languages), tuple(knobs.steps))
 
-    def reasons(self, texts: pa.Array) -> Bytes:
-        """For each text 0, or the number of the first step that drops it. Lengths are in
-        characters.
+    def open(self) -> Callable[[pa.Array], Bytes]:
+        """In a worker: what gives for each text 0, or the number of the first step that drops it.
+        Lengths are in characters.
         """
+        return functools.partial(
+            self._reasons, {step.name: step.load_implementation()(step) for step in self.steps}
+        )
+
+    def _reasons(self, steps: Mapping[str, Callable[[str], bool]], texts: pa.Array) -> Bytes:
         found = np.full(len(texts), KEPT, np.uint8)
         lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
         found[lengths < self.min_chars] = reason("min_chars")
@@ -83,4 +90,8 @@ class DocumentFilters:
             found[left[~in_languages(texts.take(pa.array(left)), self.languages)]] = reason(
                 "languages"
             )
+        for name, stays in steps.items():
+            left = np.flatnonzero(found == KEPT)
+            kept = [bool(stays(text)) for text in texts.take(pa.array(left)).to_pylist()]
+            found[left[~np.array(kept, bool)]] = reason(name, list(steps))
         return found

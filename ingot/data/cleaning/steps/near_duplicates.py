@@ -27,7 +27,7 @@ from ingot.data.cleaning.arrays import (
     shares_of,
     sorted_by,
 )
-from ingot.data.cleaning.corpus import Corpus, DocumentBatch, StepName, drop_rows
+from ingot.data.cleaning.corpus import Corpus, DocumentBatch, drop_rows
 from ingot.data.cleaning.exchange import (
     HashBucket,
     TaskFigures,
@@ -62,7 +62,7 @@ class NearDuplicateStage:
 
     corpus: Corpus
     knobs: Fuzzy
-    after: tuple[StepName, ...]
+    after: tuple[str, ...]
 
     @property
     def folder(self) -> Path:
