@@ -6,6 +6,8 @@ packages add kinds by entry points in the group `ingot.plugins`; docs/EXTENDING.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ingot.base.doors import Door
 
 BUILT_IN: dict[str, dict[str, str]] = {
@@ -95,3 +97,12 @@ GATES = Door("gate", BUILT_IN["gate"])
 TEMPLATES = Door("template", BUILT_IN["template"])
 FAMILIES = Door("family", BUILT_IN["family"])
 PLACES = Door("place", BUILT_IN["place"])
+
+
+def packages_of(kinds: Iterable[tuple[Door, str]]) -> dict[str, str]:
+    """`package.DOOR.KIND` -> `NAME VERSION` of those kinds that other packages bring. It counts as
+    a knob of the steps that use them: another version of a package may give another result.
+    """
+    named = [(door, kind) for door, kind in kinds if kind]
+    found = {f"package.{door.name}.{kind}": door.package_of(kind) for door, kind in named}
+    return {key: package for key, package in found.items() if package is not None}

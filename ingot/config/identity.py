@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
+from ingot.config.doors import FAMILIES, OBJECTIVES, OPTIMIZERS, SCHEDULES, TASKS, packages_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Changeable
 
@@ -57,14 +58,16 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     if (early_stop := recipe.train.early_stop) is not None:
         # Only then does evaluation change what is trained.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
-        chosen.update(
-            {
-                f"evaluate.{task.name}": task.model_dump()
-                for task in recipe.tasks
-                if early_stop.metric.startswith(f"{task.name}/")
-            }
-        )
-    return chosen
+        stopping = [task for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")]
+        chosen.update({f"evaluate.{task.name}": task.model_dump() for task in stopping})
+        chosen.update(packages_of((TASKS, task.kind) for task in stopping))
+    kinds = (
+        (OBJECTIVES, recipe.objective.kind),
+        (OPTIMIZERS, recipe.train.optimizer.kind),
+        (SCHEDULES, recipe.train.schedule.kind),
+        (FAMILIES, str(recipe.model.config.get("model_type", ""))),
+    )
+    return chosen | packages_of(kinds)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

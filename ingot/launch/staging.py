@@ -196,8 +196,8 @@ def local_folders(recipe: Recipe) -> dict[str, str]:
         "model.source": recipe.model.source,
         "tokenizer.source": recipe.tokenizer.source,
         "evaluate.model": recipe.evaluate.model,
-        "objective.teacher": getattr(objective, "teacher", None),
-        "objective.reference": getattr(objective, "reference", None),
+        "objective.teacher": objective.teacher_source,
+        "objective.reference": objective.reference_source,
         "model.lora.adapter": getattr(lora, "adapter", None),
         "train.start_from": recipe.train.start_from,
     }

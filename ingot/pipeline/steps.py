@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.config.doors import CLEANING, GATES, SOURCES, TASKS, TEMPLATES, packages_of
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
@@ -40,16 +41,14 @@ class PipelineStep:
 
 
 def _ingest(recipe: Recipe) -> Knobs:
-    held_out = (
-        {"data.validation": _sources(recipe.data.validation)}
-        if isinstance(recipe.data.validation, list)
-        else {}
-    )
+    validation = recipe.data.validation
+    own = validation if isinstance(validation, list) else []
     return {
         "data.train": _sources(recipe.data.train),
-        **held_out,
+        **({"data.validation": _sources(own)} if isinstance(validation, list) else {}),
         "data.on_bad": recipe.data.on_bad,
         **_documents(recipe),
+        **packages_of((SOURCES, source.scheme) for source in (*recipe.data.train, *own)),
     }
 
 
@@ -71,8 +70,11 @@ def _prepare(recipe: Recipe) -> Knobs:
     knobs = recipe.select(
         ("objective.kind", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean")
     )
+    knobs |= packages_of((CLEANING, step.kind) for step in recipe.data.clean.steps)
+    knobs |= packages_of([(TEMPLATES, recipe.tokenizer.template or "")])
     if recipe.documents == "pair":
-        knobs |= recipe.select(("objective.prefix", "data.target_len"))
+        knobs |= {"objective.prefix": recipe.objective.source_prefix}
+        knobs |= recipe.select(("data.target_len",))
     if recipe.pack != "cut":
         knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
     if recipe.trains_tokenizer:
@@ -90,6 +92,8 @@ def _train(recipe: Recipe) -> Knobs:
 
 def _evaluate(recipe: Recipe) -> Knobs:
     tasks = {task.name: task.model_dump(mode="json") for task in recipe.tasks}
+    kinds = [(TASKS, task.kind) for task in recipe.tasks]
+    kinds += [(SOURCES, SourceSettings(source=source).scheme) for source in _items(recipe)]
     knobs = recipe.select(
         (
             "data.seq_len",
@@ -107,7 +111,12 @@ def _evaluate(recipe: Recipe) -> Knobs:
         knobs |= recipe.select(("evaluate.sample_tokens",))
     if _evaluates_base(recipe) or recipe.evaluate.base:
         knobs |= recipe.select(("model.source", "model.revision"))
-    return {"evaluate.tasks": tasks, **knobs}
+    return {"evaluate.tasks": tasks, **knobs, **packages_of(kinds)}
+
+
+def _items(recipe: Recipe) -> list[str]:
+    """Where the items of all evaluations come from."""
+    return [source for task in recipe.tasks for source in task.sources]
 
 
 def _evaluates_base(recipe: Recipe) -> bool:
@@ -118,15 +127,15 @@ def _evaluates_base(recipe: Recipe) -> bool:
 def _evaluated_folders(recipe: Recipe) -> list[str]:
     """The evaluated models, and the files with task items."""
     base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
-    items = [getattr(task, knob, None) for task in recipe.tasks for knob in ("source", "include")]
-    files = [item for item in items if item and not item.startswith("hf:")]
+    files = [item for item in _items(recipe) if not SourceSettings(source=item).scheme]
     return [*_local(base), *_local(recipe.evaluate.model), *files]
 
 
 def _gate(recipe: Recipe) -> Knobs:
     metric = getattr(recipe.gate.resolved(recipe.documents), "metric", None)
     compared = {"gate.metric": metric} if metric else {}
-    return recipe.select(("gate",)) | compared | _registry(recipe)
+    brought = packages_of([(GATES, recipe.gate.kind)])
+    return recipe.select(("gate",)) | compared | brought | _registry(recipe)
 
 
 def _registry(recipe: Recipe) -> Knobs:
@@ -199,8 +208,8 @@ def _training_folders(recipe: Recipe) -> list[str]:
     """
     objective, lora = recipe.objective, recipe.model.lora
     others = (
-        getattr(objective, "teacher", None),
-        getattr(objective, "reference", None),
+        objective.teacher_source,
+        objective.reference_source,
         lora.adapter if lora else None,
     )
     return [folder for source in (recipe.model.source, *others) for folder in _local(source)]

@@ -373,6 +373,14 @@ FAULTS = [
         "tests/plugin/test_plugin.py",
     ),
     Fault(
+        "version-of-a-package-unseen",
+        "ingot/config/doors.py",
+        "return {key: package for key, package in found.items() if package is not None}",
+        "return {}",
+        "an updated package that brings an objective or a source runs no step again",
+        "tests/plugin/test_plugin.py",
+    ),
+    Fault(
         "cleaning-steps-in-old-identities",
         "ingot/config/sections/data.py",
         'if knob != "steps" or value}',

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric, read_report
 from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
+from ingot.config.identity import changes
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
@@ -32,7 +34,9 @@ from ingot.data.prepare import prepare
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import source_stamps
 from ingot.evaluate.evaluate import evaluate
+from ingot.evaluate.tasks.records import read_records
 from ingot.launch.job import Job
+from ingot.pipeline.steps import STEPS
 from ingot.registry.gate import decide
 from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
@@ -236,6 +240,43 @@ def test_its_gate_decides(plugin: Path, tmp_path: Path) -> None:
     assert decide(old, old, rule).reason == "this very model is live already"
     kept = decide(new, old, rule.model_copy(update={"override": "keep"}))
     assert (kept.decision, kept.reason.startswith("gate.override says keep")) == ("keep", True)
+
+
+def test_its_version_counts_where_its_kinds_are_used(
+    plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version runs the steps again that use it, and those alone."""
+    items = {"kind": "choice", "source": "numbers:3"}
+    knobs: dict[str, dict[str, Any]] = {
+        "ingest": {"data__validation": [{"source": "numbers:3"}]},
+        "prepare": {"data__clean": {"steps": [{"kind": "shouting"}]}},
+        "train": {"train__optimizer": {"kind": "lion"}},
+        "evaluate": {"evaluate__tasks": [items]},
+        "gate": {"gate": {"kind": "majority"}},
+    }
+
+    def reads(verb: str) -> dict[str, Any]:
+        recipe = small_data(tmp_path, tmp_path, **knobs[verb])
+        return {step.verb: step.knobs(recipe) for step in STEPS}
+
+    before = {verb: reads(verb) for verb in knobs}
+    newer = tmp_path / "newer"
+    shutil.copytree(plugin, newer)
+    about = newer / "ingot_extras-0.1.dist-info" / "METADATA"
+    about.write_text(about.read_text().replace("Version: 0.1\n", "Version: 0.2\n"))
+    path = [str(newer) if each == str(plugin) else each for each in sys.path]
+    monkeypatch.setattr(sys, "path", path)
+    for verb, old in before.items():
+        new = reads(verb)
+        assert [step for step in old if old[step] != new[step]] == [verb]
+        (told,) = changes(old[verb], new[verb])
+        assert re.fullmatch(r"package\.[a-z]+\.[a-z]+ ingot-extras 0\.1 -> ingot-extras 0\.2", told)
+
+
+def test_its_source_gives_the_items_of_an_evaluation(plugin: Path) -> None:
+    found = read_records("numbers:2", "evaluate.tasks.source", ["body"], limit=2)
+    assert [record.text("body") for record in found] == ["number 0-1", "number 0-2"]
+    assert found[0].place == "numbers-0:1"
 
 
 def test_an_unknown_source_names_those_that_there_are(plugin: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -60,6 +62,12 @@ class SourceSettings(Section):
     """
     fraction: Share = 1.0
     """Use this share of the source's documents, chosen by a hash of the document's identity."""
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the colon of a source that is no file; "" for one that is."""
+        match = re.match(r"([a-z][a-z0-9_]*):(?!//)", self.source)
+        return match[1] if match and not Path(self.source).exists() else ""
 
 
 class ValidationShare(Section):

@@ -35,6 +35,12 @@ class TaskSettings(KindSettings):
         """Baselines to report beside the task."""
         return []
 
+    @property
+    def sources(self) -> list[str]:
+        """Where its items come from: paths, or `SCHEME:...` as for `data.train[].source`."""
+        source: str | None = getattr(self, "source", None)
+        return [source] if source else []
+
 
 class LossTask(TaskSettings):
     """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how
@@ -158,6 +164,10 @@ class LMEvalTask(TaskSettings):
     """Examples put before each item; null for what the task says."""
     limit: Positive | None = None
     """Use the first so many items of each task; null for all."""
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.include] if self.include else []
 
 
 Task = Annotated[TaskSettings, ByKind(TASKS, "loss")]

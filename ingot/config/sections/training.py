@@ -353,6 +353,7 @@ Changeable = Literal[
     "train.clip_norm",
     "train.skip",
     "train.early_stop",
+    "package",
 ]
 
 
@@ -360,8 +361,9 @@ class Resume(Section):
     """What may differ from the training that is gone on with."""
 
     allow: list[Changeable] = []
-    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; any other change
-    refuses to go on.
+    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`, and `package` where
+    a package of yours that brings an objective, an optimizer or a schedule has another version; any
+    other change refuses to go on.
     """
 
 

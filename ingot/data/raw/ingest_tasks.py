@@ -19,12 +19,11 @@ from typing import IO, cast
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.storage import is_remote, open_read
-from ingot.config.doors import SOURCES
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.store import RawPart, Text, write_parts
-from ingot.data.sources.kind import SourceKind
+from ingot.data.sources.find import records_of
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, SourceFile, utf8_safe
 from ingot.data.splits import Split, chosen
@@ -222,7 +221,7 @@ class _TaskReader:
                     yield doc_id, item.text
 
     def _items(self, piece: FileBlock) -> Iterator[ParsedDocument | BadRecord]:
-        at, kind = piece.begin, _records_of(piece.file)
+        at, kind = piece.begin, records_of(piece.file)
         with contextlib.ExitStack() as stack:
             try:
                 stream: IO[bytes] | None = None
@@ -276,12 +275,6 @@ class _TaskReader:
             raise WrongInput(f"{told}; mend it, or set data.on_bad=skip")
         if len(tally.examples) < EXAMPLES:
             tally.examples.append(told)
-
-
-def _records_of(file: SourceFile) -> SourceKind | None:
-    """The kind of source that gives the documents of `file`; None where it is a file to parse."""
-    kind: SourceKind | None = SOURCES.load(file.kind, "source")() if file.kind else None
-    return kind if kind is not None and kind.yields_records else None
 
 
 def _open_buffered(path: str) -> IO[bytes]:

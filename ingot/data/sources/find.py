@@ -4,11 +4,9 @@ were ingested. Reads no content.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import IngotError, WrongInput
@@ -17,6 +15,7 @@ from ingot.base.storage import is_remote
 from ingot.config.doors import SOURCES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.local_files import STDLIB, find_files_of
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Split
@@ -81,7 +80,7 @@ def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile
         WrongInput: nothing is there.
         Failed: the storage cannot be reached.
     """
-    scheme = _scheme(source)
+    scheme = source.scheme
     if not scheme:
         return find_files_of(source, knob)
     kind = SOURCES.find(scheme)
@@ -98,17 +97,17 @@ def is_local(source: SourceSettings) -> bool:
     """Whether a source is files on this machine, or the folder of a data set: what can be looked at
     cheaply at any time.
     """
-    scheme = _scheme(source)
+    scheme = source.scheme
     if scheme:
         kind = SOURCES.find(scheme)
         return kind is not None and bool(kind.checks_changes)
     return not is_remote(source.source)
 
 
-def _scheme(source: SourceSettings) -> str:
-    """What stands before the colon of a source that is no file; "" for one that is."""
-    match = re.match(r"([a-z][a-z0-9_]*):(?!//)", source.source)
-    return match[1] if match and not Path(source.source).exists() else ""
+def records_of(file: SourceFile) -> SourceKind | None:
+    """The kind of source that gives the records of `file`; None where it is a file to parse."""
+    kind: SourceKind | None = SOURCES.load(file.kind, "source")() if file.kind else None
+    return kind if kind is not None and kind.yields_records else None
 
 
 def fetch_files(files: Iterable[SourceFile]) -> None:

@@ -16,12 +16,11 @@ from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
-from ingot.data.sources.find import find_source
-from ingot.data.sources.hub import hub_documents
+from ingot.data.sources.find import fetch_files, find_source, records_of
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 
-FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow", "hub")
+FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def read_records(
 
     Args:
         source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or
-            `hf:NAME[:SUBSET]`.
+            `SCHEME:...` of a kind of source that gives records, such as `hf:NAME[:SUBSET]`.
         names: standard name -> name in the records.
 
     Raises:
@@ -108,11 +107,12 @@ def _named_columns(
 
 def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in find_source(SourceSettings(source=source, split=split), knob):
-        if file.format not in FILES:
+        if file.format not in FILES and records_of(file) is None:
             raise WrongInput(
                 f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV,"
-                " TSV, Arrow or hf:NAME"
+                " TSV, Arrow, hf:NAME or records of another package's source"
             )
+        fetch_files([file])
         for item in _items(file):
             if isinstance(item, BadRecord):
                 raise WrongInput(f"{file.name}:{item.row}: {item}; mend it")
@@ -120,8 +120,8 @@ def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, A
 
 
 def _items(file: SourceFile) -> Iterator[ParsedDocument | BadRecord]:
-    if file.format == "hub":
-        yield from hub_documents(file, _WholeRecords())
+    if (kind := records_of(file)) is not None:
+        yield from kind.read(file, _WholeRecords())
         return
     with open_read(file.path) as stream:
         yield from parse_file(stream, file.path, file.format, _WholeRecords())
