@@ -15,7 +15,7 @@ import typer
 import ingot
 from ingot.base.errors import EXIT_DONE
 from ingot.cli.cloud import images, submit
-from ingot.cli.guard import ended, guarded, listen_to_signals, split_debug
+from ingot.cli.guard import guarded, leave, listen_to_signals, split_debug
 from ingot.cli.launch import launch
 from ingot.cli.show import show
 from ingot.cli.verify import bench, verify
@@ -69,8 +69,7 @@ def main() -> None:
         die_with_parent(os.getppid(), signal.SIGKILL)
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
-    code = guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug)
-    sys.exit(ended(code))
+    leave(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug))
 
 
 @app.callback()

@@ -4,13 +4,17 @@ Tracebacks only with `--debug`.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
 
@@ -87,15 +91,27 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         )
 
 
-def ended(code: int) -> int:
-    """The exit code, once it is decided. That of a stop stands: Python gives handlers back before
-    the process is gone, and the same request, come late from elsewhere (a launcher asks each node),
-    would end it as killed.
+def leave(code: int) -> NoReturn:
+    """End the process with its exit code, once that is decided.
+
+    The code of a stop stands: Python gives handlers back before the process is gone, and the same
+    request, come late from elsewhere (a launcher asks each node), would end it as killed.
+
+    A daemon thread that is still inside a library written in C++ when the interpreter ends is
+    unwound through code that allows no exception, and takes the process down with SIGABRT. Where
+    one is left, the process ends without taking the interpreter apart.
     """
     if code == EXIT_STOPPED:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-    return code
+    if any(thread.daemon for thread in threading.enumerate()):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the other threads
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _write_no_more() -> None:

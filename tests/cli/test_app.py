@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,29 @@ def test_other_ranks_say_who_they_are(
     monkeypatch.setenv("RANK", "3")
     assert guarded(lambda: _raise(Failed("gone")), debug=False) == 1
     assert capsys.readouterr().err == "rank 3: error: gone\n"
+
+
+BUSY = """
+import threading, time
+import torch
+from ingot.cli.guard import leave
+
+def work():
+    numbers = torch.ones(700, 700)
+    while True:
+        (numbers @ numbers).clamp(-1, 1)
+
+threading.Thread(target=work, daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(0.3), print("waited for"))).start()
+time.sleep(0.2)
+print("answer")
+leave(7)
+"""
+
+
+def test_a_thread_inside_a_library_does_not_take_the_process_down() -> None:
+    """Nor keep what was printed from being written, nor threads that are to end first."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "answer\nwaited for\n", "")

@@ -16,7 +16,8 @@ from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer
-from tests.cli.commands import ingot
+from tests.cli.commands import ingot, ingot_afresh
+from tests.serve.test_causal import gpt2
 
 
 def _greedy(folder: Path, prompt: str, count: int) -> str:
@@ -34,6 +35,15 @@ def test_predict_prints_the_completion_and_nothing_else(model_folder: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == _greedy(model_folder, "the bright", 12) + "\n"
     assert done.stderr == ""
+
+
+def test_a_model_of_transformers_answers_and_ends_well(tmp_path: Path) -> None:
+    """In an interpreter of its own, which is taken apart at its end."""
+    done = ingot_afresh("predict", str(gpt2(tmp_path / "gpt2")), "the", "max_tokens=5")
+    assert done.returncode == 0, done.stderr
+    assert "so transformers generates" in done.stderr
+    assert "terminate" not in done.stderr
+    assert len(done.stdout.splitlines()) >= 1
 
 
 def test_predict_samples_by_its_seed(model_folder: Path) -> None:

@@ -162,14 +162,14 @@ FAULTS = [
     ),
     Fault(
         "stop-token-shown",
-        "ingot/models/generation/generator.py",
+        "ingot/models/generation/loop.py",
         "if choice.token in eos:",
         "if False:",
         "generation goes on behind the end-of-text token",
     ),
     Fault(
         "one-token-too-many",
-        "ingot/models/generation/generator.py",
+        "ingot/models/generation/loop.py",
         "if self.generated == self.request.max_tokens or room == 0:",
         "if self.generated > self.request.max_tokens or room == 0:",
         "one token more than max_tokens",

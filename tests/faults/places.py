@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "daemon-thread-aborts",
+        "ingot/cli/guard.py",
+        "if any(thread.daemon for thread in threading.enumerate()):",
+        "if False:",
+        "a command dies with SIGABRT after its answer where a thread is inside a library",
+        "tests/cli/test_app.py",
+    ),
+    Fault(
         "truncated-is-latest",
         "ingot/checkpoints/store.py",
         "if found is not None and not wrong:",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -103,27 +102,26 @@ def test_tokens_come_one_by_one_and_a_cancelled_request_ends_alone(
     first = worker.step()
     assert {job for job, _ in first} == {endless, long}
     assert [piece.generated for _, piece in first] == [1, 1]
-    while endless.generated < 5:  # the thread is ahead by now
-        time.sleep(0.01)
     worker.cancel(endless)
     rest = []
     while worker.busy:
         rest += worker.step()
     assert endless not in {job for job, _ in rest}
-    assert endless.generated < 3000
+    assert endless.generated == 1
     assert [piece.finish for job, piece in rest if job is long][-1] == "length"
     assert [piece.finish for job, piece in rest if job is waiting][-1] == "length"
     assert worker.busy == 0
 
 
-def test_an_answer_is_not_over_before_its_end_is_read(by_transformers: LoadedModel) -> None:
-    """However far ahead the thread is that generates."""
+def test_nothing_is_computed_but_by_the_caller(by_transformers: LoadedModel) -> None:
+    """A thread that is still inside a library when the interpreter ends takes the process down with
+    it, so there is none; and what nobody asks for is not computed.
+    """
+    before = threading.enumerate()
     worker = by_transformers.worker(1)
     job = worker.add(Request(by_transformers.encode("the"), 6))
     pieces = worker.step()
-    for thread in threading.enumerate():
-        if thread.name == "ingot-generate":
-            thread.join(60)
+    assert (job.generated, threading.enumerate()) == (1, before)
     while worker.busy:
         pieces += worker.step()
     assert [(piece.generated, piece.finish) for whose, piece in pieces if whose is job] == [

@@ -1,17 +1,15 @@
-"""Text generation with continuous batching: requests join and leave a running batch, and each gets
+"""Text generation by ingot's own decoder: requests join and leave a running batch, and each gets
 what it would get alone.
 
 One `step` reads a share of the waiting prompts and then gives every running request its next token.
-Stop strings and text need a `decode` function; without one, requests are tokens in, tokens out.
 Knows no HTTP and no tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,81 +17,13 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.cache import KVCache
-from ingot.models.generation.request import (
-    Completion,
-    CompletionChunk,
-    Decode,
-    FinishReason,
-    GeneratedToken,
-    Request,
-    TextStream,
-    check_request,
-    join_chunks,
-)
-from ingot.models.generation.sampling import SampledToken, UniformDraws, sample_tokens
+from ingot.models.generation.loop import DecodingLoop, GenerationJob
+from ingot.models.generation.request import CompletionChunk, Decode
 from ingot.models.native.decoder import Decoder
 
 # Prompt tokens read in one step: what running requests wait for at most between two of their
 # tokens.
 PREFILL_TOKENS = 512
-
-
-class GenerationJob:
-    """A request on its way through a `Generator`."""
-
-    def __init__(self, request: Request, decode: Decode | None) -> None:
-        self.request = request
-        self.read = 0  # tokens in the cache
-        self.last = 0  # the newest token, not in the cache yet
-        self.generated = 0
-        self.given = 0  # characters given out
-        self.dice = UniformDraws(request.sampling)
-        self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
-        self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
-
-    def accept(self, choice: SampledToken, eos: Collection[int], room: int) -> CompletionChunk:
-        """Take in the next token. `room`: how many more the model's positions hold."""
-        self.last = choice.token
-        self.generated += 1
-        if not choice.finite:
-            return self._finish("error", "")
-        if choice.token in eos:
-            return self._finish("stop", self.stream.finish() if self.stream else "")
-        text = self._read(choice)
-        if self.stream and self.stream.stopped:
-            self.waiting = [token for token in self.waiting if token.offset < self.stream.length]
-            return self._finish("stop", text)
-        if self.generated == self.request.max_tokens or room == 0:
-            return self._finish("length", text + (self.stream.finish() if self.stream else ""))
-        self.given += len(text)
-        ready = (
-            self.waiting
-            if self.stream is None
-            else [token for token in self.waiting if token.offset < self.given]
-        )
-        self.waiting = self.waiting[len(ready) :]
-        return CompletionChunk(text, tuple(ready), self.generated)
-
-    def _read(self, choice: SampledToken) -> str:
-        """Put the token among the waiting ones, where its text begins; answer the text that it
-        makes certain.
-        """
-        before, unsettled = (self.stream.length, self.stream.unsettled) if self.stream else (0, 0)
-        self.waiting.append(
-            GeneratedToken(choice.token, before + unsettled, choice.logprob, choice.top)
-        )
-        text = self.stream.push(choice.token) if self.stream else ""
-        if self.stream and self.stream.length > before:
-            # Tokens that turned out to be parts of the last character begin with it, not behind it.
-            last = self.stream.length - 1
-            self.waiting = [
-                replace(token, offset=last) if token.offset > last else token
-                for token in self.waiting
-            ]
-        return text
-
-    def _finish(self, finish: FinishReason, text: str) -> CompletionChunk:
-        return CompletionChunk(text, tuple(self.waiting), self.generated, finish)
 
 
 @dataclass
@@ -106,13 +36,12 @@ class _Batch:
     entering: GenerationJob | None = None
 
 
-class Generator:
-    """Runs up to `max_rows` requests together; more wait in the order in which they came.
+class Generator(DecodingLoop):
+    """Runs ingot's own decoder with continuous batching.
 
     Args:
         model: in evaluation mode; whoever calls `step` sets autocast around it if wanted.
-        eos: tokens that end a completion.
-        decode: ids to text; None when nobody wants text or stop strings.
+        eos, decode, max_rows: as `DecodingLoop` has them.
         prefill_tokens: prompt tokens read in one step.
     """
 
@@ -125,68 +54,27 @@ class Generator:
         max_rows: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
-        self._model, self._eos, self._decode = model, frozenset(eos), decode
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
-        self._positions = model.config.max_position_embeddings
-        self._cache = KVCache(model.config.windows, max_rows, self._positions)
-        self._pending: deque[GenerationJob] = deque()
-        self._batch = _Batch()
+        super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
+        self._model, self._prefill_tokens = model, prefill_tokens
+        self._reset()
 
     @property
     def rows(self) -> int:
         """Requests that have a row."""
         return len(self._batch.decoding) + (self._batch.entering is not None)
 
-    @property
-    def busy(self) -> int:
-        """Requests that are not finished."""
-        return self.rows + len(self._pending)
-
-    def add(self, request: Request) -> GenerationJob:
-        """Queue a request. Raises WrongInput when it cannot be served; see `check_request`."""
-        check_request(request, self._model.config)
-        job = GenerationJob(request, self._decode)
-        self._pending.append(job)
-        return job
-
-    @torch.inference_mode()
-    def cancel(self, job: GenerationJob) -> None:
-        """Forget a request, whatever it is at; one that is finished already is ignored."""
-        if job in self._pending:
-            self._pending.remove(job)
-        elif job is self._batch.entering:
+    def _drop(self, job: GenerationJob) -> None:
+        if job is self._batch.entering:
             self._batch.entering = None
         elif job in self._batch.decoding:
             self._leave(self._batch.decoding.index(job))
 
-    def clear(self) -> None:
-        """Forget every request and free the cache; what to do after `step` raised."""
-        self._pending.clear()
+    def _reset(self) -> None:
+        config = self._model.config
         self._batch = _Batch()
-        self._cache = KVCache(self._model.config.windows, self._max_rows, self._positions)
+        self._cache = KVCache(config.windows, self._max_rows, config.max_position_embeddings)
 
-    @torch.inference_mode()
-    def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """Read prompts, then decode one token for each running request. Several pieces of one job
-        come in order.
-        """
-        pieces: list[tuple[GenerationJob, CompletionChunk]] = []
-        if self._pending or self._batch.entering:
-            pieces += self._prefill()
-        if self._batch.decoding:
-            pieces += self._next_tokens()
-        return pieces
-
-    def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Complete `requests` and nothing else; the answers in their order."""
-        jobs = [self.add(request) for request in requests]
-        parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
-        while self.busy:
-            for job, piece in self.step():
-                parts[job].append(piece)
-        return [join_chunks(parts[job]) for job in jobs]
-
-    def _prefill(self) -> list[tuple[GenerationJob, CompletionChunk]]:
+    def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Read the prompts of the next few jobs, or the next share of a long one; first tokens of
         those read to the end.
         """
@@ -227,8 +115,10 @@ class Generator:
             group.append(self._pending.popleft())
         return group
 
-    def _next_tokens(self) -> list[tuple[GenerationJob, CompletionChunk]]:
+    def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         jobs = self._batch.decoding
+        if not jobs:
+            return []
         hidden = self._forward(0, [[job.last] for job in jobs], [job.read for job in jobs])
         for job in jobs:
             job.read += 1
@@ -249,20 +139,7 @@ class Generator:
         batch.
         """
         jobs = self._batch.decoding[first:]
-        choices = sample_tokens(
-            self._model.logits(hidden),
-            [job.request.sampling for job in jobs],
-            [job.dice.roll() for job in jobs],
-        )
-        pieces = [
-            (
-                job,
-                job.accept(
-                    choice, self._eos, self._positions - len(job.request.prompt) - job.generated - 1
-                ),
-            )
-            for job, choice in zip(jobs, choices, strict=True)
-        ]
+        pieces = self._accept(jobs, self._model.logits(hidden))
         for row in reversed(range(len(jobs))):
             finish = pieces[row][1].finish
             if finish == "error":

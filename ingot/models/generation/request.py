@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.sampling import Sampling
-from ingot.models.native.config import DecoderConfig
 
 FinishReason = Literal["stop", "length", "error"]
 GREEDY = Sampling()
@@ -67,7 +66,17 @@ class Completion:
     finish: FinishReason
 
 
-def check_request(request: Request, config: DecoderConfig) -> None:
+class DecoderLimits(Protocol):
+    """What requests are checked against."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+def check_request(request: Request, config: DecoderLimits) -> None:
     """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens,
     unknown ids.
     """

@@ -1,16 +1,13 @@
-"""Serves any causal model through transformers' `generate`, with the interface of `Generator`: the
-same sampling, stop strings, streaming and log-probabilities.
+"""Serves any causal model of transformers as `Generator` serves ours: the same sampling, stop
+strings, streaming and log-probabilities.
 
-transformers runs the model and its cache; the next token is chosen here, as for our own decoder. A
-batch runs until its last answer ends; requests that arrive meanwhile wait for the next batch.
+transformers prepares and runs the model and its cache; the decoding loop is the one of our own
+decoder, in the caller's thread.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.generator import GenerationJob
-from ingot.models.generation.request import (
-    Completion,
-    CompletionChunk,
-    Decode,
-    Request,
-    check_request,
-    join_chunks,
-)
-from ingot.models.generation.sampling import sample_tokens
+from ingot.models.generation.loop import DecodingLoop, GenerationJob
+from ingot.models.generation.request import CompletionChunk, Decode
 
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
@@ -95,8 +84,10 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
     )
 
 
-class TransformersGenerator:
-    """Generates for up to `max_rows` requests together, one token of each per step.
+class TransformersGenerator(DecodingLoop):
+    """Generates for up to `max_rows` requests together, one token of each per step. A batch runs
+    until its last answer ends; requests that arrive meanwhile wait for the next batch, since caches
+    of transformers' many kinds of models take no rows in.
 
     Args:
         eos: tokens that end an answer.
@@ -106,156 +97,100 @@ class TransformersGenerator:
     def __init__(
         self, model: CausalModel, *, eos: Collection[int], decode: Decode, max_rows: int = 8
     ) -> None:
-        self._model, self._eos, self._decode, self._max_rows = (
-            model,
-            frozenset(eos),
-            decode,
-            max_rows,
-        )
-        self._pending: deque[GenerationJob] = deque()
-        self._group: _GenerateCall | None = None
+        super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
+        self._model = model
+        self._reset()
 
     @property
-    def busy(self) -> int:
-        """The number of unfinished requests."""
-        return len(self._pending) + (len(self._group.left) if self._group else 0)
+    def rows(self) -> int:
+        """Requests of the running batch that are not finished."""
+        return len(self._running)
 
-    def add(self, request: Request) -> GenerationJob:
-        """Queue a request. Raises WrongInput where it cannot be served."""
-        sizes: Any = self._model.config
-        check_request(request, sizes)
-        job = GenerationJob(request, self._decode)
-        self._pending.append(job)
-        return job
+    def _drop(self, job: GenerationJob) -> None:
+        self._running.discard(job)
+        if not self._running:
+            self._reset()
 
-    def cancel(self, job: GenerationJob) -> None:
-        """Drop a request; finished ones are ignored."""
-        if job in self._pending:
-            self._pending.remove(job)
-        elif self._group:
-            self._group.drop(job)
+    def _reset(self) -> None:
+        self._jobs: list[GenerationJob] = []  # by their row, the finished ones too
+        self._running: set[GenerationJob] = set()
+        self._logits: Generator[Tensor, list[int], None] | None = None
 
-    def clear(self) -> None:
-        """Drop all requests; to be called after `step` raised."""
-        self._pending.clear()
-        if self._group:
-            for job in list(self._group.left):
-                self._group.drop(job)
-            self._group = None
+    def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
+        if not self._running and self._pending:
+            count = min(self._max_rows, len(self._pending))
+            self._jobs = [self._pending.popleft() for _ in range(count)]
+            self._running = set(self._jobs)
+            self._logits = next_logits(
+                self._model.inner,
+                [job.request.prompt for job in self._jobs],
+                max(job.request.max_tokens for job in self._jobs),
+            )
+        return []
 
-    def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """The next token of each request of the running batch; starts a batch where none runs."""
-        if self._group is None and self._pending:
-            jobs = [self._pending.popleft() for _ in range(min(self._max_rows, len(self._pending)))]
-            self._group = _GenerateCall(self._model, jobs, self._eos)
-        if self._group is None:
+    def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
+        if self._logits is None:
             return []
-        pieces = self._group.next()
-        if pieces is None:
-            self._group = None
-            return []
+        first = all(job.generated == 0 for job in self._jobs)
+        logits = (
+            next(self._logits) if first else self._logits.send([job.last for job in self._jobs])
+        )
+        rows = [row for row, job in enumerate(self._jobs) if job in self._running]
+        pieces = self._accept([self._jobs[row] for row in rows], logits[rows])
+        self._running.difference_update(job for job, piece in pieces if piece.finish)
+        if not self._running:
+            self._reset()
         return pieces
 
-    def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Answer `requests` and nothing else; in their order."""
-        jobs = [self.add(request) for request in requests]
-        parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
-        while self.busy:
-            for job, piece in self.step():
-                parts[job].append(piece)
-        return [join_chunks(parts[job]) for job in jobs]
 
+def next_logits(
+    inner: Any, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> Generator[Tensor, list[int], None]:
+    """Logits `[B, V]` for the token after each prompt; sent the token chosen for each row, those
+    for the one after it, and so on. Computed in the thread that asks.
 
-class _GenerateCall:
-    """One call of `generate` in a thread of its own, whose tokens are read one by one.
-
-    The thread runs ahead of the reader: `left` are the jobs whose end is not read yet, `_growing`
-    those the thread still generates for.
+    transformers' `generate` prepares inputs, mask and cache, as each kind of model needs them; the
+    loop itself, which `generate` would run to its end, is the caller's.
     """
+    device = inner.device
+    longest = max(map(len, prompts))
+    # Shorter prompts are padded on the left, so that all continue at the same position.
+    tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
+    ids, state = inner.generate(
+        tokens.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        custom_generate=_prepared,
+    )
+    outputs = inner(
+        **inner.prepare_inputs_for_generation(ids, is_first_iteration=True, **state),
+        return_dict=True,
+    )
+    with inner._optimize_model_for_decode():
+        while True:
+            state = inner._update_model_kwargs_for_generation(outputs, state)
+            chosen = yield outputs.logits[:, -1].float()
+            ids = torch.cat([ids, torch.tensor(chosen, device=device)[:, None]], dim=1)
+            inputs = inner.prepare_inputs_for_generation(
+                ids, next_sequence_length=1 if state["use_cache"] else None, **state
+            )
+            outputs = inner(**inputs, return_dict=True)
 
-    def __init__(
-        self, model: CausalModel, jobs: Sequence[GenerationJob], eos: Collection[int]
-    ) -> None:
-        self._model, self._jobs, self._eos = model, jobs, eos
-        self.left, self._growing = set(jobs), set(jobs)
-        self._output: queue.SimpleQueue[
-            list[tuple[GenerationJob, CompletionChunk]] | Exception | None
-        ] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="ingot-generate", daemon=True).start()
 
-    def next(self) -> list[tuple[GenerationJob, CompletionChunk]] | None:
-        """Pieces of the next token; None after the last one."""
-        output = self._output.get()
-        if isinstance(output, Exception):
-            raise output
-        if output is None:
-            return None
-        pieces = [(job, piece) for job, piece in output if job in self.left]
-        self.left.difference_update(job for job, piece in pieces if piece.finish)
-        return pieces
-
-    def drop(self, job: GenerationJob) -> None:
-        """Stop generating for a job."""
-        self.left.discard(job)
-        self._growing.discard(job)
-
-    def _work(self) -> None:
-        try:
-            self._generate()
-            self._output.put(None)
-        except Exception as error:
-            self._output.put(error)
-
-    @torch.inference_mode()
-    def _generate(self) -> None:
-        device = next(self._model.parameters()).device
-        prompts = [list(job.request.prompt) for job in self._jobs]
-        longest = max(map(len, prompts))
-        # Shorter prompts are padded on the left, so that all continue at the same position.
-        tokens = torch.tensor(
-            [[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device
-        )
-        mask = torch.tensor(
-            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-        )
-        self._model.inner.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=max(job.request.max_tokens for job in self._jobs),
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            logits_processor=[self._choose],
-            stopping_criteria=[self._done],
-        )
-
-    def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """A logits processor: choose tokens from scores `[B, V]` and set all others to -inf."""
-        choices = sample_tokens(
-            scores.float(),
-            [job.request.sampling for job in self._jobs],
-            [job.dice.roll() for job in self._jobs],
-        )
-        pieces = []
-        for job, choice in zip(self._jobs, choices, strict=True):
-            if job in self._growing:
-                room = (
-                    self._model.config.max_position_embeddings
-                    - len(job.request.prompt)
-                    - job.generated
-                    - 1
-                )
-                piece = job.accept(choice, self._eos, room)
-                pieces.append((job, piece))
-                if piece.finish:
-                    self._growing.discard(job)
-        self._output.put(pieces)
-        chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
-        return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
-
-    def _done(self, ids: Tensor, scores: object, **_: object) -> Tensor:
-        """A stopping criterion: which rows `[B]` have ended."""
-        return torch.tensor([job not in self._growing for job in self._jobs], device=ids.device)
+def _prepared(
+    model: object,
+    input_ids: Tensor,
+    logits_processor: object,
+    stopping_criteria: object,
+    generation_config: object,
+    **state: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """A decoding method for `generate` that hands back what it would begin with."""
+    return input_ids, state
 
 
 def _library() -> Any:

@@ -162,8 +162,7 @@ class LoadedModel:
     def check(self, request: Request) -> None:
         """Raises WrongInput where the model cannot serve the request."""
         if isinstance(self.model, Decoder | CausalModel):
-            sizes: Any = self.model.config
-            check_request(request, sizes)
+            check_request(request, self.model.config)
         elif isinstance(request, Seq2SeqRequest):
             check_seq2seq_request(request, self.model.config)
         else:
