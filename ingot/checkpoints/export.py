@@ -16,8 +16,9 @@ from torch import Tensor
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.storage import atomic_folder
+from ingot.config.model_source import CONFIG, model_config
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.folder import CONFIG, LINEAGE, hash_model, model_config, read_lineage
+from ingot.models.hf.folder import LINEAGE, hash_model, read_lineage
 from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model

@@ -112,10 +112,10 @@ def models() -> int:
     from rich.table import Table
 
     from ingot.config.family import native_families
+    from ingot.config.model_source import SUPPORTED as THROUGH_TRANSFORMERS
     from ingot.config.presets import PRESETS
     from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
     from ingot.config.shape import parameter_count
-    from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
 
     presets = Table(
         "preset",

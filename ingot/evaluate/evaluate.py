@@ -16,6 +16,13 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_report
 from ingot.base.storage import sha256_file
+from ingot.config.model_source import (
+    CONFIG,
+    model_config,
+    named_folder,
+    source_folder,
+    starts_random,
+)
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
 from ingot.data.columns.manifest import prepared_for
@@ -28,9 +35,8 @@ from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
 from ingot.models.generation.generator import eos_ids
 from ingot.models.hf.config import read_hf_config
-from ingot.models.hf.folder import CONFIG, check_template, model_config, model_hash
+from ingot.models.hf.folder import check_template, model_hash
 from ingot.models.kinds import base_folder, kind_of_folder, open_model
-from ingot.models.spec import named_folder, source_folder, starts_random
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.tokenizers.chat import stop_tokens
 from ingot.tokenizers.chat_templates import with_template

@@ -13,9 +13,10 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.base.reports import Metric
+from ingot.config.model_source import ModelKind
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
-from ingot.models.kinds import AnyModel, ModelKind
+from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.tokenizer import Tokenizer

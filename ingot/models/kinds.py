@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
-from ingot.config.family import is_native
-from ingot.config.sections.objective import Documents
+from ingot.config.model_source import ModelKind, kind_of, model_config
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter
@@ -25,38 +23,15 @@ from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.hf.tensor_names import LORA_A, LORA_B
 from ingot.models.native.decoder import Decoder
 
-ModelKind = Literal["decoder", "seq2seq", "encoder"]
 AnyModel = Decoder | Seq2Seq | Encoder
-
-KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
-    "text": "decoder",
-    "chat": "decoder",
-    "preference": "decoder",
-    "pair": "seq2seq",
-    "labelled": "encoder",
-}
-"""The kind of model that each kind of document is for."""
-
-
-def kind_of(config: dict[str, Any]) -> ModelKind:
-    """What a `config.json` describes."""
-    if config.get("is_encoder_decoder"):
-        return "seq2seq"
-    classifies = any(
-        str(name).endswith("ForSequenceClassification")
-        for name in config.get("architectures") or ()
-    )
-    return "encoder" if classifies and not is_native(config.get("model_type")) else "decoder"
 
 
 def kind_of_folder(folder: Path) -> ModelKind:
     """The kind of the model in a folder; of an adapter, what it makes of its base."""
     if not is_adapter(folder):
-        return kind_of(folders.model_config(folder))
+        return kind_of(model_config(folder))
     return (
-        "encoder"
-        if class_count(folder) is not None
-        else kind_of(folders.model_config(base_folder(folder)))
+        "encoder" if class_count(folder) is not None else kind_of(model_config(base_folder(folder)))
     )
 
 
@@ -89,7 +64,7 @@ def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None 
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype)
-    config = folders.model_config(folder)
+    config = model_config(folder)
     kind = kind_of(config)
     if kind == "decoder":
         return folders.load_model(folder, device=device, dtype=dtype)
@@ -105,13 +80,13 @@ def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None 
 def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> AnyModel:
     base, classes = base_folder(adapter), class_count(adapter)
     model: AnyModel
-    if classes is None or kind_of(folders.model_config(base)) == "encoder":
+    if classes is None or kind_of(model_config(base)) == "encoder":
         model = open_model(base, device=device)
     else:
         # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its
         # classes.
         config = read_hf_config(
-            folders.model_config(base),
+            model_config(base),
             "encoder",
             str(base),
             labels=[str(label) for label in range(classes)],

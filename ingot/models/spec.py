@@ -7,21 +7,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.base.hub import fetch_model
-from ingot.base.runfolder import RunFolder
-from ingot.config.family import overridden
-from ingot.config.presets import preset
+from ingot.config.model_source import (
+    KIND_FOR_DOCUMENTS,
+    ModelKind,
+    check_lengths,
+    source_config,
+    source_folder,
+    starts_random,
+)
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import Model as ModelKnobs
 from ingot.models.hf.config import HFConfig, read_hf_config
-from ingot.models.hf.folder import CONFIG, load_weights, model_config
+from ingot.models.hf.folder import load_weights
 from ingot.models.hf.loading import init_hf_model, load_hf_model
-from ingot.models.kinds import KIND_FOR_DOCUMENTS, AnyModel, ModelKind
+from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import allocate, init_weights, is_sharded
@@ -64,15 +66,7 @@ def resolve_model_spec(
         config = DecoderConfig.from_hf(values, f"model.source {source}")
     else:
         config = read_hf_config(values, kind, f"model.source {source}", labels=recipe.labels)
-    longest = {"data.seq_len": recipe.data.seq_len} | (
-        {"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}
-    )
-    for knob, length in longest.items():
-        if length > config.max_position_embeddings:
-            raise WrongInput(
-                f"{knob} {length} exceeds the model's {config.max_position_embeddings} positions;"
-                f" lower {knob} or set model.config.max_position_embeddings"
-            )
+    check_lengths(recipe, config.max_position_embeddings)
     if ids > config.vocab_size:
         raise WrongInput(
             f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "
@@ -141,66 +135,3 @@ def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: boo
     model = create_model(spec, seed)
     materialize_model(model, spec, seed, device, filled=filled)
     return model
-
-
-def source_folder(model: ModelKnobs) -> Path | None:
-    """The folder that `model.source` means, fetched from the hub if need be; None for a preset.
-
-    Raises:
-        WrongInput: no such folder, preset or hub model.
-    """
-    scheme, _, rest = model.source.partition(":")
-    if scheme == "preset":
-        preset(rest)
-        return None
-    return named_folder(model.source, "model.source", model.revision)
-
-
-def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
-    """The model folder that `hf:ORG/NAME`, a folder, or a run folder means; of a run the model that
-    it exported.
-
-    Raises:
-        WrongInput: there is no such folder or hub model; `knob` says what asked for it.
-    """
-    if source.startswith("hf:"):
-        return fetch_model(source.removeprefix("hf:"), revision)
-    folder = Path(source)
-    if not folder.is_dir():
-        known = (
-            "a folder nor preset:NAME nor hf:ORG/NAME"
-            if knob == "model.source"
-            else "a folder nor hf:ORG/NAME"
-        )
-        raise WrongInput(f"{knob} {source} is neither {known}; check the path")
-    own = RunFolder(folder).model
-    return own if not (folder / CONFIG).exists() and (own / CONFIG).exists() else folder
-
-
-def source_config(model: ModelKnobs, folder: Path | None) -> dict[str, Any]:
-    """The Hugging Face configuration of the source, with `model.config` laid over it."""
-    config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
-    unknown = [
-        key
-        for key in model.config
-        if key not in config
-        and key not in ("rope_parameters", "rope_scaling", "rope_theta", "head_dim")
-    ]
-    if unknown:
-        raise WrongInput(
-            f"model.config: {', '.join(unknown)} is not in the configuration of {model.source}; see"
-            " its config.json for the names"
-        )
-    return overridden(config, model.config)
-
-
-def starts_random(model: ModelKnobs, folder: Path | None) -> bool:
-    """Whether training starts from random weights. Raises WrongInput when weights are asked of a
-    preset.
-    """
-    if model.init == "weights" and folder is None:
-        raise WrongInput(
-            f"model.init weights: {model.source} is a preset and has none; use hf:ORG/NAME or a"
-            " folder"
-        )
-    return model.init == "random" or folder is None

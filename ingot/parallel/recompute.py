@@ -21,10 +21,10 @@ from torch.utils.checkpoint import (
 )
 
 from ingot.base.errors import WrongInput
+from ingot.config.model_source import ModelKind
 from ingot.config.sections.layout import Recompute
 from ingot.models.adapters.lora import LoRAState, lora_state
 from ingot.models.hf.models import Seq2Seq
-from ingot.models.kinds import ModelKind
 from ingot.models.native.decoder import Decoder, run_in_order
 from ingot.parallel.shard import stacks
 

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import Compute
-from ingot.models.hf.folder import CONFIG, load_model, load_weights, model_config, model_hash
+from ingot.models.hf.folder import load_model, load_weights, model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -22,14 +22,15 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
+from ingot.config.model_source import model_config, named_folder
 from ingot.data.batches.loader import fixed_batches
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.models.device import computing_in
-from ingot.models.hf.folder import model_config, model_hash
+from ingot.models.hf.folder import model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import ModelSpec, create_model, materialize_model, named_folder
+from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.dpo import answer_log_probabilities
 from ingot.objectives.forward import shard_batch

@@ -13,6 +13,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.identity import training_identity
+from ingot.config.model_source import ModelKind, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.shape import (
     BatchPlan,
@@ -28,10 +29,8 @@ from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.splits import Split
 from ingot.models.device import Compute, resolve_compute
-from ingot.models.hf.folder import model_config
-from ingot.models.kinds import ModelKind
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import ModelSpec, named_folder, resolve_model_spec
+from ingot.models.spec import ModelSpec, resolve_model_spec
 from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.config.model_source import ModelKind
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
-from ingot.models.kinds import ModelKind
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check

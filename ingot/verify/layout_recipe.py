@@ -21,6 +21,7 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.config.family import overridden
+from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.shape import batch_plan, degrees_of
@@ -28,7 +29,6 @@ from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids
 from ingot.models.hf.config import read_hf_config
-from ingot.models.hf.folder import CONFIG, model_config
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -10,6 +10,7 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
+from ingot.config.model_source import KIND_FOR_DOCUMENTS
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.batches.rows import Rows, open_rows
@@ -26,7 +27,6 @@ from ingot.evaluate.loss import (
 )
 from ingot.evaluate.metrics import loss_metrics, mean_metric, sum_metrics
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.models.kinds import KIND_FOR_DOCUMENTS
 from ingot.tokenizers.tokenizer import Tokenizer
 
 

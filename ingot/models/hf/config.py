@@ -6,39 +6,15 @@ transformers itself is imported here alone, and only once such a model is asked 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.config.model_source import CLASSES, HFKind, check_model_type
 
-HFKind = Literal["seq2seq", "encoder"]
-
-CLASSES: dict[str, str] = {
-    "t5": "T5ForConditionalGeneration",
-    "mt5": "MT5ForConditionalGeneration",
-    "bart": "BartForConditionalGeneration",
-    "marian": "MarianMTModel",
-    "pegasus": "PegasusForConditionalGeneration",
-    "bert": "BertForSequenceClassification",
-    "roberta": "RobertaForSequenceClassification",
-    "xlm-roberta": "XLMRobertaForSequenceClassification",
-    "camembert": "CamembertForSequenceClassification",
-    "distilbert": "DistilBertForSequenceClassification",
-    "electra": "ElectraForSequenceClassification",
-    "deberta-v2": "DebertaV2ForSequenceClassification",
-    "modernbert": "ModernBertForSequenceClassification",
-    "mpnet": "MPNetForSequenceClassification",
-}
-"""The class of transformers that each model type becomes."""
-SUPPORTED: dict[str, tuple[HFKind, ...]] = {
-    kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",)
-    for kind, name in CLASSES.items()
-}
-"""Model types, and the kinds of model that each can be."""
 RELATIVE = ("t5", "mt5")
 RELATIVE_POSITIONS = 8192
 """T5 and mT5 tell positions by distance and have no last one. Attention grows with the square of
@@ -100,21 +76,7 @@ def read_hf_config(
     Raises:
         WrongInput: another model type, a value that cannot be; `where` says where it stands.
     """
-    model_type, supported = (
-        str(values.get("model_type")),
-        [name for name, kinds in SUPPORTED.items() if kind in kinds],
-    )
-    if model_type not in supported:
-        near = difflib.get_close_matches(model_type, supported, n=1, cutoff=0.0)[0]
-        what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
-        raise WrongInput(
-            f"{where}: model_type `{model_type}` is not supported as {what} (nearest: `{near}`);"
-            f" these are: {', '.join(supported)}"
-        )
-    if values.get("quantization_config") is not None:
-        raise WrongInput(
-            f"{where}: quantised weights are not supported; take the model that they were made from"
-        )
+    model_type = check_model_type(values, kind, where)
     source = {**values, "architectures": [CLASSES[model_type]]}
     source |= {"is_encoder_decoder": True} if kind == "seq2seq" else _classes(values, labels)
     if model_type == "marian" and source.get("share_encoder_decoder_embeddings", True):

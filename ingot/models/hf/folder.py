@@ -17,35 +17,14 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
+from ingot.config.model_source import CONFIG, model_config
 from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_mismatches
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, shard_slices
 
-CONFIG, LINEAGE, META = "config.json", "ingot.json", "params.json"
-
-
-def model_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model folder. Raises WrongInput when it is not one."""
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        if (folder / META).exists():
-            raise WrongInput(
-                f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give"
-                " the new folder"
-            ) from None
-        raise WrongInput(
-            f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder"
-        ) from None
-    except ValueError as error:
-        raise WrongInput(
-            f"{folder / CONFIG} is not JSON ({error}); fetch the model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
-    return config
+LINEAGE = "ingot.json"
 
 
 def load_model(

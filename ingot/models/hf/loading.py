@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.models.hf.config import HFConfig, HFKind
-from ingot.models.hf.folder import CONFIG, stored_shapes, stored_tensors
+from ingot.config.model_source import CONFIG, HFKind
+from ingot.models.hf.config import HFConfig
+from ingot.models.hf.folder import stored_shapes, stored_tensors
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.hf.tensor_names import current_name
 

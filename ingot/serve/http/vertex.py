@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ingot.config.model_source import ModelKind
 from ingot.models.generation.classifier import ClassScores
-from ingot.models.kinds import ModelKind
 from ingot.serve.http.bodies import ClassifyBody, PredictBody, SummaryBody
 from ingot.serve.http.service import Service, completions, run_unless_disconnected
 from ingot.serve.native.engine import Ticket

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ingot.config.model_source import named_folder, source_config, source_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
@@ -22,7 +23,7 @@ from ingot.data.batches.loader import Loader
 from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
-from ingot.models.spec import named_folder, resolve_model_spec, source_config, source_folder
+from ingot.models.spec import resolve_model_spec
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer

@@ -10,14 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
-from ingot.models.hf.folder import (
-    hash_model,
-    load_model,
-    load_weights,
-    model_config,
-    stored_shapes,
-    weight_files,
-)
+from ingot.config.model_source import model_config
+from ingot.models.hf.folder import hash_model, load_model, load_weights, stored_shapes, weight_files
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.hf.config import SUPPORTED, read_hf_config
+from ingot.config.model_source import SUPPORTED
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.native import head
 from ingot.models.native.head import LogitsView

@@ -17,11 +17,12 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.doors import FAMILIES
 from ingot.config.family import native_families
+from ingot.config.model_source import SUPPORTED as THROUGH_TRANSFORMERS
+from ingot.config.model_source import model_config
 from ingot.config.presets import PRESETS
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
-from ingot.models.hf.config import SUPPORTED as THROUGH_TRANSFORMERS
-from ingot.models.hf.folder import load_model, model_config
+from ingot.models.hf.folder import load_model
 from ingot.models.native.attention import attention_masks
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -1,0 +1,196 @@
+"""Which model a recipe means, told by its configuration alone: where it lies, what kind it is, and
+which model types there are. Nothing of this loads weights or imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ingot.base.errors import WrongInput
+from ingot.base.hub import fetch_model
+from ingot.base.runfolder import RunFolder
+from ingot.config.family import is_native, overridden
+from ingot.config.presets import PRESETS, THROUGH_TRANSFORMERS, preset
+from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import Documents
+from ingot.config.sections.training import Model
+
+ModelKind = Literal["decoder", "seq2seq", "encoder"]
+HFKind = Literal["seq2seq", "encoder"]
+
+KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
+    "text": "decoder",
+    "chat": "decoder",
+    "preference": "decoder",
+    "pair": "seq2seq",
+    "labelled": "encoder",
+}
+"""The kind of model that each kind of document is for."""
+
+CLASSES: dict[str, str] = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "pegasus": "PegasusForConditionalGeneration",
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
+    "camembert": "CamembertForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+    "electra": "ElectraForSequenceClassification",
+    "deberta-v2": "DebertaV2ForSequenceClassification",
+    "modernbert": "ModernBertForSequenceClassification",
+    "mpnet": "MPNetForSequenceClassification",
+}
+"""The class of transformers that each model type becomes."""
+SUPPORTED: dict[str, tuple[HFKind, ...]] = {
+    kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",)
+    for kind, name in CLASSES.items()
+}
+"""Model types, and the kinds of model that each can be."""
+
+CONFIG, META = "config.json", "params.json"
+
+
+def check_model_type(values: Mapping[str, Any], kind: HFKind, where: str) -> str:
+    """The `model_type` of a configuration that transformers builds. Raises WrongInput where ingot
+    does not train it, or its weights are quantised; `where` says where it stands.
+    """
+    model_type = str(values.get("model_type"))
+    supported = [name for name, kinds in SUPPORTED.items() if kind in kinds]
+    if model_type not in supported:
+        near = difflib.get_close_matches(model_type, supported, n=1, cutoff=0.0)[0]
+        what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` is not supported as {what} (nearest: `{near}`);"
+            f" these are: {', '.join(supported)}"
+        )
+    if values.get("quantization_config") is not None:
+        raise WrongInput(
+            f"{where}: quantised weights are not supported; take the model that they were made from"
+        )
+    return model_type
+
+
+def kind_of(config: Mapping[str, Any]) -> ModelKind:
+    """What a `config.json` describes."""
+    if config.get("is_encoder_decoder"):
+        return "seq2seq"
+    classifies = any(
+        str(name).endswith("ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    )
+    return "encoder" if classifies and not is_native(config.get("model_type")) else "decoder"
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder. Raises WrongInput when it is not one."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        if (folder / META).exists():
+            raise WrongInput(
+                f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give"
+                " the new folder"
+            ) from None
+        raise WrongInput(
+            f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder"
+        ) from None
+    except ValueError as error:
+        raise WrongInput(
+            f"{folder / CONFIG} is not JSON ({error}); fetch the model again"
+        ) from None
+    if not isinstance(config, dict):
+        raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
+    return config
+
+
+def source_folder(model: Model) -> Path | None:
+    """The folder that `model.source` means, fetched from the hub if need be; None for a preset.
+
+    Raises:
+        WrongInput: no such folder, preset or hub model.
+    """
+    scheme, _, rest = model.source.partition(":")
+    if scheme == "preset":
+        preset(rest)
+        return None
+    return named_folder(model.source, "model.source", model.revision)
+
+
+def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
+    """The model folder that `hf:ORG/NAME`, a folder, or a run folder means; of a run the model that
+    it exported.
+
+    Raises:
+        WrongInput: there is no such folder or hub model; `knob` says what asked for it.
+    """
+    if source.startswith("hf:"):
+        return fetch_model(source.removeprefix("hf:"), revision)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise _unknown_source(source, knob)
+    own = RunFolder(folder).model
+    return own if not (folder / CONFIG).exists() and (own / CONFIG).exists() else folder
+
+
+def _unknown_source(source: str, knob: str) -> WrongInput:
+    """What is no folder may be a name without its scheme."""
+    takes_presets = knob == "model.source"
+    known = (
+        "a folder nor preset:NAME nor hf:ORG/NAME" if takes_presets else "a folder nor hf:ORG/NAME"
+    )
+    action = "check the path"
+    if takes_presets and source in PRESETS | THROUGH_TRANSFORMERS:
+        action = f"did you mean preset:{source}?"
+    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        action += f", or write hf:{source} for a model of the hub"
+    return WrongInput(f"{knob} {source} is neither {known}; {action}")
+
+
+def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
+    """The Hugging Face configuration of the source, with `model.config` laid over it."""
+    config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
+    unknown = [
+        key
+        for key in model.config
+        if key not in config
+        and key not in ("rope_parameters", "rope_scaling", "rope_theta", "head_dim")
+    ]
+    if unknown:
+        raise WrongInput(
+            f"model.config: {', '.join(unknown)} is not in the configuration of {model.source}; see"
+            " its config.json for the names"
+        )
+    return overridden(config, model.config)
+
+
+def starts_random(model: Model, folder: Path | None) -> bool:
+    """Whether training starts from random weights. Raises WrongInput when weights are asked of a
+    preset.
+    """
+    if model.init == "weights" and folder is None:
+        raise WrongInput(
+            f"model.init weights: {model.source} is a preset and has none; use hf:ORG/NAME or a"
+            " folder"
+        )
+    return model.init == "random" or folder is None
+
+
+def check_lengths(recipe: Recipe, positions: int) -> None:
+    """Raises WrongInput where rows are longer than a model of so many positions takes."""
+    longest = {"data.seq_len": recipe.data.seq_len}
+    if recipe.documents == "pair":
+        longest["data.target_len"] = recipe.data.target_len
+    for knob, length in longest.items():
+        if length > positions:
+            raise WrongInput(
+                f"{knob} {length} exceeds the model's {positions} positions; lower {knob} or set"
+                " model.config.max_position_embeddings"
+            )
