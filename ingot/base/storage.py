@@ -150,20 +150,40 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
-            fsync_tree(partial)
-            if not target.exists():
-                os.replace(partial, target)
-            elif not _exchange(partial, target):
-                replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-                os.replace(target, replaced)
-                os.replace(partial, target)
-                fsync_folder(target.parent)
-                shutil.rmtree(replaced, ignore_errors=True)
-            # Before the old one is deleted: else a crash could bring back its name for what is left
-            # of it.
-            fsync_folder(target.parent)
+            replace_folder(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_folder(finished: Path, target: Path) -> None:
+    """Let a finished folder beside `target` take its place all at once; what stood there is
+    deleted.
+    """
+    fsync_tree(finished)
+    if not target.exists():
+        os.replace(finished, target)
+    elif not _exchange(finished, target):
+        replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        os.replace(target, replaced)
+        os.replace(finished, target)
+        fsync_folder(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    # Before the old one is deleted: else a crash could bring back its name for what is left of it.
+    fsync_folder(target.parent)
+    shutil.rmtree(finished, ignore_errors=True)
+
+
+def link_file(path: Path, target: Path) -> None:
+    """The same file under a second name, in place of what was there; a copy where the disk has no
+    hard links. For files that are only ever replaced, never written to.
+    """
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(path, target)
+        except OSError:
+            shutil.copy2(path, target)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
-from ingot.base.storage import disk_errors
+from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import PLURALS, DocumentExtractor
@@ -64,7 +64,7 @@ class _Plan:
 
 def ingest(recipe: Recipe) -> VerbOutcome:
     """Read all sources into Parquet parts. Starts clean each time: the same sources give
-    byte-identical files.
+    byte-identical files. What an earlier run made stays until the new parts are whole.
 
     Raises:
         WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first
@@ -81,21 +81,17 @@ def ingest(recipe: Recipe) -> VerbOutcome:
     fetch_files(file for sources in files.values() for source in sources for file in source)
     plans = list(_plans(recipe, files, block_bytes(total)))
     folder = recipe.folder.raw
-    with disk_errors(folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-        (folder / TASKS).mkdir(parents=True)
     tasks = [task for plan in plans for task in plan.tasks]
-    try:
+    with atomic_folder(folder) as made:
+        (made / TASKS).mkdir()
         with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
-            work = IngestStage(folder / TASKS, stop=recipe.data.on_bad == "stop")
+            work = IngestStage(made / TASKS, stop=recipe.data.on_bad == "stop")
             with contextlib.closing(_engine(recipe, tasks, total)) as engine:
                 engine.warm("ingot.data.raw.ingest_tasks")
                 done = engine.run(work, tasks, progress) if tasks else []
-        splits, entries = _gather(folder, plans, done)
-    finally:
-        shutil.rmtree(folder / TASKS, ignore_errors=True)
-    write_manifest(folder, splits, entries)
+        splits, entries = _gather(made, plans, done)
+        shutil.rmtree(made / TASKS)
+        write_manifest(made, splits, entries)
     raw = RawData(folder, splits)
     paths = [folder / MANIFEST, *(folder / entry.path for entry in entries)]
     return VerbOutcome(

@@ -5,6 +5,7 @@ that the recipe names or learns.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
-from ingot.base.storage import disk_errors
+from ingot.base.storage import disk_errors, replace_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.data.batches.rows import open_rows
@@ -35,12 +36,18 @@ from ingot.data.documents.kinds import PLURALS, plain_text
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
-from ingot.data.packing.tables import pack
+from ingot.data.packing.tables import keep_packed, pack
 from ingot.data.raw.ranges import SMALLEST_BYTES, ranges
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Shares, Split
-from ingot.data.tokenizing.tokenize import DONE, TokenisedRange, TokeniseStage, finished, inputs_of
+from ingot.data.tokenizing.tokenize import (
+    DONE,
+    TokenisedRange,
+    TokeniseStage,
+    inputs_of,
+    keep_finished,
+)
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -56,7 +63,8 @@ ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 def prepare(recipe: Recipe) -> VerbOutcome:
     """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is
-    kept, so a stopped run goes on.
+    kept, so a stopped run goes on. All is made in folders beside those of the columns and of the
+    tokenizer, which stay as they are until it is whole and found fit for the recipe.
 
     Raises:
         WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one
@@ -64,10 +72,9 @@ def prepare(recipe: Recipe) -> VerbOutcome:
         Failed: the disk is full, or a worker died.
     """
     raw = open_raw(recipe, unchanged=True)
-    folder = recipe.folder.columns
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
+    new = _being_made(recipe.folder.columns)
+    with disk_errors(new):
+        new.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
         if isinstance(engine, LocalEngine) and raw.bytes > WARM_BYTES:
             engine.warm("ingot.data.tokenizing.tokenize", *ENCODERS)
@@ -75,10 +82,13 @@ def prepare(recipe: Recipe) -> VerbOutcome:
 
 
 def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
-    folder = recipe.folder.columns
+    run = recipe.folder
+    folder = _being_made(run.columns)
     cleaned = clean(recipe, raw, engine)
     _tell(cleaned)
-    tokenizer = provide_tokenizer(recipe, raw, cleaned)
+    tokenizer, tokenizer_folder = provide_tokenizer(
+        recipe, raw, cleaned, _being_made(run.tokenizer)
+    )
     if recipe.documents != "labelled" and not (
         tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after
     ):
@@ -86,7 +96,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
             "warning: this tokenizer has no EOS token, so a model does not learn where a document"
             " ends"
         )
-    made = _make(recipe, raw, tokenizer, cleaned, engine)
+    made = _make(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits)
     files = [FileEntry(**entry) for one in made for entry in one.files]
@@ -117,23 +127,30 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)},
         files,
     )
-    try:
-        _pack(recipe, prepared, engine)
-    except WrongInput:
-        (folder / MANIFEST).unlink()
-        raise
+    keep_packed(run.columns, folder, prepared)
+    _pack(recipe, prepared, engine)
+    with disk_errors(run.columns):
+        replace_folder(folder, run.columns)
+        if tokenizer_folder != run.tokenizer:
+            replace_folder(tokenizer_folder, run.tokenizer)
+    shutil.rmtree(_being_made(run.tokenizer), ignore_errors=True)  # of a run that was given up
     tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
     paths = [
-        folder / MANIFEST,
-        *(folder / entry.path for entry in files),
-        *(recipe.folder.tokenizer / name for name in tokenizer.files),
+        run.columns / MANIFEST,
+        *(run.columns / entry.path for entry in files),
+        *(run.tokenizer / name for name in tokenizer.files),
     ]
     return VerbOutcome(
         f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}",
-        str(folder),
+        str(run.columns),
         prepared.data,
-        file_sizes(recipe.folder.root, paths),
+        file_sizes(run.root, paths),
     )
+
+
+def _being_made(folder: Path) -> Path:
+    """Where what will replace a folder is made."""
+    return folder.with_name(f"{folder.name}.new")
 
 
 def _tell(cleaned: CleaningResult) -> None:
@@ -159,17 +176,26 @@ def _tell(cleaned: CleaningResult) -> None:
 
 
 def _make(
-    recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult, engine: Engine
+    recipe: Recipe,
+    raw: RawData,
+    tokenizer: Tokenizer,
+    tokenizer_folder: Path,
+    cleaned: CleaningResult,
+    engine: Engine,
 ) -> list[TokenisedRange]:
     """Every part, in order: those that are finished, and the others made now."""
     folder, shares, documents, prefix = (
-        recipe.folder.columns,
+        _being_made(recipe.folder.columns),
         Shares.of(recipe.data),
         recipe.documents,
         prefix_of(recipe),
     )
     tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
-    kept = {task: made for task in tasks if (made := finished(folder, task, inputs))}
+    kept = {
+        task: made
+        for task in tasks
+        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
+    }
     missing = [task for task in tasks if task not in kept]
     if not missing:
         return [kept[task] for task in tasks]
@@ -180,7 +206,7 @@ def _make(
     work = TokeniseStage(
         raw.folder,
         folder,
-        recipe.folder.tokenizer,
+        tokenizer_folder,
         encoder,
         documents,
         prefix,
@@ -235,7 +261,7 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
     evaluation can be done.
     """
     folder, seq_len, how, target_len = (
-        recipe.folder.columns,
+        _being_made(recipe.folder.columns),
         recipe.data.seq_len,
         recipe.pack,
         recipe.data.target_len,

@@ -150,6 +150,17 @@ def test_stop_at_the_first_bad_record(tmp_path: Path, line: bytes, reason: str) 
         open_raw(small)
 
 
+def test_what_is_there_stays_until_its_replacement_is_whole(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", sentences(50))
+    ingest(small := recipe(tmp_path, path, data__on_bad="stop"))
+    before = everything(small.folder.raw)
+    write_jsonl(path, [*sentences(50), ""])
+    with pytest.raises(WrongInput, match="set data.on_bad=skip"):
+        ingest(small)
+    assert everything(small.folder.raw) == before
+    assert [found.name for found in small.folder.data.iterdir()] == ["raw"]
+
+
 @pytest.mark.parametrize("on_bad", ["skip", "stop"])
 def test_a_missing_column_names_those_there_are(tmp_path: Path, on_bad: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"title": "x", "body": "y"}\n' * 3)

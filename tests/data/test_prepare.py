@@ -301,6 +301,27 @@ def test_less_than_a_global_batch(tmp_path: Path, source: Path) -> None:
         read_prepared(small.folder.columns)
 
 
+@pytest.mark.parametrize("knobs", [{}, {"tokenizer__vocab_size": 290}])
+def test_what_is_there_stays_until_its_replacement_is_whole(
+    knobs: dict[str, Any], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ingested(tmp_path, source)
+    prepare(small)
+    before = everything(small.folder.columns), everything(small.folder.tokenizer)
+    with pytest.raises(WrongInput, match=r"data\.seq_len=9000000"):
+        prepare(recipe(tmp_path, source, data__seq_len=9_000_000, **knobs))
+    assert (everything(small.folder.columns), everything(small.folder.tokenizer)) == before
+    assert read_prepared(small.folder.columns).tokenizer == (
+        load_tokenizer(small.folder.tokenizer).identity()
+    )
+    monkeypatch.setattr(TokeniseStage, "_make", None)  # what was made is gone on with
+    monkeypatch.setattr("ingot.data.tokenizing.vocabulary.train_bpe", None)
+    prepare(recipe(tmp_path, source, **knobs))
+    assert (everything(small.folder.columns) == before[0]) == (not knobs)
+    assert read_prepared(small.folder.columns).vocab_size == knobs.get("tokenizer__vocab_size", 280)
+    assert {path.name for path in small.folder.data.iterdir()} == {"raw", "columns", "tokenizer"}
+
+
 def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__validation__fraction=1e-9)
     with pytest.raises(

@@ -387,5 +387,21 @@ FAULTS = [
         "}",
         "a new knob that is not used makes all prepared data outdated",
         "tests/compatibility/test_earlier_run.py",
+        "columns-torn-down-first",
+        "ingot/data/prepare.py",
+        "    keep_packed(run.columns, folder, prepared)\n    _pack(recipe, prepared, engine)\n",
+        "    keep_packed(run.columns, folder, prepared)\n"
+        "    (run.columns / MANIFEST).unlink(missing_ok=True)\n"
+        "    _pack(recipe, prepared, engine)\n",
+        "a prepare that fails leaves no columns, though good ones were there",
+        "tests/data/test_prepare.py",
+    ),
+    Fault(
+        "raw-torn-down-first",
+        "ingot/data/ingest.py",
+        "    with atomic_folder(folder) as made:\n",
+        "    shutil.rmtree(folder, ignore_errors=True)\n    with atomic_folder(folder) as made:\n",
+        "an ingest that fails leaves no raw data, though good ones were there",
+        "tests/data/test_ingest.py",
     ),
 ]

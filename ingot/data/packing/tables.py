@@ -14,6 +14,7 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint, read_marker, write_marker
 from ingot.base.progress import Progress
+from ingot.base.storage import link_file
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.manifest import MASK, PreparedData, missing_files
 from ingot.data.engines.engine import Engine
@@ -176,6 +177,15 @@ def read_packed(
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")
     counts = {split: PackingCounts(**counts) for split, counts in marker["counts"].items()}
     return RowTables(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
+
+
+def keep_packed(old: Path, new: Path, prepared: PreparedData) -> None:
+    """Bring the row tables of these data from one folder of columns to another."""
+    for name in markers_of(old, prepared):
+        marker = read_marker(old, name) or {"files": []}
+        if not missing_files(old, marker):
+            for path in (*(entry["path"] for entry in marker["files"]), name):
+                link_file(old / path, new / path)
 
 
 def markers_of(folder: Path, prepared: PreparedData | None = None) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.base.storage import link_file
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.cleaned import CleaningResult
@@ -262,6 +263,16 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         marker["refused"],
         marker["refusal"],
     )
+
+
+def keep_finished(old: Path, new: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
+    """The finished part in `new`, which it is brought to from `old` where only that one has it."""
+    made = finished(new, task, inputs)
+    if made is None and (made := finished(old, task, inputs)) is not None:
+        for entry in made.files:
+            link_file(old / entry["path"], new / entry["path"])
+        link_file(old / DONE / f"{task.name}.json", new / DONE / f"{task.name}.json")
+    return made
 
 
 class _ColumnOutput:

@@ -32,26 +32,29 @@ from ingot.tokenizers.tokenizer import Tokenizer
 MARKER = "prepared.json"
 
 
-def provide_tokenizer(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
-    """Make `data/tokenizer/` the tokenizer of the recipe, if it is not yet.
+def provide_tokenizer(
+    recipe: Recipe, raw: RawData, cleaned: CleaningResult, new: Path
+) -> tuple[Tokenizer, Path]:
+    """The tokenizer of the recipe, and the folder that it lies in: `data/tokenizer/`, or `new`
+    where it is another one.
 
     Raises:
         WrongInput: the recipe's tokenizer cannot be read, or there is not one document to learn
             from.
         Failed: it cannot be fetched.
     """
-    folder = recipe.folder.tokenizer
-    _sweep(folder)
-    if not recipe.trains_tokenizer:
-        tokenizer = _with_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
-        inputs = tokenizer.files_identity
-        if not _is_current(folder, inputs):
-            _save(folder, tokenizer, inputs)
-        return tokenizer
-    inputs = fingerprint(_inputs(recipe, raw, cleaned))
-    if not _is_current(folder, inputs):
-        _save(folder, _with_template(recipe, _learn(recipe, raw, cleaned)), inputs)
-    return load_tokenizer(folder)
+    _sweep(recipe.folder.tokenizer)
+    given = None
+    if recipe.trains_tokenizer:
+        inputs = fingerprint(_inputs(recipe, raw, cleaned))
+    else:
+        given = _with_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
+        inputs = given.files_identity
+    for folder in (recipe.folder.tokenizer, new):
+        if _is_current(folder, inputs):
+            return given or load_tokenizer(folder), folder
+    _save(new, given or _with_template(recipe, _learn(recipe, raw, cleaned)), inputs)
+    return given or load_tokenizer(new), new
 
 
 def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
