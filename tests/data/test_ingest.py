@@ -155,7 +155,7 @@ def test_what_is_there_stays_until_its_replacement_is_whole(tmp_path: Path) -> N
     ingest(small := recipe(tmp_path, path, data__on_bad="stop"))
     before = everything(small.folder.raw)
     write_jsonl(path, [*sentences(50), ""])
-    with pytest.raises(WrongInput, match="set data.on_bad=skip"):
+    with pytest.raises(WrongInput, match=r"set data\.on_bad=skip"):
         ingest(small)
     assert everything(small.folder.raw) == before
     assert [found.name for found in small.folder.data.iterdir()] == ["raw"]

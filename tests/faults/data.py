@@ -387,6 +387,8 @@ FAULTS = [
         "}",
         "a new knob that is not used makes all prepared data outdated",
         "tests/compatibility/test_earlier_run.py",
+    ),
+    Fault(
         "columns-torn-down-first",
         "ingot/data/prepare.py",
         "    keep_packed(run.columns, folder, prepared)\n    _pack(recipe, prepared, engine)\n",
