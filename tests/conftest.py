@@ -14,7 +14,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from tests.forks import FIXED
-from tests.session import Session
+from tests.session import Session, commit, leave_to_chance
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("ingot", deadline=None)
     settings.load_profile("ingot")
     config.pluginmanager.register(Session(config))
+    os.environ.setdefault("TEST_DRAW", commit())  # inherited by the processes of the run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_chance(items, os.environ["TEST_DRAW"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +70,35 @@ class Session:
         if skipped:
             terminalreporter.section("not proved here")
             terminalreporter.write_line("\n".join(not_proved(skipped)))
+
+
+def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
+    """Of the tests with the same `drawn` mark, which prove alike things at length, all but one count
+    as slow; the seed decides which.
+    """
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("drawn"):
+            # Without a name: the cases of one test.
+            groups[mark.args[0] if mark.args else item.nodeid.partition("[")[0]].append(item)
+    for name, group in groups.items():
+        group.sort(key=lambda item: item.nodeid)
+        kept = random.Random(f"{seed} {name}").randrange(len(group))
+        for place, item in enumerate(group):
+            if place != kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def commit() -> str:
+    """What the tests are drawn by: another commit tries others, the same one always the same."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=TIMES.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
 
 
 def file_of(nodeid: str) -> str:

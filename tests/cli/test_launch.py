@@ -95,6 +95,7 @@ def supervisor(shell: str) -> int:
     return int(child.pid)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("verb", [("launch", "train"), ("run",)])
 def test_a_killed_training_is_started_again(verb: tuple[str, ...], place: Path) -> None:
     """Under `ingot run` too, whose steps before it are done already or done again here."""

@@ -191,6 +191,7 @@ LOOPED = {"pipeline": 2, "virtual": 2}
 ZERO_BUBBLE = {**LOOPED, "schedule": "zero_bubble"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [

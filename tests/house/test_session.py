@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,52 @@ def test_what_was_not_proved_is_one_line_each_with_the_way_to_have_it() -> None:
         f" {HOW['slurm|munge|sbatch']}",
         "1 test of x/test_other.py: the moon is not full",
     ]
+
+
+DRAWN = """
+import pytest
+@pytest.mark.drawn
+@pytest.mark.parametrize("case", [1, 2, 3])
+def test_a(case): pass
+@pytest.mark.drawn("places")
+def test_b(): pass
+@pytest.mark.drawn("places")
+def test_c(): pass
+def test_d(): pass
+"""
+
+
+LOOP = """
+import os, sys, pytest
+for seed in range(8):
+    os.environ["TEST_DRAW"] = str(seed)
+    pytest.main(["--collect-only", "-q", "-m", "not slow", "-p", "no:cacheprovider", "."])
+    print("end")
+"""
+
+
+def test_one_of_a_group_is_drawn_by_the_commit(tmp_path: Path) -> None:
+    (tmp_path / "test_drawn.py").write_text(DRAWN, encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import pytest_collection_modifyitems", encoding="utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(graph.PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seen = set()
+    for said in done.stdout.split("end\n")[:-1]:
+        found = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
+        assert [name.partition("[")[0] for name in found] in (
+            ["test_a", "test_b", "test_d"],
+            ["test_a", "test_c", "test_d"],
+        ), said
+        seen |= set(found)
+    assert seen == {"test_a[1]", "test_a[2]", "test_a[3]", "test_b", "test_c", "test_d"}
 
 
 def test_a_change_runs_the_tests_above_it_and_no_others() -> None:

@@ -104,6 +104,7 @@ def test_a_signal_reaches_the_program_and_no_shell_is_between() -> None:
     process.stdout.close()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("where", ["the service's storage", "in the image"])
 def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
     folder = make_folder(tmp_path / "model")

@@ -28,19 +28,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
-    """The processes, shells and those that only wait for others aside, that run `argv` and have
-    come as far as opening the pipe.
+    """The processes that run `argv` themselves, not those that start them and wait, and have come as
+    far as opening the pipe.
     """
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        is_rank = line[-len(argv) :] == list(argv) and not {
-            "ingot.launch",
-            "ingot.launch.node",
-        } & set(line)
-        if is_rank and Path(line[0]).name.startswith("python") and _in_open(process.pid):
-            found.append(process)
-    return found
+    command = ["-m", "ingot", *argv]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (process.info["cmdline"] or [])[1:] == command and _in_open(process.pid)
+    ]
 
 
 def _in_open(pid: int) -> bool:
@@ -55,7 +51,7 @@ def _in_open(pid: int) -> bool:
 
 def _asleep_and_loaded(pid: int) -> bool:
     """Where the kernel hides what a process waits for: asleep, after the libraries of the recipe's
-    loader were mapped; a launcher that waits for it has none of them.
+    loader were mapped.
     """
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     loaded = "_pydantic_core" in maps and "_yaml" in maps

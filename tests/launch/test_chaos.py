@@ -106,9 +106,22 @@ def test_without_the_knob_nothing_is_killed(made: Made, run: Supervised) -> None
     assert not events(recipe, "killed")
 
 
+def kill_once_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kill before the first sign of life: on a busy machine that would be every start, and the
+    supervisor would wait longer and longer.
+    """
+    kill_if_due = ChaosKills.kill_if_due
+    monkeypatch.setattr(
+        ChaosKills,
+        "kill_if_due",
+        lambda kills, attempt: kill_if_due(kills, attempt) if attempt.beats() else None,
+    )
+
+
 def test_ranks_are_killed_and_training_ends_well(
-    made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
+    made: Made, run: Supervised, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kill_once_they_run(monkeypatch)
     recipe = made(
         steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3
     )
@@ -140,13 +153,8 @@ def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(
             0.0 if next(numbers) in (1, 2, 4) else None,
         )
 
-    kill_if_due = ChaosKills.kill_if_due
     monkeypatch.setattr(ChaosKills, "arm", arm)
-    monkeypatch.setattr(
-        ChaosKills,
-        "kill_if_due",
-        lambda kills, attempt: kill_if_due(kills, attempt) if attempt.beats() else None,
-    )
+    kill_once_they_run(monkeypatch)
     recipe = made(None, None, [0, 3, "exit", 6], None, [0, 3, "exit", 8], chaos__kill_every_s=1.0)
     assert run(recipe) == JobExit(8, 0)
     assert len(events(recipe, "killed")) == 3

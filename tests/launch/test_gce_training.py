@@ -121,6 +121,7 @@ def prepared_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(recipe_in(root))
 
 
+@pytest.mark.drawn("training on several machines")
 def test_two_machines_with_a_bucket_train_what_two_processes_train_though_one_is_taken_away(
     tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

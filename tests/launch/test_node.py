@@ -250,7 +250,8 @@ def test_secrets_in_a_file_are_read_and_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("secrets-*"))
     for node in two:
         node.terminate()
-    assert [said(node)[0] for node in two] == [143, 143]
+    # A node that sees the other one's end before its own signal says 1.
+    assert {said(node)[0] for node in two} <= {143, 1}
 
 
 def test_nodes_of_one_name_beat_into_files_of_their_own(

@@ -499,6 +499,7 @@ def test_a_job_in_the_queue_is_cancelled_when_we_are_asked_to_stop(
     gone(tmp_path, slurm)
 
 
+@pytest.mark.drawn("training on several machines")
 def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(
     root: Path, slurm: Cluster, expected: dict[str, str]
 ) -> None:
@@ -537,6 +538,7 @@ def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(
     gone(root, slurm)
 
 
+@pytest.mark.drawn("training on several machines")
 def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(
     root: Path, slurm: Cluster
 ) -> None:

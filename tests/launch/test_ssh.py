@@ -218,6 +218,7 @@ def namespaces(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
 
+@pytest.mark.drawn("training on several machines")
 def test_two_hosts_come_to_what_two_processes_come_to_whatever_happens_on_the_way(
     root: Path, namespaces: tuple[Path, str], expected: dict[str, str]
 ) -> None:

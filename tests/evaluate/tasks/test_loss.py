@@ -169,6 +169,7 @@ def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> 
     ), "of the chosen answers alone"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("documents", KINDS)
 def test_no_split_of_the_work_shows(documents: str, made: Callable[[str], Recipe]) -> None:
     recipe = made(documents)

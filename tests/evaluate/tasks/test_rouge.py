@@ -125,6 +125,7 @@ def test_chats_are_answered_after_their_template(made: Callable[[str], Recipe]) 
     assert_scores(found)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("documents", ["pair", "chat"])
 def test_two_ranks_write_what_one_does(documents: str, made: Callable[[str], Recipe]) -> None:
     recipe = made(documents)
