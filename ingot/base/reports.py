@@ -102,8 +102,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold numbers to look at,
-    never to gate on.
+    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold what simple methods
+    reach: to look at, or as the floor of a gate.
 
     `base`: the same metrics of the model that training started from, where it was asked for. Of
     `baselines`, those that begin with the key of a metric (`rouge/rouge1/first_line`) belong to it;
@@ -125,6 +125,17 @@ class EvaluationReport:
             name: value
             for name, value in self.baselines.items()
             if name.rpartition("/")[0] not in self.metrics
+        }
+
+    def baselines_of(self, key: str) -> dict[str, float]:
+        """The baselines of the metric `key`, by their short names."""
+        if key.endswith("/bits_per_byte"):
+            return self.bits_per_byte
+        prefix = f"{key}/"
+        return {
+            name.removeprefix(prefix): value
+            for name, value in self.baselines.items()
+            if name.startswith(prefix)
         }
 
     def metric(self, name: str) -> tuple[str, Metric] | None:

@@ -93,12 +93,12 @@ def _compare(
 def compare_metrics(
     candidate: EvaluationReport, live: EvaluationReport | None, rule: MetricGate
 ) -> GateDecision:
-    """The gate `metric`: deploy if every metric of the rule is better by its margin. A tie never
-    deploys.
+    """The gate `metric`: deploy if every metric of the rule reaches its floor and is better than the
+    live model's by its margin. A tie never deploys.
 
     Raises:
-        WrongInput: a metric name matches several keys, or `rule.direction` contradicts the metric's
-            own direction.
+        WrongInput: a metric name matches several keys, `rule.direction` contradicts the metric's
+            own direction, or the report has no baseline that `rule.floor` names.
     """
     comparisons = tuple(
         _compare_metric(name, candidate, live, rule) for name in rule.metrics("text")
@@ -106,7 +106,7 @@ def compare_metrics(
     against = [comparison.reason for comparison in comparisons if not comparison.better]
     if against:
         return GateDecision("keep", "; ".join(against), comparisons, rule)
-    first = "nothing is live yet under this name; " if live is None else ""
+    first = "first version, not compared; " if live is None else ""
     return GateDecision(
         "deploy",
         first + "; ".join(comparison.reason for comparison in comparisons),
@@ -134,6 +134,9 @@ def _compare_metric(
         )
     old = None if live is None else live.metrics.get(key)
     better, reason = _is_better(key, new, old, live is None, rule.margin)
+    if rule.floor is not None and math.isfinite(new.value):
+        reaches, floor = _reaches_floor(key, candidate, rule.floor)
+        better, reason = better and reaches, f"{reason}; {floor}"
     return MetricComparison(
         key, new.direction, new.value, None if old is None else old.value, better, reason
     )
@@ -179,6 +182,28 @@ def _is_better(
             f"{values}: better by {_format(float(gain))}, less than gate.margin {_format(margin)}",
         )
     return True, f"{values}: better by {_format(float(gain))}"
+
+
+def _reaches_floor(key: str, report: EvaluationReport, floor: float | str) -> tuple[bool, str]:
+    """Whether the metric is as good as the figure, or better than the baseline, and the reason."""
+    metric = report.metrics[key]
+    if isinstance(floor, str):
+        known = report.baselines_of(key)
+        # `gzip` stands for `gzip -9`.
+        names = [name for name in known if floor in (name, name.partition(" ")[0])]
+        if not names:
+            raise WrongInput(
+                f"gate.floor: {key} has no baseline {floor} in the report (it has"
+                f" {', '.join(sorted(known)) or 'none'}); add it to the task's `baselines` and run"
+                " `ingot evaluate` again, or give a figure"
+            )
+        least, what = known[names[0]], f"the floor {names[0]} {_format(known[names[0]])}"
+    else:
+        least, what = floor, f"the floor {_format(floor)}"
+    gain = least - metric.value if metric.direction == "lower" else metric.value - least
+    if gain > 0 or (gain == 0 and not isinstance(floor, str)):
+        return True, f"reaches {what}"
+    return False, f"{_format(metric.value)} does not reach {what}"
 
 
 def _format(value: float) -> str:

@@ -57,6 +57,8 @@ def _state(view: RunView) -> tuple[str, str]:
         return view.state, "bad" if view.state.startswith("failed") else "plain"
     if decision == "keep":
         return "the live model stays", "plain"
+    if (view.gate or {}).get("live") is None:
+        return "first version, not compared", "plain"
     return ("deployed", "good") if view.record("register") else ("the gate says deploy", "plain")
 
 

@@ -89,6 +89,7 @@ def _gate(view: RunView) -> dict[str, Any] | None:
         "decision": view.gate["decision"],
         "reason": str(view.gate.get("reason") or ""),
         "time": str(view.gate.get("time") or ""),
+        "is_first": live is None,
         "live": f"v{live['version']}" if isinstance(live, dict) and "version" in live else "",
         "metrics": [
             {

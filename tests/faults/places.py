@@ -178,6 +178,14 @@ FAULTS = [
         "tests/base/remote/test_lease.py",
     ),
     Fault(
+        "floor-for-later-versions-only",
+        "ingot/registry/gate.py",
+        "if rule.floor is not None and math.isfinite(new.value):",
+        "if rule.floor is not None and live is not None:",
+        "a first model that is worse than the floor is deployed",
+        "tests/registry/test_gate.py",
+    ),
+    Fault(
         "lease-never-lost",
         "ingot/base/remote/lease.py",
         "return self._new_holder is not None or time.clock_gettime(_CLOCK) > self._sure_until",

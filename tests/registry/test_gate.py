@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {},
         "deploy",
-        "nothing is live yet under this name; loss/bits_per_byte is 2.5",
+        "first version, not compared; loss/bits_per_byte is 2.5",
     ),
     "lower is better, lower": (
         low(2.4),
@@ -192,7 +192,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {"metric": [LOWER, HIGHER]},
         "deploy",
-        "nothing is live yet",
+        "first version, not compared",
     ),
     "several, first model, one missing": (
         {**low(2.4)},
@@ -221,7 +221,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {"override": "keep"},
         "keep",
-        "gate.override says keep; the numbers say deploy: nothing is live yet",
+        "gate.override says keep; the numbers say deploy: first version, not compared",
     ),
     "told to deploy without a number": (
         {},
@@ -331,3 +331,48 @@ def test_a_model_goes_live_only_if_it_is_better_and_never_both_ways(
         assert new < old if direction == "lower" else new > old
     if not (math.isfinite(new) and math.isfinite(old)) or new == old:
         assert there == back == "keep"
+
+
+FLOORED = EvaluationReport(
+    "new",
+    "tokenizer",
+    {**low(2.2), **high(0.3)},
+    baselines={"gzip -9": 1.6, "bigram": 2.5, f"{HIGHER}/first_line": 0.3, f"{HIGHER}/none": 0.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("metric_name", "floor", "decision", "words"),
+    [
+        (LOWER, 2.2, "deploy", "reaches the floor 2.2"),
+        (LOWER, 2.1, "keep", "2.2 does not reach the floor 2.1"),
+        (LOWER, "bigram", "deploy", "reaches the floor bigram 2.5"),
+        (LOWER, "gzip", "keep", "2.2 does not reach the floor gzip -9 1.6"),
+        (HIGHER, 0.3, "deploy", "reaches the floor 0.3"),
+        (HIGHER, 0.31, "keep", "0.3 does not reach the floor 0.31"),
+        (HIGHER, "none", "deploy", "reaches the floor none 0"),
+        (HIGHER, "first_line", "keep", "0.3 does not reach the floor first_line 0.3"),
+    ],
+)
+def test_a_floor_holds_where_nothing_is_live_and_where_something_is(
+    metric_name: str, floor: float | str, decision: str, words: str
+) -> None:
+    rule = MetricGate(metric=metric_name, floor=floor)
+    first = decide(FLOORED, None, rule)
+    assert (first.decision, words in first.reason) == (decision, True), first.reason
+    worse = report("live", {LOWER: metric(9.0), HIGHER: metric(0.0, "higher")})
+    assert decide(FLOORED, worse, rule).decision == decision
+    better = report("live", {LOWER: metric(1.0), HIGHER: metric(0.9, "higher")})
+    assert decide(FLOORED, better, rule).decision == "keep"
+
+
+def test_a_floor_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(
+        WrongInput, match="has no baseline xz in the report .it has bigram, gzip -9"
+    ):
+        decide(FLOORED, None, MetricGate(floor="xz"))
+
+
+def test_without_a_floor_the_rule_is_written_as_before() -> None:
+    assert "floor" not in MetricGate().model_dump()
+    assert MetricGate(floor="bigram").model_dump()["floor"] == "bigram"

@@ -40,9 +40,7 @@ def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Pa
     recipe = trained(a_recipe(tmp_path), "a")
     decided = gate(recipe)
     assert decided.exit_code == 0
-    assert (
-        decided.result == "deploy: nothing is live yet under this name; loss/bits_per_byte is 2.5"
-    )
+    assert decided.result == "deploy: first version, not compared; loss/bits_per_byte is 2.5"
     assert decided.where == str(recipe.folder.reports / "gate.json")
     assert decided.files == {
         "reports/gate.json": (recipe.folder.reports / "gate.json").stat().st_size
@@ -65,7 +63,7 @@ def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Pa
     assert registered.result == "words v1, live"
     assert registered.where == str(tmp_path / "registry" / "words" / "v1")
     assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
-        ("gate", "nothing is live yet under this name; loss/bits_per_byte is 2.5"),
+        ("gate", "first version, not compared; loss/bits_per_byte is 2.5"),
         ("register", "words v1, live"),
     ]
     assert registry(tmp_path).version("words", 1).lineage["run"] == "r"

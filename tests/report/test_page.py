@@ -301,6 +301,11 @@ def test_the_state_is_told(run: RunFolder) -> None:
         (run.reports / "gate.json").read_text().replace('"deploy"', '"keep"')
     )
     assert "the live model stays" in Page(write_page(run)).text
+    decided = json.loads((run.reports / "gate.json").read_text())
+    (run.reports / "gate.json").write_text(
+        json.dumps({**decided, "decision": "deploy", "live": None})
+    )
+    assert "first version, not compared" in Page(write_page(run)).text
     (run.reports / "gate.json").unlink()
     assert "done up to serve" in Page(write_page(run)).text
     append_line(run.events, {"kind": "failure", "cause": "evaluate: disk full", "t_wall": 2e9})

@@ -61,6 +61,11 @@ class MetricGate(GateSettings):
     """Which way is better; the metric's own direction when empty."""
     margin: Annotated[float, Field(ge=0)] = 0.0
     """How much better than the live model at least, in the metric's units; a tie never deploys."""
+    floor: float | Annotated[str, Field(min_length=1)] | None = None
+    """What a model must reach in each metric even where nothing is live yet: a figure in the
+    metric's units, or the name of a baseline of the evaluation (`bigram`, `gzip`, `first_line`),
+    which it must beat.
+    """
 
     def metrics(self, documents: Documents) -> list[str]:
         metric = self.metric or GATED.get(documents, "loss/bits_per_byte")
@@ -71,8 +76,11 @@ class MetricGate(GateSettings):
 
     @model_serializer(mode="wrap")
     def _without_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As before there were other gates, so that what was decided earlier still counts."""
-        return {knob: value for knob, value in dump(self).items() if knob != "kind"}
+        """As before there were other gates and floors, so that what was decided earlier still
+        counts.
+        """
+        new = {"kind"} | ({"floor"} if self.floor is None else set())
+        return {knob: value for knob, value in dump(self).items() if knob not in new}
 
 
 Gate = Annotated[GateSettings, ByKind(GATES, "metric")]
