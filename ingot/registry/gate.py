@@ -93,8 +93,8 @@ def _compare(
 def compare_metrics(
     candidate: EvaluationReport, live: EvaluationReport | None, rule: MetricGate
 ) -> GateDecision:
-    """The gate `metric`: deploy if every metric of the rule reaches its floor and is better than the
-    live model's by its margin. A tie never deploys.
+    """The gate `metric`: deploy if every metric of the rule reaches the floor and is better than
+    that of the live model by the margin. A tie never deploys.
 
     Raises:
         WrongInput: a metric name matches several keys, `rule.direction` contradicts the metric's

@@ -368,7 +368,7 @@ def test_a_floor_holds_where_nothing_is_live_and_where_something_is(
 
 def test_a_floor_that_was_not_measured_is_refused() -> None:
     with pytest.raises(
-        WrongInput, match="has no baseline xz in the report .it has bigram, gzip -9"
+        WrongInput, match=r"has no baseline xz in the report .it has bigram, gzip -9"
     ):
         decide(FLOORED, None, MetricGate(floor="xz"))
 
