@@ -9,15 +9,13 @@ may.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from ingot.base.errors import Failed
 from ingot.base.markers import problems, read_marker
@@ -25,13 +23,9 @@ from ingot.base.progress import say
 from ingot.base.remote.bucket import crc32c, open_bucket
 from ingot.base.remote.lease import LIFE_S, Lease, lease
 from ingot.base.remote.service import Conflict, Corrupt, Missing
+from ingot.base.remote.transfer import fetch_file, in_parallel
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
-
-AT_ONCE = 4
-"""Objects that are fetched or deleted at the same time."""
-
-Item = TypeVar("Item")
 
 
 class Damaged(Failed):
@@ -154,7 +148,7 @@ class BucketMirror:
             return
         for name in doomed:
             self.bucket.delete(f"{name}/{COMMIT}")
-            _at_once(self.bucket.delete, [blob.name for blob in self.bucket.list(f"{name}/")])
+            in_parallel(self.bucket.delete, [blob.name for blob in self.bucket.list(f"{name}/")])
 
     def newest(self) -> int | None:
         """The newest step that is committed here."""
@@ -183,7 +177,7 @@ class BucketMirror:
                 if left != staging:
                     shutil.rmtree(left, ignore_errors=True)
         files = self._fetch_marker(target.name, staging)["files"]
-        _at_once(lambda entry: self._fetch_file(target.name, entry, staging), files)
+        in_parallel(lambda entry: self._fetch_file(target.name, entry, staging), files)
         with atomic_folder(target) as partial:
             for name in [*(entry["path"] for entry in files), COMMIT]:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -229,19 +223,11 @@ class BucketMirror:
             and sha256_file(path) == entry["sha256"]
         ):
             return
-        digest = hashlib.sha256()
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.bucket.get_to_file(key, path, digest=digest)
+            fetch_file(self.bucket, key, path, sha256=entry["sha256"])
         except (Missing, Corrupt) as error:
             path.unlink(missing_ok=True)
-            raise Damaged(str(error)) from error
-        if digest.hexdigest() != entry["sha256"]:
-            path.unlink()
-            raise Damaged(
-                f"{self.bucket.url_of(key)} does not match its checksum; take another checkpoint"
-            )
+            raise Damaged(f"{error}; take another checkpoint") from error
 
 
 def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
@@ -306,12 +292,3 @@ def _same_files(data: bytes, marker: Mapping[str, Any]) -> bool:
         marker.get("step"),
         marker["files"],
     )
-
-
-def _at_once(act: Callable[[Item], Any], items: Iterable[Item]) -> None:
-    """`act` on each item, a few at a time; the first error ends it."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        try:
-            list(pool.map(act, items))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -134,8 +134,8 @@ FAULTS = [
     ),
     Fault(
         "mirror-checksum",
-        "ingot/checkpoints/mirror.py",
-        'if digest.hexdigest() != entry["sha256"]:',
+        "ingot/base/remote/transfer.py",
+        "if sha256 and digest.hexdigest() != sha256:",
         "if False:",
         "what came damaged out of the bucket is used",
     ),
@@ -389,5 +389,13 @@ FAULTS = [
         "place.nodes",
         "an evaluation makes and pays all machines of the training once more",
         "tests/config/test_load.py",
+    ),
+    Fault(
+        "content-of-another-state",
+        "ingot/base/remote/transfer.py",
+        "if content not in (None, (blob.bytes, blob.crc32c)):",
+        "if False:",
+        "a file of a later state of the replica is taken for that of the state that is pulled",
+        "tests/base/remote/test_transfer.py",
     ),
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from ingot.base.errors import Failed
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import IndexEntry, read_index
 from ingot.base.remote.service import Missing
+from ingot.base.remote.transfer import OtherContent, fetch_file
 from ingot.base.storage import disk_errors, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
@@ -111,20 +111,13 @@ class DeferredFiles:
             entry = self._index(anew=anew).get(f"{self._within}/{name}")
             if entry is None:
                 continue
-            digest = hashlib.sha256()
             try:
-                bucket.get_to_file(entry.key, partial, digest=digest)
+                fetch_file(bucket, entry.key, path, sha256=sha256, partial=partial)
+                return
+            except OtherContent:
+                why = "it is not what was prepared for this training"
             except Missing as error:
                 why = str(error)
-                continue
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-            if digest.hexdigest() == sha256:
-                os.replace(partial, path)
-                return
-            why = "it is not what was prepared for this training"
-        partial.unlink(missing_ok=True)
         raise UnusableReplica(
             f"{bucket.url_of(f'{self._within}/{name}')} cannot be used: {why}; prepare and launch"
             " again"

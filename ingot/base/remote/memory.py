@@ -48,18 +48,15 @@ class LocalFile:
         return self.bytes, self.crc32c
 
 
-class AgreedState:
-    """`known`: by path the content that folder and replica last had in common. Thread-safe."""
+class ChecksumCache:
+    """Checksums of the files of a folder, each of which is read again only if it changed.
+    Thread-safe.
+    """
 
-    def __init__(self, root: Path, url: str, name: str = "memory.json") -> None:
-        self._root, self._url, self._file = root, url, root / HIDDEN / name
-        stored = self._read()
-        known = stored["known"] if stored.get("url") == url else {}
-        self.known: dict[str, Content] = {
-            path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN
-            for path in known
-        }
-        self._checksums: dict[str, list[int | str]] = stored.get("checksums", {})
+    def __init__(self, root: Path, name: str) -> None:
+        self._root, self._file = root, root / HIDDEN / name
+        self._stored = self._read()
+        self._checksums: dict[str, list[int | str]] = self._stored.get("checksums", {})
 
     def current(self, path: str, *, bytes: int | None = None) -> LocalFile | None:
         """The file at `path` as it is now, read only if it changed since its checksum was taken.
@@ -85,30 +82,37 @@ class AgreedState:
     def remember_checksum(self, path: str, checksum: str) -> None:
         self._checksums[path] = [*_signature((self._root / path).stat()), checksum]
 
-    def write(self) -> None:
-        """Store the state, without checksums of files that no longer exist."""
+    def write(self, **more: Any) -> None:
+        """Store it, without checksums of files that no longer exist; `more` lies beside it."""
         checksums = {
             path: about
             for path, about in sorted(self._checksums.items())
             if (self._root / path).exists()
         }
-        write_atomic(
-            self._file,
-            json.dumps(
-                {
-                    "url": self._url,
-                    "known": dict(sorted(self.known.items())),
-                    "checksums": checksums,
-                }
-            ),
-        )
+        write_atomic(self._file, json.dumps({**more, "checksums": checksums}))
 
     def _read(self) -> dict[str, Any]:
         try:
             stored = json.loads(self._file.read_bytes())
-            return stored if {"url", "known", "checksums"} <= stored.keys() else {}
-        except (OSError, ValueError, AttributeError):
+            return stored if isinstance(stored, dict) and "checksums" in stored else {}
+        except (OSError, ValueError):
             return {}
+
+
+class AgreedState(ChecksumCache):
+    """`known`: by path the content that folder and replica last had in common."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        super().__init__(root, "memory.json")
+        self._url = url
+        known = self._stored.get("known", {}) if self._stored.get("url") == url else {}
+        self.known: dict[str, Content] = {
+            path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN
+            for path in known
+        }
+
+    def write(self, **more: Any) -> None:
+        super().write(url=self._url, known=dict(sorted(self.known.items())), **more)
 
 
 @contextlib.contextmanager

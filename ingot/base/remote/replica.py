@@ -16,13 +16,11 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from ingot.base.errors import Failed, IngotError
-from ingot.base.progress import Progress, say
+from ingot.base.progress import say
 from ingot.base.remote import bucket as storage
 from ingot.base.remote.bucket import Blob, Bucket, open_bucket
 from ingot.base.remote.index import (
@@ -50,13 +48,8 @@ from ingot.base.remote.memory import (
     local_files,
 )
 from ingot.base.remote.service import Conflict, Missing
+from ingot.base.remote.transfer import fetch_file, in_parallel
 from ingot.base.storage import disk_errors, fsync_folder
-
-CONCURRENT_FILES = 4
-"""Files that are transferred at the same time, at most a chunk of each in memory."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def _no_path(path: str) -> bool:
@@ -87,7 +80,7 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
     with exclusive_sync(root):
         state, index = AgreedState(root, bucket.url), read_index(bucket)
         local_paths = [path for path in local_files(root, (NEVER_REPLICATED,)) if within(path)]
-        here = {local.path: local for local in _in_parallel(state.current, local_paths) if local}
+        here = {local.path: local for local in in_parallel(state.current, local_paths) if local}
         known = {*here, *index.entries, *state.known}
         listed = _list_objects(bucket, [*filter(within, known), *index.garbage])
         theirs = {path for path in known if not within(path)} | changed_remotely(
@@ -105,11 +98,11 @@ def push(root: Path, url: str, *, parts: Collection[str] | None = None) -> None:
                 entries[local.path] = entry
             else:
                 absent.append((local, *keys.choose(local)))
-        sent = _with_progress(
-            "push",
+        sent = in_parallel(
             lambda plan: _send(bucket, root, *plan),
             absent,
-            [local.bytes for local, *_ in absent],
+            title="push",
+            sizes=[local.bytes for local, *_ in absent],
         )
         entries |= {entry.path: entry for entry in sent if entry is not None}
         left = find_garbage(index, listed, entries, known, within)
@@ -154,11 +147,11 @@ def pull(
             index = read_index(bucket)
             plan = _pull_plan(root, index, state, path_filter(parts), keep, leave)
             try:
-                _with_progress(
-                    "pull",
+                in_parallel(
                     lambda entry: _fetch(bucket, root, entry),
                     plan.differing,
-                    [entry.bytes for entry in plan.differing],
+                    title="pull",
+                    sizes=[entry.bytes for entry in plan.differing],
                 )
             except Missing as error:
                 if seen == index.generation:
@@ -204,7 +197,7 @@ def _pull_plan(
     listed = [
         entry for entry in index.entries.values() if within(entry.path) and entry.path not in left
     ]
-    current = _in_parallel(lambda entry: _is_current(state, entry), listed)
+    current = in_parallel(lambda entry: _is_current(state, entry), listed)
     pairs = list(zip(listed, current, strict=True))
     untouched = {
         path: content for path, content in state.known.items() if not within(path) or path in kept
@@ -224,7 +217,7 @@ def _pull_plan(
 def _list_objects(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:
     """All objects at the places where objects of `paths` may lie, by name."""
     places = sorted({path.partition("/")[0] + "/" if "/" in path else path for path in paths})
-    return {blob.name: blob for blobs in _in_parallel(bucket.list, places) for blob in blobs}
+    return {blob.name: blob for blobs in in_parallel(bucket.list, places) for blob in blobs}
 
 
 def _send(
@@ -274,7 +267,7 @@ def _send_large(bucket: Bucket, root: Path, local: LocalFile, key: str) -> Blob:
 def _delete_garbage(bucket: Bucket, left: dict[str, int]) -> None:
     """Delete garbage. What remains is listed in the index and deleted by the next push."""
     try:
-        _in_parallel(lambda item: _delete(bucket, *item), list(left.items()))
+        in_parallel(lambda item: _delete(bucket, *item), list(left.items()))
     except IngotError as error:
         say(
             f"warning: {len(left)} objects in {bucket.url} are of no use and could not all be"
@@ -306,21 +299,15 @@ def _fetch(bucket: Bucket, root: Path, entry: IndexEntry) -> None:
     only once the file is complete.
     """
     arrival = _staged_path(root, entry)
-    if arrival.exists():
-        return
-    partial = arrival.with_suffix(".partial")
-    with disk_errors(root / entry.path):
-        partial.parent.mkdir(parents=True, exist_ok=True)
-    blob = bucket.get_to_file(entry.key, partial)
-    if not entry.holds(blob.bytes, blob.crc32c):  # an object of a later state
-        raise Missing(
-            f"{bucket.url_of(entry.key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, and"
-            f" {entry.bytes}, {entry.crc32c} were pushed"
+    if not arrival.exists():
+        fetch_file(
+            bucket,
+            entry.key,
+            arrival,
+            content=entry.content,
+            mtime_ns=entry.mtime_ns,
+            partial=arrival.with_suffix(".partial"),
         )
-    with partial.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.utime(partial, ns=(entry.mtime_ns, entry.mtime_ns))
-    os.replace(partial, arrival)
 
 
 def _move_into_place(root: Path, entries: Sequence[IndexEntry], state: AgreedState) -> None:
@@ -344,33 +331,3 @@ def _remove(root: Path, paths: Iterable[str]) -> None:
         for folder in Path(path).parents[:-1]:
             with contextlib.suppress(OSError):
                 (root / folder).rmdir()
-
-
-def _with_progress(
-    title: str, act: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
-) -> list[Result]:
-    """Apply `act` to each item, a few at a time; results in order of completion. The first error
-    ends it.
-    """
-    done, results = 0, []
-    with (
-        ThreadPoolExecutor(CONCURRENT_FILES) as pool,
-        Progress(title, total=-(-sum(sizes) // 10**6), unit="MB") as progress,
-    ):
-        running = {pool.submit(act, item): size for item, size in zip(items, sizes, strict=True)}
-        try:
-            for future in as_completed(running):
-                done += running[future]
-                progress.update(done // 10**6)
-                results.append(future.result())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return results
-
-
-def _in_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
-        try:
-            return list(pool.map(act, items))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -18,25 +18,22 @@ import os
 import pickle
 import shutil
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PosixPath
 from typing import Any
 
-from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import Bucket, crc32c, open_bucket
 from ingot.base.remote.index import IndexEntry, read_index
-from ingot.base.remote.memory import AgreedState, LocalFile, local_files
-from ingot.base.storage import disk_errors, fsync_folder
+from ingot.base.remote.memory import ChecksumCache, LocalFile, local_files
+from ingot.base.remote.transfer import fetch_file, in_parallel
+from ingot.base.storage import fsync_folder
 from ingot.data.engines.engine import Advance, Engine, Result, Stage, Task
 
 AREA = "engine"
 """Below the address: lists of files, and files that stages hand each other; removed at the end."""
-AT_ONCE = 4
 KEPT_BYTES = 4 << 30
 """How much a worker process keeps of what its tasks fetched."""
 
@@ -78,7 +75,7 @@ class SharedEngine:
             self._made = {}
         replica, memory = (
             read_index(self._bucket).entries,
-            AgreedState(self._root, self._bucket.url, "engine.json"),
+            ChecksumCache(self._root, "engine.json"),
         )
 
         def known(path: str) -> IndexEntry | None:
@@ -91,8 +88,7 @@ class SharedEngine:
             return _send(self._bucket, self._root, local)
 
         paths = [f"data/{path}" for path in local_files(self._root / "data")]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            entries = [entry for entry in pool.map(known, paths) if entry is not None]
+        entries = [entry for entry in in_parallel(known, paths) if entry is not None]
         memory.write()
         self._made = {entry.path: entry for entry in entries}
         name = (  # a worker process may have met others of this run
@@ -104,22 +100,18 @@ class SharedEngine:
     def _take(self, written: Mapping[str, IndexEntry]) -> None:
         """Bring here what the workers wrote."""
         assert self._made is not None
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(
-                pool.map(
-                    lambda entry: fetch(self._bucket, entry, self._root / entry.path),
-                    written.values(),
-                )
-            )
+        in_parallel(
+            lambda entry: fetch_file(
+                self._bucket, entry.key, self._root / entry.path, content=entry.content
+            ),
+            list(written.values()),
+        )
         for folder in {(self._root / path).parent for path in written}:
             fsync_folder(folder)
         self._made |= written
 
     def _empty(self) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(
-                pool.map(self._bucket.delete, [blob.name for blob in self._bucket.list(f"{AREA}/")])
-            )
+        in_parallel(self._bucket.delete, [blob.name for blob in self._bucket.list(f"{AREA}/")])
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ class _WorkerFolder:
             if any(name.startswith(f"{path}/") for name in self.entries):
                 os.makedirs(full, exist_ok=True)
         elif path not in self._seen and not os.path.exists(full):
-            fetch(self._bucket, entry, Path(full))
+            fetch_file(self._bucket, entry.key, Path(full), content=entry.content)
             self._saw(path)
             self.fetched_by_tasks += entry.bytes
 
@@ -280,24 +272,6 @@ def _each(value: Any, change: Callable[[Path], Path]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_each(item, change) for item in value)
     return value
-
-
-def fetch(bucket: Bucket, entry: IndexEntry, path: Path) -> None:
-    """The file of an entry under `path`, all at once and flushed."""
-    # The process stands last: by it what the dead have left is told from what is being written.
-    partial = path.with_name(f".{path.name}.partial-{threading.get_ident()}-{os.getpid()}")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    blob = bucket.get_to_file(entry.key, partial)
-    if not entry.holds(blob.bytes, blob.crc32c):
-        partial.unlink()
-        raise Failed(
-            f"{bucket.url_of(entry.key)} has {blob.bytes} bytes and {entry.bytes} were sent, or"
-            " others; see who else works there, run it again"
-        )
-    with partial.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
 
 
 def _send(bucket: Bucket, root: Path, local: LocalFile) -> IndexEntry:

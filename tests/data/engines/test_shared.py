@@ -19,7 +19,6 @@ import pytest
 
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
-from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.replica import push
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
@@ -222,30 +221,6 @@ def test_threads_of_one_worker_make_the_same_files(
     assert sorted(sent) == [[f"data/out/{letter}.txt"] for letter in letters]
 
 
-def test_a_file_that_two_fetch_at_once_is_whole(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What one has of it is not the other's; and by the process, which stands last in its name, it
-    is removed if that is killed.
-    """
-    folder, together = make(tmp_path / "run"), threading.Barrier(2)
-    push(tmp_path / "run", URL)
-    bucket, whole = open_bucket(URL), shared.read_index(open_bucket(URL)).entries["data/in/all.txt"]
-    get_to_file = Bucket.get_to_file
-
-    def slowly(self: Bucket, name: str, path: Path) -> Any:
-        blob = get_to_file(self, name, path)
-        together.wait(30)
-        assert path.name.startswith(".there.txt.partial-")
-        assert path.name.endswith(f"-{os.getpid()}")
-        return blob
-
-    monkeypatch.setattr(Bucket, "get_to_file", slowly)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: shared.fetch(bucket, whole, folder / "there.txt"), range(2)))
-    assert (folder / "there.txt").read_text() == "all"
-
-
 def test_paths_move_wherever_they_stand_and_others_stay() -> None:
     work = Upper(Path("/run/data"), ({"x": Path("/run/data/y"), "z": Path("/elsewhere")},))
     other = moved(work, Path("/run"), SharedPath("/there"))
@@ -280,7 +255,7 @@ def workers_wrote(server: Server) -> bool:
     stage.
     """
     return any(
-        "/engine/files/data/columns/train.tokens-00000.bin~" in name for name in server.written
+        "/engine/files/data/columns.new/train.tokens-00000.bin~" in name for name in server.written
     )
 
 
