@@ -84,3 +84,12 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder itself, or, where it is a run folder, the model that the run exported: so that
+    `model.source=runs/pre` goes on from the run `pre`.
+    """
+    own = RunFolder(folder).model
+    is_run = not (folder / "config.json").exists() and (own / "config.json").exists()
+    return own if is_run else folder

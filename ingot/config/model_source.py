@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import model_folder
 from ingot.config.family import is_native, overridden
 from ingot.config.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.recipe import Recipe
@@ -136,8 +136,7 @@ def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         raise _unknown_source(source, knob)
-    own = RunFolder(folder).model
-    return own if not (folder / CONFIG).exists() and (own / CONFIG).exists() else folder
+    return model_folder(folder)
 
 
 def _unknown_source(source: str, knob: str) -> WrongInput:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.base.runfolder import model_folder
 from ingot.config.doors import CLEANING, GATES, SOURCES, TASKS, TEMPLATES, packages_of
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
@@ -198,8 +199,8 @@ def _evaluated(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _local(source: str | None) -> list[str]:
-    """`source` if it is a local folder, rather than a hub name or a preset."""
-    return [str(Path(source))] if source and Path(source).is_dir() else []
+    """The folder of `source` if it is a local model, rather than a hub name or a preset."""
+    return [str(model_folder(Path(source)))] if source and Path(source).is_dir() else []
 
 
 def _training_folders(recipe: Recipe) -> list[str]:

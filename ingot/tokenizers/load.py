@@ -9,6 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
+from ingot.base.runfolder import model_folder
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import convert_model, gpt2_json
 from ingot.tokenizers.settings import (
@@ -149,7 +150,7 @@ def resolve_tokenizer(recipe: Recipe) -> Path:
             f"{knob} {source} does not exist; give a folder, a tokenizer.model, hf:ORG/NAME, or"
             " tokenizer.source=train"
         )
-    return folder
+    return model_folder(folder)
 
 
 def _missing_message(folder: Path) -> str:

@@ -216,6 +216,7 @@ def test_every_knob_is_decided() -> None:
         _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]", "data.window=3"),
         _recipe("objective.kind=dpo"),
         _recipe("objective={kind: distill, teacher: t}"),
+        _recipe("gate.floor=bigram"),
         _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"),
         _recipe("model.lora={}"),
