@@ -56,7 +56,7 @@ faults: $(WORK)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
 test-all: $(WORK)
-	@$(PYTEST) $(ARGS)
+	@TEST_EXHAUSTIVE=1 $(PYTEST) $(ARGS)
 
 chaos: $(WORK)
 	@$(PYTEST) tests/chaos tests/train/test_signals.py tests/verify/test_resume.py $(ARGS)

@@ -78,7 +78,8 @@ def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("drawn"):
+        mark = item.get_closest_marker("drawn")
+        if mark is not None and item.get_closest_marker("slow") is None:
             # Without a name: the cases of one test.
             groups[mark.args[0] if mark.args else item.nodeid.partition("[")[0]].append(item)
     for name, group in groups.items():

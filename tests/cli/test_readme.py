@@ -184,6 +184,7 @@ def answers(port: str) -> bool:
         return False
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
 def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
     """The README's command and recipe as they are, but for the model: a tiny folder."""

@@ -138,6 +138,7 @@ def test_a_kind_that_is_none_is_told() -> None:
     assert (done.returncode, done.stderr) == (2, "usage: requirements.py train|spark|serve\n")
 
 
+@pytest.mark.drawn("what an image has")
 def test_the_spark_image_has_all_that_preparing_needs_and_no_torch(tmp_path: Path) -> None:
     """Real documents are ingested and prepared with nothing but what the image has, and what the
     service mounts: Spark.
@@ -167,6 +168,7 @@ def _said(recipe: object) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
+@pytest.mark.drawn("what an image has")
 def test_the_serving_image_has_all_that_serving_needs() -> None:
     code = """
 import importlib, pkgutil, ingot.serve, ingot.models

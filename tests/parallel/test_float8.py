@@ -40,6 +40,7 @@ def on_ranks(cases: list[Case]) -> list[Any]:
     return run_cases(cases)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overfit_reaches_what_float32_reaches(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def alone() -> dict[str, Any]:
     return several(list(ALL), {})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("names", "layout"),
     [(tuple(ALL), {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})],

@@ -51,6 +51,7 @@ def on_ranks(cases: list[Case]) -> list[Any]:
     return run_cases(cases)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("adam", "compute", "lora"),
     [(False, "fp32", False), (True, "fp32", False), (True, "bf16", False), (False, "fp32", True)],
@@ -63,6 +64,7 @@ def test_offloading_gives_the_same_bits(adam: bool, compute: Any, lora: bool) ->
         assert_same(other, plain)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}])
 def test_offloading_gives_the_same_bits_on_ranks(layout: dict[str, Any]) -> None:
     for plain, *others in run_ranks(
@@ -72,6 +74,7 @@ def test_offloading_gives_the_same_bits_on_ranks(layout: dict[str, Any]) -> None
             assert_same(other, plain)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["t5", "bert"])
 def test_models_of_transformers_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = hub_gradients(name, {})

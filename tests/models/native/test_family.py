@@ -151,6 +151,7 @@ def test_added_tokens_survive_the_way_in_and_out(folder: Path, tmp_path: Path) -
 PROMPTS = [[5], list(range(3, 23)), [7] * 13, [90, 3, 88], list(range(100, 107))]
 
 
+@pytest.mark.drawn
 def test_greedy_with_the_cache_is_what_transformers_generates(both: Both) -> None:
     """Prompts of unequal length in one batch, some read in shares, all of them growing beyond the
     window.
