@@ -37,6 +37,11 @@ class RunFolder:
         return self.root / "data" / "columns"
 
     @property
+    def megatron(self) -> Path:
+        """The token columns once more, under the names that Megatron's tools expect."""
+        return self.root / "data" / "megatron"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

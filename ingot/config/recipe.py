@@ -122,6 +122,11 @@ class Recipe(Section):
                 f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set"
                 f" it to {' or '.join(PACKS[self.documents])}"
             )
+        if self.data.megatron_prefix is not None and self.documents != "text":
+            raise ValueError(
+                f"data.megatron_prefix {self.data.megatron_prefix} is for texts, which Megatron's"
+                f" tools read; remove it for objective.kind {self.objective.kind}"
+            )
         self._check_parallel()
         return self
 

@@ -14,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
-from ingot.base.storage import disk_errors, replace_folder
+from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.data.batches.rows import open_rows
@@ -22,6 +22,7 @@ from ingot.data.batches.samples import Samples
 from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
+from ingot.data.columns.column import bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import (
     MANIFEST,
     PreparedData,
@@ -134,10 +135,12 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         if tokenizer_folder != run.tokenizer:
             replace_folder(tokenizer_folder, run.tokenizer)
     shutil.rmtree(_being_made(run.tokenizer), ignore_errors=True)  # of a run that was given up
+    named = _name_for_megatron(recipe, prepared)
     tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
     paths = [
         run.columns / MANIFEST,
         *(run.columns / entry.path for entry in files),
+        *named,
         *(run.tokenizer / name for name in tokenizer.files),
     ]
     return VerbOutcome(
@@ -146,6 +149,24 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         prepared.data,
         file_sizes(run.root, paths),
     )
+
+
+def _name_for_megatron(recipe: Recipe, prepared: PreparedData) -> list[Path]:
+    """The files of the token columns under Megatron's names as well, if the recipe asks for it;
+    returns these names. What earlier data had is removed.
+    """
+    folder, prefix = recipe.folder.megatron, recipe.data.megatron_prefix
+    if prefix is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return []
+    with atomic_folder(folder) as partial:
+        for split, sources in prepared.splits.items():
+            for number in (part.number for source in sources for part in source.parts):
+                column = column_prefix(recipe.folder.columns, split, "tokens", number)
+                name = partial / f"{prefix}.{split}-{number:05d}_text_document"
+                for path_of in (bin_path, idx_path):
+                    link_file(path_of(column), path_of(name))
+    return sorted(folder.iterdir())
 
 
 def _being_made(folder: Path) -> Path:

@@ -84,6 +84,8 @@ def _prepare(recipe: Recipe) -> Knobs:
         knobs |= recipe.select(("model.source", "model.revision"))
     if not isinstance(recipe.data.validation, list):
         knobs |= recipe.select(("data.validation.fraction",))
+    if recipe.data.megatron_prefix is not None:
+        knobs |= recipe.select(("data.megatron_prefix",))
     return knobs
 
 

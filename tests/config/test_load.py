@@ -536,3 +536,12 @@ def test_machines_that_are_made_for_an_evaluation_are_one(
 
 
 STEP_OF_TWO = "pipeline.steps={evaluate: {nodes: 2}}"
+
+
+def test_names_for_megatron_are_for_texts(tmp_path: Path) -> None:
+    named = f"{GOOD}  megatron_prefix: web\n"
+    assert load(tmp_path, named).data.megatron_prefix == "web"
+    with pytest.raises(WrongInput, match=r"data\.megatron_prefix web is for texts"):
+        load(tmp_path, f"{named}objective: {{kind: sft}}\n")
+    with pytest.raises(WrongInput, match="megatron_prefix"):
+        load(tmp_path, f"{GOOD}  megatron_prefix: ../web\n")

@@ -13,6 +13,8 @@ from ingot.cloud.prices import hourly_price_of, time_limit_s
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shape import batch_plan
+from ingot.launch.job import launcher_of
+from ingot.launch.run_job import job_of
 from ingot.pipeline.plan import plan, submission_problems
 from ingot.pipeline.steps import STEPS
 from tests.house.source import PROJECT
@@ -72,6 +74,7 @@ def test_every_documented_case_has_its_place() -> None:
         ("vertex_1x1", "roberta_large"),
         ("tpu", "roberta_large"),
         ("slurm", "sft_llama_8b"),
+        ("slurm", "pretrain_llama_8b"),
         ("ssh", "pretrain_llama"),
         *(("gpus_8", f"{name}_llama") for name in ("pretrain", "sft", "lora", "dpo", "distill")),
     }
@@ -174,3 +177,21 @@ def test_the_table_of_recipes_and_places_is_whole() -> None:
     assert pairs <= set(PAIRS)
     assert {place for place, _ in pairs} == set(PLACES)
     assert {paths[0] for paths in named} == set(RECIPES)
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(1, "--cpus-per-task=64"), (2, "--exclusive")])
+def test_llama_8b_is_pretrained_from_megatrons_columns_on_nodes_of_slurm(
+    nodes: int, share: str
+) -> None:
+    files = [PROJECT / f"recipes/{name}.yaml" for name in ("pretrain_llama_8b", "places/slurm")]
+    loaded = load_recipe(files, [f"launch.nodes={nodes}"], environ={}, dotenv=None, verb="train")
+    assert [source.scheme for source in loaded.data.train] == ["megatron"]
+    assert (loaded.objective.kind, loaded.parallel.tensor) == ("pretrain", 4)
+    placed = loaded.at("train")
+    batch_plan(placed.train, placed.parallel, nodes * placed.launch.processes)
+    script = launcher_of(placed).render(job_of(placed, "train", distributed=True))
+    lines = script.splitlines()
+    assert {f"#SBATCH --nodes={nodes}", "#SBATCH --gpus-per-node=8", f"#SBATCH {share}"} <= set(
+        lines
+    )
+    assert {f"export PET_NNODES={nodes}", "export PET_NPROC_PER_NODE=8"} <= set(lines)

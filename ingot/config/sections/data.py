@@ -285,6 +285,13 @@ class Data(Section):
     """
     engine: EngineSettings = LocalEngineSettings()
     """What `prepare` runs on."""
+    megatron_prefix: (
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None
+    ) = None
+    """For Megatron's own tools: `prepare` also gives the parts of the token columns the names that
+    they expect, `data/megatron/PREFIX.SPLIT-NNNNN_text_document.bin` and `.idx`; the same files,
+    which take no room on this disk (a replica in a bucket holds them twice). For texts alone.
+    """
 
 
 COLUMNS: dict[Documents, tuple[str, ...]] = {

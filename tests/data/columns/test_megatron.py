@@ -26,12 +26,15 @@ from ingot.data.columns.column import (
 )
 from ingot.data.columns.manifest import read_prepared
 from ingot.data.engines.local import LocalEngine
+from ingot.data.ingest import ingest
 from ingot.data.packing.tables import pack
+from ingot.data.prepare import prepare
 from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
 from ingot.models.native.attention import document_mask
 from tests.data.batches.test_rows import write
 from tests.data.examples import examples
+from tests.data.small import recipe, sentences, write_jsonl
 from tests.lazy import lazy, require
 
 require(
@@ -219,3 +222,27 @@ def test_groups_of_existing_columns_are_bounded_in_bytes_and_documents(tmp_path:
         assert count == 1 or (size <= 18 and count <= 4)
         place += count
     assert len(groups) < len(sizes)
+
+
+def test_what_is_prepared_has_the_names_that_their_tools_expect(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(60))
+    named = recipe(tmp_path, source, data__megatron_prefix="web")
+    ingest(named)
+    outcome = prepare(named)
+    columns, folder = named.folder.columns, named.folder.megatron
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"web.{split}-00000_text_document.{ending}"
+        for split in ("train", "validation")
+        for ending in ("bin", "idx")
+    )
+    for split in ("train", "validation"):
+        ours = Column(column_prefix(columns, split, "tokens", 0))
+        theirs = indexed.IndexedDataset(str(folder / f"web.{split}-00000_text_document"))
+        assert [theirs[number].tolist() for number in range(len(theirs))] == [
+            ours[number].tolist() for number in range(len(ours))
+        ]
+    assert "data/megatron/web.train-00000_text_document.bin" in outcome.files
+    assert all(path.stat().st_nlink == 2 for path in folder.iterdir()), "nothing is copied"
+    plain = recipe(tmp_path, source)
+    assert prepare(plain).outputs == outcome.outputs
+    assert not folder.exists()
