@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, IngotError, WrongInput
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+ASK_S = 5.0
+"""How long the hub is waited for where only something small is asked, before work begins."""
 
 
 def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool = False) -> Path:
@@ -17,20 +21,47 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         Failed: the hub cannot be reached and the model is not in the cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     patterns = [
         pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")
     ]
-    try:
+    with _in_words(name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def fetch_config(name: str, revision: str | None = None) -> Path:
+    """A folder with the `config.json` of the hub model `ORG/NAME`, and perhaps nothing else: quick
+    to have, or to be refused. The hub is asked once, without retries.
+
+    Raises:
+        WrongInput: as `fetch_model`; or it has none.
+        Failed: as `fetch_model`.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+    known = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(known, str):
+        return Path(known).parent
+    with _in_words(name, revision):
+        files = HfApi().model_info(name, revision=revision, timeout=ASK_S).siblings or []
+        if all(file.rfilename != "config.json" for file in files):
+            raise WrongInput(f"hf:{name} has no config.json and is no model; check the name")
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+
+
+@contextlib.contextmanager
+def _in_words(name: str, revision: str | None) -> Iterator[None]:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except IngotError:
+        raise
     except HFValidationError as error:
         raise WrongInput(f"hf:{name} is not a name on the hub; write it as hf:ORG/NAME") from error
     except GatedRepoError as error:
@@ -42,7 +73,7 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         raise WrongInput(
             f"hf:{name}{where} is not on the hub; check the name, or set $HF_TOKEN if it is private"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the client hands on whatever its transport raises
         raise Failed(
             f"hf:{name} cannot be fetched ({type(error).__name__}) and is not in the cache; check"
             " the network, or give a folder"

@@ -8,12 +8,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from ingot.base.errors import WrongInput
 
 _PR_SET_PDEATHSIG = 1
 
@@ -106,3 +109,29 @@ def without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def python_with_module(python: str | None, module: str) -> str:
+    """The interpreter to use. Raises WrongInput where it cannot be run or lacks the module."""
+    chosen = python or sys.executable
+    try:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        found = subprocess.run(
+            [chosen, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WrongInput(
+            f"serve.python {chosen} cannot be run"
+            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
+            f" environment that has {module}"
+        ) from None
+    if found.returncode:
+        raise WrongInput(
+            f"there is no {module} in the environment of {chosen}; set serve.python to the"
+            " interpreter of one that has it"
+        )
+    return chosen

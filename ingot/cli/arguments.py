@@ -14,8 +14,9 @@ import yaml
 from ingot.base.environment import holds_secret
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.load import load_recipe
+from ingot.config.load import checked, load_recipe, read_values
 from ingot.config.recipe import Recipe
+from ingot.config.values import Values
 
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 
@@ -37,10 +38,16 @@ def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
     """The recipe, for `verb` if one is given (see `load_recipe`). Raises WrongInput when there is
     no recipe file among the arguments, or what they say is wrong.
     """
+    return read_with_origins(arguments, verb)[0]
+
+
+def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tuple[Recipe, Values]:
+    """The recipe, and its raw values with the places that set them. Raises as `read_recipe`."""
     files, overrides = split(arguments)
     if not files:
         raise WrongInput("no recipe is given; name one, such as recipes/quickstart.yaml")
-    recipe = load_recipe(files, overrides, verb=verb)
+    raw = read_values(files, overrides, environ=os.environ, dotenv=Path(".env"), verb=verb)
+    recipe = checked(raw)
     if verb is not None and "LOCAL_RANK" not in os.environ:
         for name in recipe.launch.environment:
             if holds_secret(name):
@@ -49,7 +56,7 @@ def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
                     " recipe.yaml and the scripts of jobs; remove it, export it, and name it in"
                     " launch.secrets (ssh, Slurm) or in cloud.secrets"
                 )
-    return recipe
+    return recipe, raw
 
 
 def settings_without_recipe(overrides: Sequence[str]) -> Recipe:

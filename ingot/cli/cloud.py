@@ -178,14 +178,17 @@ def submit(
     follows what runs already.
     """
     from ingot.base.progress import say
-    from ingot.cli.arguments import read_recipe
+    from ingot.cli.arguments import read_with_origins
+    from ingot.cli.check import check
     from ingot.pipeline import submit as pipeline
+    from ingot.pipeline.plan import VERBS
 
-    recipe = read_recipe(arguments, "submit")
+    recipe, values = read_with_origins(arguments, "submit")
     if cancel:
         for id in pipeline.cancel(recipe):
             print(id)
         return 0
+    check(recipe, values, VERBS, submitted=True)
     submission = pipeline.prepare_submission(recipe)
     if dry_run:
         print(pipeline.render_submission(submission, schedule), end="")

@@ -136,54 +136,47 @@ for _verb, _help in OTHERS.items():
 def _launch(
     verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
 ) -> int:
-    from ingot.base.errors import WrongInput
-    from ingot.cli.arguments import read_recipe
+    from ingot.cli.arguments import read_with_origins
+    from ingot.cli.check import ALL, check
     from ingot.launch.job import Job
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
 
-    recipe = read_recipe(arguments, verb).at(verb)
+    recipe, values = read_with_origins(arguments, verb)
+    verbs = ALL if verb == "run" else (verb,)
+    # Whoever started us with --handled has checked.
+    wrong = [] if handled else check(recipe, values, verbs, dry_run=dry_run)
+    recipe = recipe.at(verb)
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
     if recipe.launch.detach:
         # What goes on without a terminal is the supervisor itself.
         job = Job(verb, ("launch", verb, *arguments, "launch.detach=false", *options, "--handled"))
-        return _show(here, job) if dry_run else _submit(job, recipe, here)
+        return _show(here, job, wrong) if dry_run else _submit(job, recipe, here)
     # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
         from ingot.launch.job import launcher_of
         from ingot.launch.run_job import job_of
-        from ingot.launch.staging import unreachable_inputs
 
         job = job_of(recipe, verb, distributed=shared, options=options)
-        return (
-            _show(
-                launcher_of(recipe),
-                job,
-                unreachable_inputs(recipe, verb) if job.run_folder_url else (),
-            )
-            if dry_run
-            else _here(job, recipe, here, handled=handled)
-        )
+        if dry_run:
+            return _show(launcher_of(recipe), job, wrong)
+        return _here(job, recipe, here, handled=handled)
     job = Job(
         verb,
         (verb, *arguments, *options),
         recipe.launch.processes if shared else 1,
         environment=recipe.launch.variables,
     )
-    if shared and recipe.launch.nodes > 1:
-        raise WrongInput(
-            f"launch.nodes={recipe.launch.nodes} and launch.kind=local, which is this machine"
-            " alone; set launch.kind to where the others are"
-        )
-    return _show(here, job) if dry_run else _here(job, recipe, here, handled=handled)
+    return _show(here, job, wrong) if dry_run else _here(job, recipe, here, handled=handled)
 
 
-def _show(launcher: LocalLauncher | Launcher, job: Job, missing: Sequence[str] = ()) -> int:
+def _show(launcher: LocalLauncher | Launcher, job: Job, wrong: Sequence[str]) -> int:
     """What would be started, and what stands in its way from here."""
     from ingot.base.progress import say
 
-    for reason in dict.fromkeys([*launcher.can(job), *missing]):
+    told = [reason for reason in launcher.can(job) if not any(reason in line for line in wrong)]
+    for reason in (*told, *wrong):
         say(f"note: as things are it could not be started: {reason}")
     print(launcher.render(job), end="")
     return 0

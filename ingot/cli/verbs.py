@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ingot.base.environment import ranks
-from ingot.base.errors import EXIT_DONE, WrongInput
+from ingot.base.errors import EXIT_DONE, EXIT_KEEP, IngotError, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.reports import VerbOutcome
-from ingot.cli.arguments import read_recipe
+from ingot.base.reports import VerbOutcome, read_record
+from ingot.cli.arguments import read_recipe, read_with_origins
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
-from ingot.pipeline.incremental import run_step
-from ingot.pipeline.steps import step_named
+from ingot.pipeline.incremental import check_step, run_step
+from ingot.pipeline.steps import STEPS, step_named
 
 
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
@@ -122,10 +122,29 @@ def is_rank() -> bool:
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
     from ingot.pipeline.local import print_summary, run
 
-    recipe = read_recipe(arguments, "run")
+    recipe, values = read_with_origins(arguments, "run")
     prepare_environment(recipe)
+    if verbs := _to_do(recipe):
+        from ingot.cli.check import check
+
+        check(recipe, values, verbs)
     print_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
     return EXIT_DONE
+
+
+def _to_do(recipe: Recipe) -> list[str]:
+    """The steps from the first one on that is not done and unchanged: what they need is checked."""
+    for number, step in enumerate(STEPS):
+        record = read_record(recipe.folder.steps, step.verb)
+        try:
+            record = record and check_step(step, recipe, STAMPS).record
+        except IngotError:  # such as a source that is gone, which is told with all else
+            record = None
+        if record is None:
+            return [step.verb for step in STEPS[number:]]
+        if record.exit_code == EXIT_KEEP:
+            break
+    return []
 
 
 def _ingest(recipe: Recipe, again: bool) -> VerbOutcome:

@@ -75,13 +75,12 @@ def load_recipe(
             is unknown; or the step that keeps its own value of a knob of `launch`, where all steps
             are to be done.
     """
-    values = read_values(
-        files,
-        overrides,
-        environ=os.environ if environ is None else environ,
-        dotenv=dotenv,
-        verb=verb,
-    )
+    environ = os.environ if environ is None else environ
+    return checked(read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb))
+
+
+def checked(values: Values) -> Recipe:
+    """The recipe of raw values. Raises WrongInput as `load_recipe` does."""
     try:
         return Recipe.model_validate(values.tree)
     except ValidationError as error:

@@ -193,3 +193,12 @@ def check_lengths(recipe: Recipe, positions: int) -> None:
                 f"{knob} {length} exceeds the model's {positions} positions; lower {knob} or set"
                 " model.config.max_position_embeddings"
             )
+
+
+def check_lora(model: Model, *, random: bool) -> None:
+    """Raises WrongInput where an adapter is asked for and there are no weights to keep."""
+    if model.lora is not None and random:
+        raise WrongInput(
+            f"model.lora trains an adapter of weights that are kept, and {model.source} starts from"
+            " random ones; set model.source to a model with weights, or model.lora=null"
+        )

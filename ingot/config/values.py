@@ -5,18 +5,19 @@ it; and what a person is told where they do not hold: one line for each fault, w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.config.knobs import all_knobs, kinds_of, nearest_knob
 
 KeyPath = tuple[str | int, ...]
 MISSING = object()
+T = TypeVar("T")
 
 
 @dataclass
@@ -171,11 +172,15 @@ def _explain_rule(message: str, path: KeyPath, values: Values) -> str:
     """A rule of a section names its knobs itself; a rule of one knob starts with its verb."""
     if path and not isinstance(get(values.tree, path), dict):
         return f"{values.origin(path)}: `{dotted(path)}` {message}"
-    named = (tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message))
-    where = next(
-        (values.origins[path] for path in named if path in values.origins), values.origin(path)
-    )
-    return f"{where}: {message}"
+    return "\n".join(located(each, values, path) for each in message.split("\n"))
+
+
+def located(message: str, values: Values, path: KeyPath = ()) -> str:
+    """The message with the place that set the first knob that it names; else that of `path`."""
+    words = [message.split(" ")[0], *re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+", message)]
+    named = [parse_path(word.split(".")) for word in words]
+    own = [values.origins[knob] for knob in named if knob in values.origins]
+    return f"{own[0] if own else values.origin(path)}: {message}"
 
 
 def _shown(value: Any) -> str:
@@ -200,3 +205,36 @@ def _knob(path: KeyPath) -> tuple[str, str]:
 def _plain(path: KeyPath) -> str:
     """As knobs are called: without indices."""
     return dotted(tuple(part for part in path if not isinstance(part, int)))
+
+
+@dataclass
+class Findings:
+    """What was found: `wrong` and `unknown` are lines that begin with a place in the recipe."""
+
+    values: Values
+    wrong: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, message: str, knob: str = "") -> None:
+        """One thing that is wrong; `knob` where the message does not name it by its whole path."""
+        self.wrong += [self._placed(line, knob) for line in message.split("\n")]
+
+    def ask(self, check: Callable[..., T], *given: Any, at: str = "") -> T | None:
+        """What `check` gives, None where it raises, which is then noted."""
+        try:
+            return check(*given)
+        except WrongInput as error:
+            self.add(str(error), at)
+        except Failed as error:
+            self.skip(str(error), at)
+        return None
+
+    def skip(self, message: str, knob: str = "") -> None:
+        """One thing that could not be asked."""
+        self.unknown.append(self._placed(message, knob))
+
+    def _placed(self, message: str, knob: str) -> str:
+        path = parse_path(knob.split(".")) if knob else ()
+        if any(isinstance(part, int) for part in path):  # in messages, lists have no lines
+            return f"{self.values.origin(path)}: {message}"
+        return located(message, self.values, path)

@@ -13,7 +13,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.identity import training_identity
-from ingot.config.model_source import ModelKind, model_config, named_folder
+from ingot.config.model_source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.shape import (
     BatchPlan,
@@ -213,12 +213,7 @@ def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh) -> None:
         dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0,
     )
     check_memory(recipe, model_spec.kind, mesh.degrees)
-    if recipe.model.lora is not None and model_spec.random:
-        raise WrongInput(
-            f"model.lora trains an adapter of weights that are kept, and {recipe.model.source}"
-            " starts from random ones; set model.source to a model with weights, or"
-            " model.lora=null"
-        )
+    check_lora(recipe.model, random=model_spec.random)
 
 
 def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:

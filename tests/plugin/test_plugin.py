@@ -33,8 +33,8 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import source_stamps
+from ingot.data.sources.records import read_records
 from ingot.evaluate.evaluate import evaluate
-from ingot.evaluate.tasks.records import read_records
 from ingot.launch.job import Job
 from ingot.pipeline.steps import STEPS
 from ingot.registry.gate import decide

@@ -25,6 +25,12 @@ class TaskSettings(KindSettings):
 
     needs_rows: ClassVar[bool] = False
     """Whether it is measured on the prepared validation rows."""
+    model_kinds: ClassVar[tuple[Literal["decoder", "seq2seq", "encoder"], ...]] = ()
+    """The kinds of model (`decoder`, `seq2seq`, `encoder`) that it can measure; empty: all."""
+    item_columns: ClassVar[tuple[str, ...]] = ()
+    """The columns that the records of `sources` must have; empty: that is not known beforehand."""
+    package: ClassVar[tuple[str, str] | None] = None
+    """The module that it needs, and the command that installs it."""
     kind: str
     """Which evaluation."""
     name: str
@@ -70,6 +76,8 @@ class HellaSwagTask(TaskSettings):
     """
 
     implementation = "ingot.evaluate.tasks.choice:open_hellaswag"
+    model_kinds = ("decoder",)
+    item_columns = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
 
     kind: Literal["hellaswag"]
     """Which evaluation."""
@@ -91,6 +99,8 @@ class ChoiceTask(TaskSettings):
     """
 
     implementation = "ingot.evaluate.tasks.choice:open_choice"
+    model_kinds = ("decoder",)
+    item_columns = ("question", "choices", "answer")
 
     kind: Literal["choice"]
     """Which evaluation."""
@@ -114,6 +124,9 @@ class RougeTask(TaskSettings):
     """
 
     implementation = "ingot.evaluate.tasks.rouge:open_rouge"
+    model_kinds = ("decoder", "seq2seq")
+    item_columns = ("source", "target")
+    package = ("rouge_score", "pip install 'ingot[rouge]'")
 
     kind: Literal["rouge"]
     """Which evaluation."""
@@ -139,6 +152,7 @@ class ClassificationTask(TaskSettings):
     """Accuracy and F1 of a classifier on labelled documents."""
 
     implementation = "ingot.evaluate.tasks.classification:open_classification"
+    model_kinds = ("encoder",)
     needs_rows = True
 
     kind: Literal["classification"]
@@ -151,6 +165,8 @@ class LMEvalTask(TaskSettings):
     """Tasks of EleutherAI's lm-evaluation-harness, by name; needs `ingot[lm-eval]`."""
 
     implementation = "ingot.evaluate.tasks.lm_eval:open_lm_eval"
+    model_kinds = ("decoder",)
+    package = ("lm_eval", "pip install 'ingot[lm-eval]'")
 
     kind: Literal["lm_eval"]
     """Which evaluation."""

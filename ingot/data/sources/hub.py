@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.hub import ASK_S
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
@@ -40,7 +41,7 @@ def find_hub(source: SourceSettings, knob: str) -> list[SourceFile]:
     }
     key = f"{source.source} {source.split}"
     try:
-        where["revision"] = _revision(name, knob)
+        where["revision"] = revision_of(name, knob)
         shares = open_split(where, knob).num_shards
         remember(key, {"revision": where["revision"], "shares": shares})
     except Failed:
@@ -92,7 +93,7 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
         raise _unreachable(where["path"], knob, error) from error
 
 
-def _revision(name: str, knob: str) -> str:
+def revision_of(name: str, knob: str) -> str:
     """The commit of a data set on the hub; of a folder, a fingerprint of its files' stamps."""
     if Path(name).is_dir():
         return fingerprint(
@@ -102,7 +103,7 @@ def _revision(name: str, knob: str) -> str:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return str(HfApi().dataset_info(name).sha)
+        return str(HfApi().dataset_info(name, timeout=ASK_S).sha)
     except HFValidationError as error:
         raise WrongInput(
             f"{knob} hf:{name} is not a name on the hub; write it as hf:ORG/NAME[:SUBSET]"

@@ -18,13 +18,10 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
+from ingot.data.sources.records import TaskRecord, read_records
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.evaluate.tasks.records import TaskRecord, read_records
-
-QUESTION = ("question", "choices", "answer")
-HELLASWAG = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,11 @@ def open_choice(
     Raises:
         WrongInput: no such source, a malformed item, or one longer than the model's positions.
     """
-    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", *task.model_kinds)
     records = read_records(
         task.source,
-        f"evaluate.tasks, {task.name}: source",
-        QUESTION,
+        f"evaluate.tasks, {task.name}.source",
+        task.item_columns,
         names=task.columns,
         split=task.split,
         limit=task.limit,
@@ -105,11 +102,11 @@ def open_hellaswag(
     task: HellaSwagTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenChoiceTask:
     """Read and encode HellaSwag's items; raises as `open_choice`."""
-    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", "decoder")
+    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", *task.model_kinds)
     records = read_records(
         task.source,
-        f"evaluate.tasks, {task.name}: source",
-        HELLASWAG,
+        f"evaluate.tasks, {task.name}.source",
+        task.item_columns,
         split=task.split,
         limit=task.limit,
     )

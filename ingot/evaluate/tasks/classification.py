@@ -113,7 +113,7 @@ def open_classification(
     task: ClassificationTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenClassificationTask:
     """Raises WrongInput when the model is no classifier, or there are no labelled rows."""
-    info.require_kind(f"evaluate.tasks, {task.name}: classification", "encoder")
+    info.require_kind(f"evaluate.tasks, {task.name}: classification", *task.model_kinds)
     prepared, rows = open_held_out(info.recipe, info.where, info.positions)
     assert not isinstance(rows, Rows)
     return OpenClassificationTask(

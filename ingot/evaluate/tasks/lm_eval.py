@@ -169,7 +169,7 @@ def open_lm_eval(
         WrongInput: the package is missing, or knows no such task.
         Failed: the data of a task cannot be loaded.
     """
-    info.require_kind(f"evaluate.tasks, {task.name}: lm_eval", "decoder")
+    info.require_kind(f"evaluate.tasks, {task.name}: lm_eval", *task.model_kinds)
     library = _library()
     manager = _manager(library, task)
     if unknown := [name for name in task.tasks if name not in manager.all_tasks]:

@@ -17,13 +17,12 @@ from ingot.config.sections.evaluation import RougeTask
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.kinds import from_pair
+from ingot.data.sources.records import read_records
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.evaluate.tasks.records import read_records
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-COLUMNS = ("source", "target")
 
 ScoreFunction = Callable[[str, str], dict[str, float]]
 """(reference, prediction) -> F-measure of each metric."""
@@ -99,7 +98,7 @@ def open_rouge(
             room for an answer, or a decoder is asked for beams.
     """
     knob = f"evaluate.tasks, {task.name}"
-    info.require_kind(f"{knob}: rouge", "decoder", "seq2seq")
+    info.require_kind(f"{knob}: rouge", *task.model_kinds)
     score = scorer(task.stemmer)
     if task.beams > 1 and info.kind == "decoder":
         raise WrongInput(
@@ -149,7 +148,11 @@ def _items_from_source(
     """
     assert task.source is not None
     for record in read_records(
-        task.source, f"evaluate.tasks, {task.name}.source", COLUMNS, names=task.columns, limit=limit
+        task.source,
+        f"evaluate.tasks, {task.name}.source",
+        task.item_columns,
+        names=task.columns,
+        limit=limit,
     ):
         source, reference = record.text("source"), record.text("target")
         if info.kind == "decoder" and info.recipe.documents in ("chat", "preference"):

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
+from ingot.base.processes import python_with_module
 from ingot.base.storage import write_atomic
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
 from ingot.serve.engines.child import ServerCommand, run_server_process
-from ingot.serve.engines.vllm import python_with_module
 from ingot.serve.http.listen import (
     LOOPBACK,
     fetched_model_folder,

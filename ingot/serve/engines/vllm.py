@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ingot.base.errors import WrongInput
+from ingot.base.processes import python_with_module
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
 from ingot.serve.engines.child import ServerCommand, run_server_process
@@ -133,29 +132,3 @@ def kv_cache_bytes() -> int:
     return int(
         max(step, min(MAX_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
     )
-
-
-def python_with_module(python: str | None, module: str) -> str:
-    """The interpreter to use. Raises WrongInput where it cannot be run or lacks the module."""
-    chosen = python or sys.executable
-    try:
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        found = subprocess.run(
-            [chosen, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise WrongInput(
-            f"serve.python {chosen} cannot be run"
-            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
-            f" environment that has {module}"
-        ) from None
-    if found.returncode:
-        raise WrongInput(
-            f"there is no {module} in the environment of {chosen}; set serve.python to the"
-            " interpreter of one that has it"
-        )
-    return chosen

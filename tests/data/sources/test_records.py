@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.evaluate.tasks.records import read_records
+from ingot.data.sources.records import read_records
 
 ROWS = [{"q": "für", "c": ["a", "b"]}, {"q": "x", "c": ["c"]}, {"q": "y", "c": []}]
 KNOB = "evaluate.tasks, mine.source"

@@ -1,0 +1,206 @@
+"""What can be known is told before the first step: all of it at once, each with its line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ingot.base.errors import WrongInput
+from ingot.cli.arguments import read_with_origins
+from ingot.cli.check import check, findings
+from ingot.config.values import Findings
+from tests.cli.commands import ingot as command
+
+GOOD: dict[str, Any] = {
+    "name": "checked",
+    "data": {"train": [{"source": "texts.jsonl"}], "seq_len": 64},
+    "model": {"source": "preset:llama-3m"},
+    "train": {"steps": 2, "global_batch": 4},
+}
+CHATS = "data.train=[{source: chats.jsonl}]"
+CLOUD = (
+    "registry.kind=vertex",
+    "cloud={bucket: buck, project: p, repository: r}",
+    "data.train=[{source: gs://buck/x.jsonl}]",
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
+    lines = [json.dumps({"text": f"text {number}"}) for number in range(5)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "mbart").mkdir()
+    values = {"model_type": "mbart", "is_encoder_decoder": True}
+    (tmp_path / "mbart" / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def found(*overrides: str, verbs: tuple[str, ...] | None = None, **how: Any) -> Findings:
+    recipe, values = read_with_origins(["recipe.yaml", *overrides])
+    return findings(recipe, values, *([verbs] if verbs else []), **how)
+
+
+def test_nothing_is_wrong_with_what_works(place: Path) -> None:
+    assert (found().wrong, found().unknown) == ([], [])
+    assert found("tokenizer.vocab_size=4096").wrong == [], "a preset takes the vocabulary's size"
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "preset": (("model.source=preset:lama",), "model.source preset:lama is unknown; did you mean"),
+    "bare preset": (("model.source=llama-6m",), "did you mean preset:llama-6m?"),
+    "path": (("model.source=nosuch",), "model.source nosuch is neither a folder nor preset"),
+    "hub name": (("model.source=a/b",), "write hf:a/b for a model of the hub"),
+    "no model folder": (("model.source=.",), "is not a model folder (config.json is missing)"),
+    "configuration": (("model.config={hiden_size: 3}",), "model.config: hiden_size is not in"),
+    "type": (("model.source=mbart", "objective.kind=seq2seq"), "model_type `mbart` is not"),
+    "decoder type": (("model.config={model_type: gpt9}",), "model_type `gpt9` is not supported"),
+    "positions": (("data.seq_len=4096",), "data.seq_len 4096 exceeds the model's 1024 positions"),
+    "weights": (("model.init=weights",), "model.init weights: preset:llama-3m is a preset"),
+    "adapter": (("model.lora={}",), "model.lora trains an adapter of weights that are kept"),
+    "vocabulary": (
+        ("model.config={vocab_size: 300}", "tokenizer.vocab_size=400"),
+        "tokenizer.vocab_size has 400 ids, model.source preset:llama-3m only 300",
+    ),
+    "degrees": (("parallel.tensor=3", "launch.processes=4"), "parallel.tensor 3 takes 3 processes"),
+    "heads": (("parallel.tensor=8", "launch.processes=8"), "does not divide the model's"),
+    "stages": (("parallel.pipeline=4", "launch.processes=4"), "the model has only 3 layers"),
+    "batch": (("train.global_batch=3", "launch.processes=2"), "train.global_batch 3 does not"),
+    "micro-batch": (
+        ("train.micro_batch=3", "parallel.pipeline=2", "launch.processes=2"),
+        "train.micro_batch 3 does not divide the 4 rows",
+    ),
+    "source": (("data.train.0.source=no/*.jsonl",), "data.train.0.source no/*.jsonl: no such file"),
+    "column": (("data.train.0.text=body",), "texts.jsonl:1 has no column `body`; it has text"),
+    "kind of data": (("objective.kind=sft", "tokenizer.template=chatml"), "has no chat"),
+    "template": (("tokenizer.template=chatml2",), "tokenizer.template chatml2 is neither"),
+    "tokenizer": (("tokenizer.source=nosuch",), "tokenizer.source nosuch does not exist"),
+    "teacher": (
+        ("objective={kind: distill, teacher: nosuch}",),
+        "objective.teacher nosuch is neither a folder",
+    ),
+    "start": (("train.start_from=nosuch",), "train.start_from nosuch does not exist"),
+    "items": (
+        ("evaluate.tasks=[{kind: choice, source: nosuch.jsonl}]",),
+        "evaluate.tasks, choice.source nosuch.jsonl: no such file",
+    ),
+    "columns of items": (
+        ("evaluate.tasks=[{kind: choice, source: texts.jsonl}]",),
+        "has no column `question`; it has text: set evaluate.tasks, choice.columns",
+    ),
+    "task for the model": (
+        ("evaluate.tasks=[{kind: classification}]",),
+        "classification is for encoder models",
+    ),
+    "evaluated model": (("evaluate.model=nosuch",), "evaluate.model nosuch is neither"),
+    "gate": (("gate.metric=rouge/rouge1",), "gate.metric rouge/rouge1 is measured by none of"),
+    "engine": (("serve={engine: vllm, python: nosuch}",), "serve.python nosuch cannot be run"),
+    "nodes": (("launch.nodes=2",), "launch.nodes=2 and launch.kind=local"),
+    "machine": (
+        ("launch.kind=gce", "launch.machine.type=n1-standard-5", *CLOUD),
+        "machine type n1-standard-5 is not known; the nearest is",
+    ),
+    "image": (("launch.kind=gce", "cloud={bucket: buck, project: p}"), "no container image for"),
+    "bucket": (("launch.kind=gce",), "set cloud.bucket"),
+    "hosts": (("launch.kind=ssh",), "launch.ssh.hosts"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_with_its_place(place: Path, what: str) -> None:
+    overrides, message = WRONG[what]
+    told = [line for line in found(*overrides).wrong if message in line]
+    assert len(told) == 1, found(*overrides).wrong
+    assert told[0].startswith(("recipe.yaml", "`")), "it begins with where that was set"
+
+
+def test_all_is_told_at_once_by_line(place: Path) -> None:
+    values = yaml.safe_load((place / "recipe.yaml").read_text())
+    values["data"]["train"] += [{"source": "nosuch.jsonl"}]
+    values["model"]["source"] = "preset:llama-3mm"
+    values["gate"] = {"metric": "x/y"}
+    (place / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    lines = (place / "recipe.yaml").read_text().splitlines()
+    marks = ("nosuch.jsonl", "llama-3mm", "x/y")
+    numbers = {mark: n for n, line in enumerate(lines, 1) for mark in marks if mark in line}
+    done = command("run", "recipe.yaml", "train.global_batch=5", "launch.processes=2", cwd=place)
+    assert done.returncode == 2
+    for mark, number in numbers.items():
+        assert any(
+            f"recipe.yaml:{number}: " in line and mark in line for line in done.stderr.splitlines()
+        ), done.stderr
+    assert "`train.global_batch=5` on the command line: train.global_batch 5" in done.stderr
+    assert not (place / "runs").exists(), "nothing was begun"
+
+
+def test_a_machine_that_no_server_can_have_is_told_before_anything_is_sent(place: Path) -> None:
+    submit = ("submit", "recipe.yaml", "--dry-run", *CLOUD)
+    refused = command(*submit, "serve.machine.type=n1-standard-5", cwd=place)
+    assert (refused.returncode, "machine type n1-standard-5 is not known" in refused.stderr) == (
+        2,
+        True,
+    ), refused.stderr
+    old = ("accelerator: nvidia-tesla-k80", "accelerators: 1", "type: n1-standard-4")
+    refused = command(*submit, f"serve.machine={{{', '.join(old)}}}", cwd=place)
+    assert "accelerator nvidia-tesla-k80 is not known" in refused.stderr
+
+
+def test_what_cannot_be_asked_is_not_passed_in_silence(place: Path) -> None:
+    given = found("model.source=hf:org/model", "data.train=[{source: 'hf:org/texts'}]")
+    assert given.wrong == []
+    assert any("hf:org/model cannot be fetched" in line for line in given.unknown)
+    assert any("hf:org/texts cannot be reached" in line for line in given.unknown)
+    task = "evaluate.tasks=[{kind: hellaswag}]"
+    assert any("hf:Rowan/hellaswag lies elsewhere" in line for line in found(task).unknown)
+
+
+def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
+    nothing = ("model.source=nosuch", "gate.metric=x/y")
+    assert found(*nothing, verbs=("ingest",)).wrong == []
+    assert len(found(*nothing, verbs=("train",)).wrong) == 1
+
+
+def test_launch_tells_the_same(place: Path) -> None:
+    wrong = ("train", "recipe.yaml", "model.source=nosuch")
+    told = command("launch", *wrong, "--dry-run", cwd=place)
+    assert told.returncode == 0
+    assert "could not be started: `model.source=nosuch` on the command line" in told.stderr
+    refused = command("launch", *wrong, cwd=place)
+    assert refused.returncode == 2
+    assert not (place / "runs").exists()
+
+
+def test_room_on_the_disk_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(place)._replace(free=10**8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    (line,) = found().wrong
+    assert "2 + 1 checkpoints and the export of" in line
+    assert "output runs has 0.1 GB free" in line
+
+
+def test_it_is_refused_in_words_of_all(place: Path) -> None:
+    recipe, values = read_with_origins(["recipe.yaml", "model.source=a/b", "gate.metric=x/y"])
+    with pytest.raises(WrongInput, match=r"(?s)model\.source a/b.*\n.*gate\.metric x/y"):
+        check(recipe, values)
+
+
+def test_it_imports_no_torch(place: Path) -> None:
+    code = (
+        "import sys; from ingot.cli.arguments import read_with_origins;"
+        " from ingot.cli.check import findings;"
+        " recipe, values = read_with_origins(['recipe.yaml', 'registry.kind=vertex']);"
+        " findings(recipe, values); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
