@@ -15,10 +15,18 @@ from torch import Tensor
 
 import ingot
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
 from ingot.config.model_source import CONFIG, model_config
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.folder import LINEAGE, hash_model, read_lineage
+from ingot.models.hf.content import CONTENT
+from ingot.models.hf.folder import (
+    LINEAGE,
+    changed_content,
+    config_digest,
+    hash_model,
+    read_lineage,
+)
 from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model
@@ -82,7 +90,7 @@ def export_model(
     else:
         generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
-        stream_weights(
+        written = stream_weights(
             {name: TensorSpec(shape, dtype) for name, shape in exported_shapes(model).items()},
             exported_weights(model, tensors),
             partial,
@@ -98,6 +106,10 @@ def export_model(
             "template": tokenizer.template_identity,
             "export_type": export_type,
             **lineage,
+            CONTENT: {
+                CONFIG: config_digest(partial),
+                "tensors": {name: sum_ for file in written.values() for name, sum_ in file.items()},
+            },
         }
         _write_json(partial / LINEAGE, made)
     return made
@@ -122,10 +134,16 @@ def source_generation(folder: Path | None) -> dict[str, Any] | None:
 
 
 def copy_model(
-    source: Path, target: Path, *, export_type: ExportType | None, overwrite: bool
+    source: Path,
+    target: Path,
+    *,
+    export_type: ExportType | None,
+    overwrite: bool,
+    accept: bool = False,
 ) -> dict[str, Any]:
     """`ingot export` and `ingot import`: read a model folder, Hugging Face's or Meta's, check every
-    tensor, write it anew.
+    tensor, write it anew. `accept`: also what changed since it was exported; `ingot.json` then says
+    of which model (`changed_from`).
 
     Raises:
         WrongInput: not a model folder, weights or a tokenizer that do not fit, or `target` exists
@@ -149,7 +167,7 @@ def copy_model(
     tokenizer = load_tokenizer(
         base if is_adapter(source) and not (source / TOKENIZER).exists() else source
     )
-    model, stored = _opened(source, config)
+    model, stored = _opened(source, config, check=not accept)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise WrongInput(
             f"{source}: its tokenizer has {tokenizer.vocab_size} ids, the model only"
@@ -160,8 +178,11 @@ def copy_model(
     lineage = {
         key: value
         for key, value in (read_lineage(source) or {"source": str(source)}).items()
-        if key not in ("schema", "model_hash", "export_type")
+        if key not in ("schema", "model_hash", "export_type", CONTENT)
     }
+    if accept and config is not None and (problem := changed_content(base).problem()):
+        say(f"{problem}; accepted")
+        lineage["changed_from"] = (read_lineage(base) or {}).get("model_hash")
     return export_model(
         model,
         tokenizer,
@@ -192,14 +213,14 @@ def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
                 shutil.copyfile(file, partial / file.name)
 
 
-def _opened(source: Path, config: Mapping[str, Any] | None) -> tuple[AnyModel, str]:
+def _opened(source: Path, config: Mapping[str, Any] | None, *, check: bool) -> tuple[AnyModel, str]:
     """The model in a folder, and the type that its weights are stored in; without a `config`, one
     in Meta's layout.
     """
     if config is None:
         model, dtype = load_meta(source, device=torch.device("cpu"))
         return model, str(dtype).removeprefix("torch.")
-    return open_model(source, device=torch.device("cpu")), str(
+    return open_model(source, device=torch.device("cpu"), check=check), str(
         config.get("dtype") or config.get("torch_dtype") or "float32"
     )
 

@@ -349,10 +349,12 @@ def import_(
     target: Destination,
     overwrite: Overwrite = False,
 ) -> int:
-    """Check every tensor of somebody's model and write it as a folder of our own."""
+    """Check every tensor of somebody's model and write it as a folder of our own; also of one of
+    ours that was changed on purpose.
+    """
     from ingot.cli.model import copy_checked
 
-    return copy_checked(source, target, "hf", overwrite=overwrite)
+    return copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
 
 
 # After the functions above, so that help begins with the order of life.

@@ -195,9 +195,11 @@ def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> int:
+def copy_checked(
+    source: str, target: str, layout: str, *, overwrite: bool, accept: bool = False
+) -> int:
     """`export` and `import`: check every tensor of a model and write it anew as a Hugging Face
-    folder.
+    folder. `accept`: also one that changed since it was exported.
     """
     if layout not in ("hf", "peft"):
         raise WrongInput(
@@ -205,6 +207,8 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
         )
     from ingot.base.hub import fetch_model
     from ingot.checkpoints.export import copy_adapter, copy_model
+    from ingot.models.hf.content import CONTENT
+    from ingot.models.hf.folder import read_lineage
     from ingot.models.hf.meta import is_meta
 
     folder: Path | None = Path(source)
@@ -220,8 +224,14 @@ def copy_checked(source: str, target: str, layout: str, *, overwrite: bool) -> i
         copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
         print(target)
         return 0
-    made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite)
-    say(f"{target}: every tensor checked, {made['export_type']}, model {made['model_hash']}")
+    recorded = CONTENT in (read_lineage(folder) or {}) and not accept
+    made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite, accept=accept)
+    checked = (
+        "every tensor is as it was exported"
+        if recorded
+        else "every tensor read, of the shape that config.json asks for"
+    )
+    say(f"{target}: {checked}, {made['export_type']}, model {made['model_hash']}")
     print(target)
     return 0
 

@@ -54,34 +54,40 @@ def base_folder(adapter: Path) -> Path:
     )
 
 
-def open_model(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> AnyModel:
+def open_model(
+    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, check: bool = True
+) -> AnyModel:
     """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An
-    adapter opens merged with its base.
+    adapter opens merged with its base. Not `check`: what changed since it was exported is taken as
+    it is.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, or
-            tensors that do not fit.
+        WrongInput: not a model folder, an architecture that is not supported, torn files, tensors
+            that do not fit, or, with `check`, that are not those of the export.
     """
     if is_adapter(folder):
-        return _with_adapter(folder, device, dtype)
+        return _with_adapter(folder, device, dtype, check=check)
     config = model_config(folder)
     kind = kind_of(config)
     if kind == "decoder":
-        return folders.load_model(folder, device=device, dtype=dtype)
+        return folders.load_model(folder, device=device, dtype=dtype, check=check)
     return load_hf_model(
         read_hf_config(config, kind, str(folder)),
         folder,
         device=device,
         dtype=dtype or torch.float32,
         seed=None,
+        check=check,
     ).eval()
 
 
-def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None) -> AnyModel:
+def _with_adapter(
+    adapter: Path, device: torch.device, dtype: torch.dtype | None, *, check: bool
+) -> AnyModel:
     base, classes = base_folder(adapter), class_count(adapter)
     model: AnyModel
     if classes is None or kind_of(model_config(base)) == "encoder":
-        model = open_model(base, device=device)
+        model = open_model(base, device=device, check=check)
     else:
         # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its
         # classes.
@@ -91,8 +97,8 @@ def _with_adapter(adapter: Path, device: torch.device, dtype: torch.dtype | None
             str(base),
             labels=[str(label) for label in range(classes)],
         )
-        model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0)
-    load_adapter(model, adapter, merge=True)
+        model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0, check=check)
+    load_adapter(model, adapter, merge=True, check=check)
     return model.to(dtype or torch.float32).eval()
 
 

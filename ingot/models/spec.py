@@ -21,6 +21,7 @@ from ingot.config.model_source import (
 )
 from ingot.config.recipe import Recipe
 from ingot.models.hf.config import HFConfig, read_hf_config
+from ingot.models.hf.content import ALL, Share
 from ingot.models.hf.folder import load_weights
 from ingot.models.hf.loading import init_hf_model, load_hf_model
 from ingot.models.kinds import AnyModel
@@ -110,10 +111,17 @@ def create_model(spec: ModelSpec, seed: int) -> AnyModel:
 
 
 def materialize_model(
-    model: AnyModel, spec: ModelSpec, seed: int, device: torch.device, *, filled: bool
+    model: AnyModel,
+    spec: ModelSpec,
+    seed: int,
+    device: torch.device,
+    *,
+    filled: bool,
+    share: Share = ALL,
 ) -> None:
     """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or
-    drawn; not `filled`: just room for them.
+    drawn; not `filled`: just room for them. `share`: what this rank compares with the record of the
+    export.
     """
     if not isinstance(model, Decoder):
         if not is_sharded(model):
@@ -125,7 +133,7 @@ def materialize_model(
     if spec.folder is None or spec.random:
         init_weights(model, seed)
     else:
-        load_weights(model, spec.folder)
+        load_weights(model, spec.folder, share)
 
 
 def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:

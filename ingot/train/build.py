@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.checkpoints.together import together
 from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import Compute
+from ingot.models.hf.content import Share
 from ingot.models.hf.folder import load_model, load_weights, model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
@@ -93,8 +95,13 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     model = apply_wrappers(model, mesh, plan.wrapping)
-    materialize_model(
-        model, model_spec, recipe.seed, weights_device(mesh, plan.wrapping), filled=filled
+    device, share = weights_device(mesh, plan.wrapping), _share(mesh)
+    together(
+        mesh,
+        lambda: materialize_model(
+            model, model_spec, recipe.seed, device, filled=filled, share=share
+        ),
+        lambda _: None,
     )
     init_adapter(model, recipe.seed)
     return model
@@ -168,8 +175,15 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
     model.requires_grad_(False).eval()
     apply_wrappers(model, _stage_of(mesh), WrapSettings(recipe.parallel, compute=compute))
     allocate(model, mesh.device)
-    load_weights(model, folder)
+    together(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
     return model
+
+
+def _share(mesh: Mesh) -> Share:
+    """What a rank compares of a model that all read: the ranks of a node, which may have a copy of
+    its own, divide the tensors.
+    """
+    return Share(mesh.ranks.local_rank, mesh.ranks.local_world)
 
 
 def _stage_of(mesh: Mesh) -> Mesh:

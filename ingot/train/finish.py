@@ -21,6 +21,7 @@ from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.content import CONTENT
 from ingot.models.hf.folder import LINEAGE, named_tensors, weight_files
 from ingot.models.hf.tensor_names import LORA_A, LORA_B
 from ingot.models.kinds import AnyModel, exported_shapes
@@ -82,10 +83,11 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
             if source.startswith("hf:") or plan.model_spec.folder is None
             else str(plan.model_spec.folder.resolve())
         )
-        save_adapter(model, run.adapter, base=base, kind=plan.model_spec.kind)
+        digests = save_adapter(model, run.adapter, base=base, kind=plan.model_spec.kind)
         told = {
             "tokenizer": plan.tokenizer.identity(),
             "template": plan.tokenizer.template_identity,
+            CONTENT: {"tensors": digests},
             **about,
         }
         write_atomic(run.adapter / LINEAGE, json.dumps(told, indent=2, ensure_ascii=False) + "\n")

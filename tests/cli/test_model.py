@@ -100,7 +100,7 @@ def test_export_and_import_copy_a_checked_model(
     with pytest.raises(WrongInput, match="--overwrite"):
         copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=False)
     assert copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=True) == 0
-    assert "every tensor checked" in capsys.readouterr().err
+    assert "every tensor is as it was exported" in capsys.readouterr().err
 
 
 def test_deploy_moves_the_live_pointer_and_back(model_folder: Path, tmp_path: Path) -> None:

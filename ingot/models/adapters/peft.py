@@ -35,6 +35,8 @@ from ingot.models.adapters.lora import (
     merge_in_place,
 )
 from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
+from ingot.models.hf.content import ContentCheck, digest, tensor_digests
+from ingot.models.hf.folder import read_lineage
 from ingot.models.hf.tensor_names import LORA_A, LORA_B, to_peft
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import local_tensor, shard_slices
@@ -64,9 +66,9 @@ def class_count(folder: Path) -> int | None:
 
 def save_adapter(
     model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]
-) -> None:
-    """Write the adapter of a model, all at once. `base` is what it was trained on: a folder, or a
-    name on the hub.
+) -> dict[str, str]:
+    """Write the adapter of a model, all at once, and return the hashes of its tensors. `base` is
+    what it was trained on: a folder, or a name on the hub.
     """
     layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
     assert state is not None, "the model has no adapter"
@@ -102,6 +104,7 @@ def save_adapter(
         (partial / CONFIG).write_text(
             json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
+    return {key: digest(tensor) for key, tensor in tensors.items()}
 
 
 def _plain(number: float) -> float | int:
@@ -143,7 +146,9 @@ def _places(
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False) -> None:
+def load_adapter(
+    model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False, check: bool = True
+) -> None:
     """Give a model the adapter in `folder`: into the one that it has (to go on training), else
     beside it, or folded in (`merge`).
 
@@ -151,7 +156,8 @@ def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool =
 
     Raises:
         WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its
-            adapter); nothing is changed then.
+            adapter), or, with `check`, one that changed since it was exported; nothing is changed
+            then.
     """
     config, path = read_adapter_config(folder), folder / CONFIG
     whole = _whole(model)
@@ -163,6 +169,11 @@ def load_adapter(model: nn.Module, folder: Path, *, seed: int = 0, merge: bool =
             here, {name: LoRASize(layer.rank, layer.scale) for name, layer in present.items()}, path
         )
     tensors = _read(folder)
+    if check:
+        content = ContentCheck(folder, tensor_digests(read_lineage(folder)))
+        for name, tensor in tensors.items():
+            content.compare(folder / WEIGHTS, name, tensor)
+        content.finish()
     _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
     if not present:
         attach_lora(model, sizes, dropout=config.dropout, seed=seed)

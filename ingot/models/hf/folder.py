@@ -18,6 +18,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
 from ingot.config.model_source import CONFIG, model_config
+from ingot.models.hf.content import ALL, CONTENT, ContentCheck, Share, compared, tensor_digests
 from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_mismatches
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
@@ -33,12 +34,14 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> Decoder:
-    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode.
+    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode. Not `check`: what
+    changed since it was exported is taken as it is.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, or
-            tensors that do not fit.
+        WrongInput: not a model folder, an architecture that is not supported, torn files, tensors
+            that do not fit, or, with `check`, that are not those of the export.
     """
     config = DecoderConfig.from_hf(
         overridden(model_config(folder), overrides or {}), str(folder / CONFIG)
@@ -46,14 +49,18 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(config).to(dtype or torch.float32)
     allocate(model, device)
-    load_weights(model, folder)
+    load_weights(model, folder, ALL if check else None)
     return model.eval()
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path) -> None:
+def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> None:
     """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut
-    this rank's part is all that is read.
+    this rank's part is all that is read. `share`: what is compared with the record of the export;
+    of those tensors all is read.
+
+    Raises:
+        WrongInput: tensors that do not fit, or that are not those of the export.
     """
     with torch.device("meta"):
         whole = {
@@ -64,13 +71,18 @@ def load_weights(model: Decoder, folder: Path) -> None:
     _check_names(whole, stored_shapes(folder), folder, tied=tied)
     places = {name: parameter for name, parameter in model.named_parameters() if name in whole}
     twin: Tensor | None = None
+    check = None if share is None else content_check(folder, share)
     for file in weight_files(folder):
         with _opened(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+                stored = reader.get_slice(name)
+                if check is not None and check.wants(name):
+                    stored = reader.get_tensor(name)
+                    check.compare(file, name, stored)
                 place = places.get(EMBEDDING if tied and name == HEAD else name)
                 if place is None:
                     continue
-                part = _part(reader.get_slice(name), shard_slices(place))
+                part = _part(stored, shard_slices(place))
                 if not part.is_floating_point():
                     raise WrongInput(
                         f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not"
@@ -80,6 +92,8 @@ def load_weights(model: Decoder, folder: Path) -> None:
                     local_tensor(place).copy_(part)
                 else:
                     twin = part
+    if check is not None:
+        check.finish()
     if twin is not None and not torch.equal(
         twin.to(places[EMBEDDING].dtype), local_tensor(places[EMBEDDING]).cpu()
     ):
@@ -136,21 +150,56 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those named, in that order, one at a time."""
-    holding: dict[str, Any] = {}
+    """Those named, in that order, one at a time; raises WrongInput after the last one where one of
+    them is not that of the export.
+    """
+    holding: dict[str, tuple[Path, Any]] = {}
     for file in weight_files(folder):
         reader = _opened(file)
-        holding |= dict.fromkeys(reader.keys(), reader)
-    for name in names:
-        yield name, holding[name].get_tensor(name)
+        holding |= dict.fromkeys(reader.keys(), (file, reader))
+    found = ((holding[name][0], name, holding[name][1].get_tensor(name)) for name in names)
+    yield from compared(content_check(folder), found)
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, memory-mapped, one at a time."""
-    for file in weight_files(folder):
-        with _opened(file) as reader:
-            for name in reader.keys():  # noqa: SIM118
-                yield name, reader.get_tensor(name)
+def stored_tensors(folder: Path, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """All tensors, memory-mapped, one at a time; with `check` compared with the record of the
+    export, so that WrongInput is raised after the last one where one of them differs.
+    """
+    found = (
+        (file, name, reader.get_tensor(name))
+        for file in weight_files(folder)
+        for reader in [_opened(file)]
+        for name in reader.keys()  # noqa: SIM118
+    )
+    if check:
+        yield from compared(content_check(folder), found)
+    else:
+        yield from ((name, tensor) for _, name, tensor in found)
+
+
+def content_check(folder: Path, share: Share = ALL) -> ContentCheck:
+    """What compares the tensors of a folder with its record; its configuration is compared here."""
+    lineage = read_lineage(folder)
+    check = ContentCheck(folder, tensor_digests(lineage), share)
+    if check.digests and lineage and lineage[CONTENT].get(CONFIG) != config_digest(folder):
+        check.changed[CONFIG] = []
+    return check
+
+
+def config_digest(folder: Path) -> str:
+    """A hash of what `config.json` says, however it is laid out."""
+    return fingerprint(model_config(folder))
+
+
+def changed_content(folder: Path) -> ContentCheck:
+    """Read all of a folder and compare it with its record: for what reads weights by itself."""
+    check = content_check(folder)
+    if check.digests:
+        for file in weight_files(folder):
+            with _opened(file) as reader:
+                for name in reader.keys():  # noqa: SIM118
+                    check.compare(file, name, reader.get_tensor(name))
+    return check
 
 
 def _opened(file: Path) -> Any:

@@ -62,16 +62,23 @@ def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
 
 
 def load_hf_model(
-    config: HFConfig, folder: Path, *, device: torch.device, dtype: torch.dtype, seed: int | None
+    config: HFConfig,
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+    check: bool = True,
 ) -> HFModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
     A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and a line is
     printed.
-    `seed` None: that is an error.
+    `seed` None: that is an error. Not `check`: what changed since its export is taken as it is.
 
     Raises:
-        WrongInput: torn files, or tensors that do not fit; all are named, and nothing is loaded.
+        WrongInput: torn files, tensors that do not fit (all are named, and nothing is loaded), or
+            that are not those of the export.
     """
     model = init_hf_model(config, seed or 0, torch.device("cpu"))
     places = _places(model)
@@ -89,7 +96,7 @@ def load_hf_model(
     )
     loaded: dict[int, str] = {}
     with torch.no_grad():
-        for stored, tensor in stored_tensors(folder):
+        for stored, tensor in stored_tensors(folder, check=check):
             if (name := ours[stored]) not in places:
                 continue
             place = places[name]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ingot.models.hf.content import digest
+
 INDEX = "model.safetensors.index.json"
 
 TYPES = {
@@ -43,9 +45,9 @@ class TensorSpec(NamedTuple):
 
 def write_tensors(
     file: Path, forms: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
-) -> None:
+) -> dict[str, str]:
     """Write the tensors that `forms` tells of, taken from `tensors` in the same order and turned
-    into their types.
+    into their types; returns their hashes by name.
 
     Types of more bytes must come before smaller ones, so that each tensor lies where its type may.
     """
@@ -61,6 +63,7 @@ def write_tensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    digests: dict[str, str] = {}
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for wanted, form in forms.items():
@@ -71,6 +74,8 @@ def write_tensors(
                 )
             flat = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
             stream.write(flat.view(torch.uint8).numpy().data)
+            digests[name] = digest(flat)
+    return digests
 
 
 SHARD_BYTES = 5_000_000_000
@@ -83,12 +88,10 @@ def save_weights(
     index.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    return stream_weights(
-        {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()},
-        ordered.items(),
-        folder,
-        shard_bytes,
-    )
+    forms = {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in ordered.items()
+    }
+    return list(stream_weights(forms, ordered.items(), folder, shard_bytes))
 
 
 def stream_weights(
@@ -96,9 +99,9 @@ def stream_weights(
     tensors: Iterable[tuple[str, Tensor]],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
-) -> list[Path]:
+) -> dict[Path, dict[str, str]]:
     """The same for tensors that come one by one, in the order of `forms`, which tells of them
-    ahead; one of them is held at a time.
+    ahead; one of them is held at a time. Returns each file with the hashes of its tensors.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -114,8 +117,10 @@ def stream_weights(
         else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     )
     coming = iter(tensors)
-    for name, shard in zip(names, shards, strict=True):
-        write_tensors(folder / name, shard, coming)
+    written = {
+        folder / name: write_tensors(folder / name, shard, coming)
+        for name, shard in zip(names, shards, strict=True)
+    }
     if len(shards) > 1:
         weight_map = {
             tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -124,4 +129,4 @@ def stream_weights(
         (folder / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
         )
-    return [folder / name for name in names]
+    return written

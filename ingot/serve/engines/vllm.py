@@ -20,6 +20,7 @@ import torch
 from ingot.base.processes import python_with_module
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
+from ingot.models.hf.folder import changed_content
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.listen import (
@@ -42,7 +43,8 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
     """Serve the model in `target` with vLLM; blocks until SIGTERM or SIGINT.
 
     Raises:
-        WrongInput: not a decoder's folder, or no vLLM in the environment of `serve.python`.
+        WrongInput: not a decoder's folder, weights that changed since their export, or no vLLM
+            in the environment of `serve.python`.
         Failed: the port is taken, or vLLM died; with its error message.
     """
     key = read_api_key(settings.api_key)
@@ -51,6 +53,7 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fetched_model_folder(target, os.environ))
         check_decoder_folder(folder, "vllm", any_template=settings.any_template)
+        changed_content(folder).finish()
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
             run_server_process(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
+from ingot.models.hf.folder import changed_content
 
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
@@ -48,8 +49,10 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
     """Load the model in `folder` with transformers; code in the folder is never run.
 
     Raises:
-        WrongInput: transformers does not support it as a causal model, or its tensors do not fit.
+        WrongInput: transformers does not support it as a causal model, or its tensors do not fit or
+            changed since their export.
     """
+    changed_content(folder).finish()
     library = _library()
     library.utils.logging.disable_progress_bar()
     try:

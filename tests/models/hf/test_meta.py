@@ -368,7 +368,7 @@ def test_import_as_a_person_types_it(tmp_path: Path) -> None:
     target = tmp_path / "new"
     done = ingot("import", str(folder), str(target))
     assert (done.returncode, done.stdout) == (0, f"{target}\n"), done.stderr
-    assert "every tensor checked" in done.stderr
+    assert "every tensor read" in done.stderr
     again = ingot("import", str(folder), str(target))
     assert again.returncode == 2
     assert "--overwrite" in again.stderr

@@ -78,11 +78,13 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
             alive.append(weakref.ref(tensor))
             yield f"t{number}", tensor
 
-    files = stream_weights(
-        {f"t{number}": TensorSpec((10,), torch.float32) for number in range(6)},
-        coming(),
-        tmp_path,
-        shard_bytes=80,
+    files = list(
+        stream_weights(
+            {f"t{number}": TensorSpec((10,), torch.float32) for number in range(6)},
+            coming(),
+            tmp_path,
+            shard_bytes=80,
+        )
     )
     assert len(files) == 3
     assert all(

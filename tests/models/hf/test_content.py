@@ -1,0 +1,166 @@
+"""A model folder whose weights or configuration changed since it was exported opens nowhere, and the
+message names the file; folders without a record open as before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.checkpoints.export import copy_adapter, copy_model, export_model
+from ingot.config.sections.training import Lora
+from ingot.models.adapters.lora import add_lora
+from ingot.models.adapters.peft import load_adapter, save_adapter
+from ingot.models.hf import content
+from ingot.models.hf.content import CONTENT, Share
+from ingot.models.hf.folder import (
+    changed_content,
+    load_model,
+    load_weights,
+    named_tensors,
+    stored_shapes,
+    stored_tensors,
+)
+from ingot.models.kinds import open_model
+from ingot.serve.native.model import load
+from ingot.tokenizers.bpe import train_bpe
+from tests.cli.commands import ingot
+from tests.cli.tiny_model import write_model
+from tests.models.hf.tiny import drawn
+
+CPU = torch.device("cpu")
+CHANGED = r"does not hold what was exported there: model\.safetensors \(lm_head\.weight\) changed"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("content") / "model")
+
+
+def flip(file: Path, offset: int = -1) -> None:
+    """Change one bit."""
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def changed(whole: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(whole, tmp_path / "changed")
+    flip(folder / "model.safetensors")
+    return folder
+
+
+def test_whatever_reads_weights_refuses_changed_ones(changed: Path) -> None:
+    names = list(stored_shapes(changed))
+    readers = {
+        "load_model": lambda: load_model(changed, device=CPU),
+        "open_model": lambda: open_model(changed, device=CPU),
+        "serve": lambda: load(changed),
+        "transformers": lambda: load(changed, engine="transformers"),
+        "stored_tensors": lambda: list(stored_tensors(changed)),
+        "named_tensors": lambda: list(named_tensors(changed, names)),
+        "copy_model": lambda: copy_model(
+            changed, changed.parent / "copy", export_type=None, overwrite=False
+        ),
+    }
+    for read in readers.values():
+        with pytest.raises(WrongInput, match=CHANGED):
+            read()
+    assert not (changed.parent / "copy").exists()
+
+
+def test_a_changed_model_neither_answers_nor_is_exported_until_it_is_accepted(
+    changed: Path, whole: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    for verb in (("predict", str(changed), "the"), ("export", str(changed), str(new))):
+        done = ingot(*verb)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "model.safetensors" in done.stderr
+        assert f"accept it with `ingot import {changed} NEW`" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    done = ingot("import", str(changed), str(new))
+    assert done.returncode == 0, done.stderr
+    assert "changed since; accepted" in done.stderr
+    assert "as it was exported" not in done.stderr
+    before, after = (json.loads((folder / "ingot.json").read_bytes()) for folder in (whole, new))
+    assert after["changed_from"] == before["model_hash"] != after["model_hash"]
+    assert after["run"] == before["run"]
+    assert ingot("predict", str(new), "the", "max_tokens=2").returncode == 0
+
+
+def test_a_changed_configuration_is_told(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config, indent=7))  # laid out in another way
+    load_model(folder, device=CPU)
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(WrongInput, match=r"exported there: config\.json changed since"):
+        load_model(folder, device=CPU)
+
+
+def test_what_was_written_before_there_were_records_opens(changed: Path) -> None:
+    made = json.loads((changed / "ingot.json").read_bytes())
+    del made[CONTENT]
+    (changed / "ingot.json").write_text(json.dumps(made))
+    load_model(changed, device=CPU)
+    done = ingot("export", str(changed), str(changed.parent / "copy"))
+    assert done.returncode == 0, done.stderr
+    assert "as it was exported" not in done.stderr
+    (changed / "ingot.json").unlink()
+    assert changed_content(changed).problem() is None
+
+
+def test_readers_divide_the_tensors(
+    changed: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is compared by one of them, and nothing is hashed twice."""
+    hashed: list[str] = []
+    digest = content.digest
+    monkeypatch.setattr(content, "digest", lambda tensor: hashed.append("") or digest(tensor))
+    model = load_model(whole, device=CPU)
+    assert len(hashed) == len(stored_shapes(whole))
+    hashed.clear()
+    told = 0
+    for rank in range(3):
+        try:
+            load_weights(model, changed, Share(rank, 3))
+        except WrongInput:
+            told += 1
+    assert told == 1
+    assert len(hashed) == len(stored_shapes(whole))
+
+
+def test_a_model_of_transformers_too(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["the bright copper melts"] * 20, 300)
+    folder = tmp_path / "encoder"
+    export_model(
+        drawn("roberta", vocab_size=300), tokenizer, folder, export_type="bf16", lineage={}
+    )
+    open_model(folder, device=CPU)
+    flip(folder / "model.safetensors")
+    with pytest.raises(WrongInput, match=r"model\.safetensors \(classifier\S+\) changed since"):
+        open_model(folder, device=CPU)
+
+
+def test_an_adapter_too(whole: Path, tmp_path: Path) -> None:
+    folder, model = tmp_path / "adapter", load_model(whole, device=CPU)
+    add_lora(model, Lora(rank=2, targets=["q_proj"]), 0)
+    digests = save_adapter(model, folder, base=str(whole), kind="decoder")
+    (folder / "ingot.json").write_text(json.dumps({CONTENT: {"tensors": digests}}))
+    load_adapter(model, folder)
+    flip(folder / "adapter_model.safetensors")
+    for read in (
+        lambda: load_adapter(model, folder),
+        lambda: open_model(folder, device=CPU),
+        lambda: copy_adapter(folder, tmp_path / "copy", overwrite=False),
+    ):
+        with pytest.raises(WrongInput, match=r"adapter_model\.safetensors \(\S+\) changed since"):
+            read()
+    open_model(folder, device=CPU, check=False)
