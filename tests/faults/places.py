@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "every-fault-is-told",
+        "ingot/serve/http/errors.py",
+        "for error in errors[:MAX_FAULTS]:",
+        "for error in errors:",
+        "a small bad body makes a large answer",
+        "tests/serve/test_hostile.py",
+    ),
+    Fault(
+        "too-many-prompts-are-encoded",
+        "ingot/serve/http/service.py",
+        "self.engine.check_count(len(prompts))",
+        "pass",
+        "prompts that can never fit are tokenised before they are refused",
+        "tests/serve/test_hostile.py",
+    ),
+    Fault(
         "changed-weights-answer",
         "ingot/models/hf/content.py",
         "if self.wants(name) and digest(tensor) != self.digests.get(name):",

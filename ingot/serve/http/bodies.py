@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 # Fields of OpenAI's API that this server does not support, with the values that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -30,12 +30,40 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_LOGPROBS = 20
 MAX_BEAMS = 16
+# More fields than any request has: what names more is refused unread, not field by field.
+MAX_FIELDS = 64
+MAX_MESSAGES, MAX_PARTS = 4096, 256
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _clean_text(value: Any) -> Any:
     """Refuse lone surrogates, which JSON can escape but UTF-8 cannot encode."""
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("holds half of a surrogate pair; send whole characters")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half of a surrogate pair; send whole characters") from None
+    return value
+
+
+def _role(value: Any) -> Any:
+    if isinstance(value, str) and value not in ROLES:
+        raise ValueError(f"{value!r:.60} is not a role; it is one of {', '.join(ROLES)}")
+    return value
+
+
+def _parts(value: Any) -> Any:
+    """Name a part that is no text, before it is looked at as one."""
+    parts = value if isinstance(value, list) else []
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"has {len(parts):,} parts; send up to {MAX_PARTS}")
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(
+                f"part {number} is of type {kind!r:.60}; this model reads text, send parts of type"
+                " text alone"
+            )
     return value
 
 
@@ -90,6 +118,10 @@ class RequestBody(BaseModel):
     def _drop_neutral(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if len(values) > MAX_FIELDS:
+            raise ValueError(
+                f"has {len(values):,} fields, more than any request; send those of the API alone"
+            )
         kept = {}
         for name, value in values.items():
             if value is None or (name in IGNORED_FIELDS and name not in cls.model_fields):
@@ -144,8 +176,8 @@ class TextPart(RequestBody):
 class ChatMessage(RequestBody):
     """One turn of a chat."""
 
-    role: Text
-    content: Text | list[TextPart] = ""
+    role: Annotated[Text, BeforeValidator(_role)]
+    content: Annotated[Text | list[TextPart], BeforeValidator(_parts)] = ""
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -173,7 +205,7 @@ class ChatMessage(RequestBody):
 class ChatBody(OpenAIRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -194,7 +226,7 @@ class PredictParameters(GenerationOptions):
 class PredictBody(RequestBody):
     """Vertex AI's prediction request."""
 
-    instances: Annotated[list[Text | PromptInstance], Field(min_length=1)]
+    instances: Annotated[list[Text | PromptInstance], Field(min_length=1), FailFast()]
     parameters: PredictParameters = PredictParameters()
 
 
@@ -207,7 +239,7 @@ class SummaryParameters(PredictParameters):
 class SummaryBody(RequestBody):
     """Vertex AI's prediction request to a sequence-to-sequence model."""
 
-    instances: Annotated[list[Text | PromptInstance], Field(min_length=1)]
+    instances: Annotated[list[Text | PromptInstance], Field(min_length=1), FailFast()]
     parameters: SummaryParameters = SummaryParameters()
 
 
@@ -224,5 +256,5 @@ class NoParameters(RequestBody):
 class ClassifyBody(RequestBody):
     """Vertex AI's prediction request to a classifier."""
 
-    instances: Annotated[list[Text | TextInstance], Field(min_length=1)]
+    instances: Annotated[list[Text | TextInstance], Field(min_length=1), FailFast()]
     parameters: NoParameters = NoParameters()

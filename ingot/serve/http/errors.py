@@ -12,6 +12,9 @@ from starlette.exceptions import HTTPException
 
 from ingot.base.errors import WrongInput
 
+# Of many faults in one body the first few are named; what clients send is quoted up to MAX_QUOTED
+# characters.
+MAX_FAULTS, MAX_QUOTED = 4, 80
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -54,6 +57,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def short(text: str) -> str:
+    """What a client sent, as an answer may quote it."""
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
 
@@ -76,7 +84,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = (
-            f"{request.method} {request.url.path}: {str(error.detail).lower()}; see GET"
+            f"{request.method} {short(request.url.path)}: {str(error.detail).lower()}; see GET"
             " /openapi.json for what is served"
         )
         return ApiError(error.status_code, message, headers=error.headers).response()
@@ -89,8 +97,8 @@ def install_error_handlers(app: FastAPI) -> None:
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """One 400 error for the validation errors of a body, each naming its field."""
     lines, param = [], None
-    for error in errors:
-        place = ".".join(str(part) for part in error["loc"] if part != "body")
+    for error in errors[:MAX_FAULTS]:
+        place = short(".".join(short(str(part)) for part in error["loc"] if part != "body"))
         match error["type"]:
             case "json_invalid":
                 place, line = (
@@ -119,4 +127,6 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
                 line = f"`{place}`{given}: {error['msg'][0].lower()}{error['msg'][1:]}"
         param = param or place or None
         lines.append(line)
+    if len(errors) > MAX_FAULTS:
+        lines.append(f"and {len(errors) - MAX_FAULTS:,} more faults")
     return ApiError(400, "; ".join(lines), param=param)

@@ -4,6 +4,7 @@ of the body size.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Collection
@@ -78,6 +79,8 @@ class ServerMetrics:
 # A body over the limit is still read up to this many times the limit: a client that gets its answer
 # while sending may lose it with the connection.
 DRAIN_FACTOR = 16
+# A body that takes longer is refused: senders that never end would each keep a connection.
+BODY_S = 60.0
 
 
 class RequestMetrics:
@@ -139,20 +142,40 @@ class ApiKeyAuth:
 
 
 class BodySizeLimit:
-    """Reads the whole body before the app runs, and refuses it past `max_bytes`."""
+    """Reads the whole body before the app runs, and refuses it past `max_bytes` or `timeout_s`."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_S) -> None:
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy in front may have believed the other one of the two, and seen another request.
+            refused = ApiError(
+                400,
+                "the request has both Transfer-Encoding and Content-Length; send one of them",
+                headers={"Connection": "close"},
+            )
+            await refused.response()(scope, receive, send)
+            return
         declared = headers.get(b"content-length", b"")
         too_long = declared.isdigit() and int(declared) > self._max_bytes
         # A client that sent `Expect: 100-continue` gets the answer before it sends the body.
-        body = None if too_long and b"expect" in headers else await self._read(receive)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = None if too_long and b"expect" in headers else await self._read(receive)
+        except TimeoutError:
+            slow = ApiError(
+                408,
+                f"the body did not come within {self._timeout_s:g} s; send it again",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            )
+            await slow.response()(scope, receive, send)
+            return
         if body is None:
             refused = ApiError(
                 413,

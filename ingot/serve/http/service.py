@@ -20,7 +20,7 @@ from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import GenerationOptions
-from ingot.serve.http.errors import ApiError
+from ingot.serve.http.errors import ApiError, short
 from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel
 
@@ -41,7 +41,8 @@ class Service:
         if asked is not None and asked != self.name:
             raise ApiError(
                 404,
-                f"model `{asked}` is not served here, only `{self.name}`; see GET /v1/models",
+                f"model `{short(asked)}` is not served here, only `{self.name}`; see"
+                " GET /v1/models",
                 param="model",
                 code="model_not_found",
             )
@@ -64,8 +65,9 @@ class Service:
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of prompts, encoded in a thread, so that a long text does not block the
-        event loop.
+        event loop. Raises ApiError 400 before that where so many can never fit.
         """
+        self.engine.check_count(len(prompts))
         encode = self.loaded.encode
         return await asyncio.to_thread(
             lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

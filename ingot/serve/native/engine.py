@@ -150,6 +150,15 @@ class ServingEngine:
         """Whether the thread runs and its steps succeed."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
+    def check_count(self, prompts: int) -> None:
+        """Raises ApiError 400 where so many prompts of one request can never fit."""
+        if prompts > self._capacity:
+            raise ApiError(
+                400,
+                f"{prompts} prompts in one request; this server takes at most {self._capacity},"
+                " send them in parts",
+            )
+
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Queue requests, all or none; call it in an event loop. They must have passed
         `Loaded.check`.
@@ -158,12 +167,7 @@ class ServingEngine:
             ApiError: 429 where the queue is full, 400 where so many requests can never fit, 503
                 while the server is stopping.
         """
-        if len(requests) > self._capacity:
-            raise ApiError(
-                400,
-                f"{len(requests)} prompts in one request; this server takes at most"
-                f" {self._capacity}, send them in parts",
-            )
+        self.check_count(len(requests))
         ticket = Ticket(self, requests)
         with self._condition:
             if self._stopping:
