@@ -16,7 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.load import checked, load_recipe, read_values
 from ingot.config.recipe import Recipe
-from ingot.config.values import Values
+from ingot.config.values import Values, as_typed
 
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 
@@ -78,7 +78,9 @@ def values(arguments: Iterable[str], defaults: dict[str, Any], verb: str) -> dic
         key, _, text = argument.partition("=")
         if key not in defaults:
             near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
-            raise WrongInput(f"`{argument}`: {verb} has no setting `{key}`; did you mean `{near}`?")
+            raise WrongInput(
+                f"`{as_typed(argument)}`: {verb} has no setting `{key}`; did you mean `{near}`?"
+            )
         chosen[key] = _typed(argument, text, defaults[key])
     return chosen
 
@@ -95,6 +97,6 @@ def _typed(argument: str, text: str, default: Any) -> Any:
         value = float(value)
     if wanted and type(value) is not type(default):
         raise WrongInput(
-            f"`{argument}`: `{text}` is not {wanted}; give {wanted}, such as {default}"
+            f"`{as_typed(argument)}`: `{text}` is not {wanted}; give {wanted}, such as {default}"
         )
     return value

@@ -19,6 +19,7 @@ from ingot.config.values import (
     MISSING,
     KeyPath,
     Values,
+    as_typed,
     dotted,
     explain_errors,
     get,
@@ -115,10 +116,10 @@ def read_values(
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise WrongInput(
-                f"`{one_line(override)}` on the command line is neither a recipe file that exists"
+                f"`{as_typed(override)}` on the command line is neither a recipe file that exists"
                 " nor key=value"
             )
-        where = f"`{one_line(override)}` on the command line"
+        where = f"`{as_typed(override)}` on the command line"
         type_in(key.split("."), text, where)
     return values
 

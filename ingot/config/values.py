@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.knobs import all_knobs, kinds_of, nearest_knob
 
@@ -87,6 +88,24 @@ def one_line(text: str) -> str:
     """What a person wrote, short enough for an error and without line breaks."""
     text = text if len(text) <= 120 else f"{text[:117]}..."
     return text.replace("\n", "\\n")
+
+
+def as_typed(setting: str) -> str:
+    """`key=value` as it was typed, for an error; the value is left out where the key, or one
+    inside the value, is that of a secret.
+    """
+    key, equals, _ = setting.partition("=")
+    words = re.findall(r"\w+", setting)
+    return f"{one_line(key)}=..." if equals and _is_secret(words) else one_line(setting)
+
+
+def _is_secret(names: Iterable[str | int]) -> bool:
+    """Whether values under one of these names may be secrets."""
+    return any(
+        name in ("secrets", "environment") or holds_secret(name)
+        for name in names
+        if isinstance(name, str)
+    )
 
 
 _WANTED = {
@@ -165,7 +184,8 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
         )
     name = _knob(full)[0]
     see = f" (see `ingot explain {name}`)" if name else ""
-    return f"{values.origin(full)}: `{dotted(full)}` is {_shown(given)}; it should ", wanted, see
+    shown = "not such a value" if _is_secret(full) and _shown(given) != "null" else _shown(given)
+    return f"{values.origin(full)}: `{dotted(full)}` is {shown}; it should ", wanted, see
 
 
 def _explain_rule(message: str, path: KeyPath, values: Values) -> str:

@@ -545,3 +545,33 @@ def test_names_for_megatron_are_for_texts(tmp_path: Path) -> None:
         load(tmp_path, f"{named}objective: {{kind: sft}}\n")
     with pytest.raises(WrongInput, match="megatron_prefix"):
         load(tmp_path, f"{GOOD}  megatron_prefix: ../web\n")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "serve.api_key=sk-BARE",
+        "serve={api_key: sk-BARE}",
+        "serve={api_key: [sk-BARE]}",
+        "serve.apikey=sk-BARE",
+        'serve.api_key="sk-BARE',
+        "cloud.secrets={HF_TOKEN: sk-BARE}",
+        "cloud.secrets=sk-BARE",
+        "cloud.secrets=[sk-BARE]",
+        "launch.secrets=sk-BARE",
+        "launch.environment={WANDB_API_KEY: [sk-BARE]}",
+        "launch.environment.WANDB_API_KEY=[sk-BARE]",
+    ],
+)
+def test_a_key_that_was_typed_bare_is_not_repeated(setting: str) -> None:
+    with pytest.raises(WrongInput) as refused:
+        load_recipe((), ["name=x", "data.train=[{source: y}]", setting], environ={}, dotenv=None)
+    assert "BARE" not in str(refused.value)
+    assert f"`{setting.partition('=')[0]}=...` on the command line" in str(refused.value)
+
+
+def test_a_bucket_is_understood_by_its_address() -> None:
+    given = ["name=x", "data.train=[{source: y}]", "cloud.bucket=gs://some-bucket/"]
+    assert load_recipe((), given, environ={}, dotenv=None).cloud.bucket == "some-bucket"
+    with pytest.raises(WrongInput, match=r"cloud\.bucket"):
+        load_recipe((), [*given, "cloud.bucket=gs://b/folder"], environ={}, dotenv=None)

@@ -132,4 +132,12 @@ FAULTS = [
         "what could not be asked of the hub passes in silence",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "bare-key-echoed",
+        "ingot/config/values.py",
+        'return f"{one_line(key)}=..." if equals and _is_secret(words) else one_line(setting)',
+        "return one_line(setting)",
+        "a key that was typed into a recipe's knob stands in the error, and so in logs",
+        "tests/config/test_load.py",
+    ),
 ]

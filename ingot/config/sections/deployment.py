@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from ingot.config.doors import GATES
 from ingot.config.section import ByKind, KindSettings, Positive, Section
@@ -182,6 +188,13 @@ class Chaos(Section):
 Verb = Literal["ingest", "prepare", "train", "evaluate", "gate", "register", "deploy"]
 
 
+def bucket_name(value: Any) -> Any:
+    """The name in `gs://NAME` or `gs://NAME/`; folders in it are not understood."""
+    if isinstance(value, str) and value.startswith("gs://"):
+        return value.removeprefix("gs://").removesuffix("/")
+    return value
+
+
 class Images(Section):
     """Container images by what they are for;
     `REGION-docker.pkg.dev/PROJECT/REPOSITORY/ingot-NAME:latest` when empty.
@@ -206,8 +219,11 @@ class Cloud(Section):
     """Zone of virtual machines; the region's `-a`, `-b`, `-c`, `-d`, `-f` are tried in order when
     empty.
     """
-    bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]+$")] | None = None
-    """Bucket (its name alone) where runs, pipelines and models lie."""
+    bucket: (
+        Annotated[str, BeforeValidator(bucket_name), Field(pattern=r"^[a-z0-9][a-z0-9._-]+$")]
+        | None
+    ) = None
+    """Bucket where runs, pipelines and models lie: its name, or `gs://NAME`."""
     service_account: str | None = None
     """Account that jobs run as; the project's default when empty."""
     repository: str | None = None
