@@ -258,7 +258,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["x"]))
     with pytest.raises(Failed, match="disk full while writing"):
         ingest(small)
-    assert not list(small.folder.raw.iterdir()), "nothing half-written is left"
+    assert not list(small.folder.data.iterdir()), "nothing half-written is left"
 
 
 def test_what_was_ingested_for_other_sources_is_refused(tmp_path: Path) -> None:

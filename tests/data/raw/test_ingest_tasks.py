@@ -60,7 +60,7 @@ def test_the_same_folder_for_any_number_of_workers(
     assert found[1] == found[3]
     assert told[1] == told[3]
     assert len(found[1][1]) > 5, "several parts"
-    assert not list(small.folder.raw.glob(".*"))
+    assert not list(small.folder.data.glob(".*"))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -96,7 +96,7 @@ def test_a_bad_record_in_a_later_block_stops_all(tmp_path: Path) -> None:
         match=r"a\.jsonl:1501: no `text` \(keys: other\); mend it, or set data\.on_bad=skip",
     ):
         ingest(small)
-    assert not list(small.folder.raw.iterdir()), "nothing half-written is left"
+    assert not list(small.folder.data.iterdir()), "nothing half-written is left"
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -158,14 +158,16 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
     until = time.monotonic() + 60
-    while not list(small.folder.raw.glob(".tasks/*/*.parquet")) and time.monotonic() < until:
+    while (
+        not list(small.folder.data.glob(".raw.*/.tasks/*/*.parquet")) and time.monotonic() < until
+    ):
         time.sleep(0.01)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
-    assert list(small.folder.raw.glob(".tasks/*/*.parquet")), "it was killed in the middle"
+    assert list(small.folder.data.glob(".raw.*/.tasks/*/*.parquet")), "it was killed in the middle"
     with pytest.raises(WrongInput, match="no ingested documents"):
         open_raw(small)
     assert (
@@ -175,4 +177,4 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
         == 0
     )
     assert list(documents(small.folder.raw).values()) == sentences(20_000)
-    assert not list(small.folder.raw.glob(".*"))
+    assert not list(small.folder.data.glob(".*"))
