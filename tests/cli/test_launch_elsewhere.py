@@ -65,6 +65,7 @@ def launched(root: Path, ready: Any) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.drawn("commands that are stopped while they start machines")
 def test_interrupted_while_machines_come_up_it_leaves_none(
     root: Path, bucket: gcs.Server, server: google.Server
 ) -> None:
@@ -80,6 +81,7 @@ def test_interrupted_while_machines_come_up_it_leaves_none(
     assert {line.split()[1], other.split()[1]} <= {"cancelled", "failed"}
 
 
+@pytest.mark.drawn("commands that are stopped while they start machines")
 def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(
     root: Path, bucket: gcs.Server, server: google.Server
 ) -> None:
@@ -114,6 +116,7 @@ def test_killed_it_leaves_a_job_that_the_next_command_finds_and_ends(
     assert cloud.names() == []
 
 
+@pytest.mark.drawn("commands that are stopped while they start machines")
 def test_interrupted_again_a_custom_job_that_does_not_listen_is_cancelled(
     root: Path, bucket: gcs.Server, server: google.Server
 ) -> None:

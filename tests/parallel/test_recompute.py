@@ -4,6 +4,7 @@ really free.
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import replace
 from typing import Any
@@ -180,11 +181,15 @@ class Memory(TorchDispatchMode):
         )
 
 
-def kept(knobs: dict[str, Any], layers: int = 6) -> tuple[int, int]:
+KNOBS = {"none": {}, **KINDS}
+
+
+@functools.cache
+def kept(kind: str, layers: int = 6) -> tuple[int, int]:
     """Bytes that are kept from forward to backward, and matrix products of backward."""
     model = Decoder(DecoderConfig.from_hf({**MODEL, "num_hidden_layers": layers}))
     init_weights(model, 0)
-    recompute_layers(model, Recompute(**knobs))
+    recompute_layers(model, Recompute(**KNOBS[kind]))
     batch = global_batch(0)
     with Memory(model) as forward:
         loss = model(batch.tokens, batch.positions, batch.segments, batch.labels, NLL).sum()
@@ -197,23 +202,23 @@ def kept(knobs: dict[str, Any], layers: int = 6) -> tuple[int, int]:
 def test_what_is_recomputed_is_not_kept() -> None:
     one_input = 8 * 24 * 32 * 4
 
-    def grown(knobs: dict[str, Any]) -> int:
+    def grown(kind: str) -> int:
         """Bytes that six more layers keep."""
-        return kept(knobs, layers=12)[0] - kept(knobs)[0]
+        return kept(kind, layers=12)[0] - kept(kind)[0]
 
-    whole = grown({})
+    whole = grown("none")
     assert whole > 6 * 10 * one_input
-    assert grown(KINDS["full"]) == 6 * one_input
-    assert grown(KINDS["runs of 3"]) == 2 * one_input
-    assert grown(KINDS["first 2"]) == whole
-    assert kept({})[0] - kept(KINDS["first 2"])[0] == pytest.approx(
+    assert grown("full") == 6 * one_input
+    assert grown("runs of 3") == 2 * one_input
+    assert grown("first 2") == whole
+    assert kept("none")[0] - kept("first 2")[0] == pytest.approx(
         (whole - 6 * one_input) / 3, rel=0.01
     )
-    assert 6 * one_input < grown(KINDS["selective"]) < 0.7 * whole
+    assert 6 * one_input < grown("selective") < 0.7 * whole
 
 
 def test_selective_makes_no_product_twice() -> None:
-    products = {name: kept(knobs)[1] for name, knobs in {"none": {}, **KINDS}.items()}
+    products = {kind: kept(kind)[1] for kind in KNOBS}
     assert products["selective"] == products["none"]
     # Of seven products of a layer the last is not needed for any gradient, and recomputation ends
     # before it.

@@ -35,6 +35,7 @@ def _losses(root: Path) -> dict[int, float]:
     }
 
 
+@pytest.mark.drawn("a run with two processes")
 def test_two_processes_train_as_one_does(root: Path) -> None:
     alone = ingot("train", "r.yaml", cwd=root)
     assert alone.returncode == 0, alone.stderr
@@ -58,6 +59,7 @@ def test_two_processes_train_as_one_does(root: Path) -> None:
     )
 
 
+@pytest.mark.drawn("a run with two processes")
 def test_two_processes_stop_with_a_checkpoint(root: Path) -> None:
     process = subprocess.Popen(
         command("train", "r.yaml", "launch.processes=2", "train.steps=100000"),
