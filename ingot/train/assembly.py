@@ -79,6 +79,8 @@ class CommitFields:
     decisions.
     """
 
+    recipe: Recipe
+    """As it was given: what a roll-back left out since is told apart from its `data.skip`."""
     setup: TrainSetup
     log: LogHook
     evaluation: EvaluateHook
@@ -96,7 +98,7 @@ class CommitFields:
             "skipped": self.log.skipped,
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
-            "left_out": left_out(self.setup, self.setup.recipe),
+            "left_out": left_out(self.setup, self.recipe),
         }
 
 
@@ -149,7 +151,7 @@ def make_hooks(
         spread=is_sharded(state.model),
     )
 
-    fields = CommitFields(setup, log, evaluation, samples, spikes)
+    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes)
     checkpoint = _checkpoint_hook(process, state, fields, account, first)
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),

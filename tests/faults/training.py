@@ -383,4 +383,12 @@ FAULTS = [
         "return int(batch.labels.numel())",
         "padding counts in the mean: the loss is too low",
     ),
+    Fault(
+        "left-out-forgotten",
+        "ingot/train/assembly.py",
+        "left_out(self.setup, self.recipe)",
+        "left_out(self.setup, self.setup.recipe)",
+        "a training that rolled back cannot be continued from the bucket alone",
+        "tests/train/test_mirroring.py",
+    ),
 ]
