@@ -172,6 +172,7 @@ def test_a_step_done_by_hand_is_done_for_run_too(copied: Path) -> None:
     assert "served model" not in done.stdout
 
 
+@pytest.mark.drawn("a run that is broken off in training")
 def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
     finished: tuple[Path, object], tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
     assert len(hashes) == 1
 
 
+@pytest.mark.drawn("a run that is broken off in training")
 def test_stopped_in_training_it_saves_and_says_so(copied: Path) -> None:
     run = _start(copied, "train.steps=100000")
     folder = copied / "runs/small"

@@ -196,6 +196,7 @@ def test_it_is_sought_again_only_where_something_that_matters_changed(
     assert len(sought) == 4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "error",
     [

@@ -50,6 +50,7 @@ def reference_loss(model: torch.nn.Module, batch: Batch) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_transformers(
     smollm2: Path, test_data: Path, tmp_path: Path
 ) -> None:

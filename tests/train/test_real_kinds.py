@@ -73,6 +73,7 @@ def sentiment(root: Path, minilm: Path, test_data: Path, **knobs: Any) -> Recipe
     )
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_sentiment_in_a_minute(
     minilm: Path, test_data: Path, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def phase_of(recipe: Recipe) -> Phase:
     return read_beats(heartbeat_file(recipe.folder.heartbeats))[0].phase
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("where", "signum"),
     [
@@ -119,6 +120,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     assert "with checkpoint 2 committed" in messages
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("where", "phase"),
     [
