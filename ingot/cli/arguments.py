@@ -96,7 +96,5 @@ def _typed(argument: str, text: str, default: Any) -> Any:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if wanted and type(value) is not type(default):
-        raise WrongInput(
-            f"`{as_typed(argument)}`: `{text}` is not {wanted}; give {wanted}, such as {default}"
-        )
+        raise WrongInput(f"`{as_typed(argument)}`: `{text}` is not {wanted}; give one")
     return value

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import read_recipe
@@ -23,8 +24,13 @@ def console() -> Console:
 
 
 def run_folder(target: str) -> RunFolder:
-    """Of a run folder itself, or of the recipe that makes it."""
-    return RunFolder(Path(target)) if Path(target).is_dir() else read_recipe([target]).folder
+    """Of a run folder itself, or of the recipe that makes it. Raises WrongInput where it is
+    neither.
+    """
+    path = Path(target)
+    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+        raise WrongInput(f"{target} is neither a run folder nor a recipe; check the path")
+    return RunFolder(path) if path.is_dir() else read_recipe([target]).folder
 
 
 def show_report(run: RunFolder) -> None:

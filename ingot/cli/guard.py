@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
+from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
 
 # To be stopped by a person or a scheduler is no error.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -81,6 +81,8 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         _write_no_more()
         return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `ingot` alone: its help was shown
+            return EXIT_DONE
         if _is_usage(error):
             return _tell(f"error: {_usage(error)}", EXIT_WRONG_INPUT, debug=debug)
         return _tell(

@@ -43,9 +43,8 @@ def show_report(report: EvaluationReport, console: Console) -> None:
         table.add_row(name, "", f"{value:.4f}")
     console.print(table)
     for sample in report.samples:
-        console.print(
-            f"{sample['prompt']!r} goes on {sample['completion']!r}", markup=False, soft_wrap=True
-        )
+        for part in ("prompt", "completion"):
+            console.print(f"{part}: {sample[part]}", markup=False, soft_wrap=True)
 
 
 def _base_cell(metric: Metric | None) -> str:

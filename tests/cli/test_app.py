@@ -135,7 +135,8 @@ def test_version() -> None:
             ("predict", ".", "hello", "max_token=3"),
             "predict has no setting `max_token`; did you mean `max_tokens`?",
         ),
-        (("predict", ".", "hello", "max_tokens=many"), "`many` is not a whole number"),
+        (("predict", ".", "hello", "max_tokens=many"), "`many` is not a whole number; give one"),
+        (("show", "run", "nosuch"), "nosuch is neither a run folder nor a recipe; check the path"),
         (("export", ".", "there", "--format", "gguf"), "--format gguf is not known"),
     ],
 )
@@ -275,3 +276,10 @@ def test_a_thread_inside_a_library_does_not_take_the_process_down() -> None:
         [sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (7, "answer\nwaited for\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("show",), ("images",)])
+def test_without_a_verb_the_help_is_the_answer(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = ingot(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage:" in done.stdout

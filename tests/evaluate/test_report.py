@@ -74,4 +74,4 @@ def test_without_a_base_there_is_no_column_for_it() -> None:
         EvaluationReport("m", "t", {"loss/loss": LOSS}, {}, [{"prompt": "a", "completion": "[b]"}])
     )
     assert not any("base" in line for line in lines)
-    assert lines[-1] == "'a' goes on '[b]'"
+    assert lines[-2:] == ["prompt: a", "completion: [b]"]
