@@ -85,19 +85,22 @@ def _objective(sheet: GivenKeys, draft: Draft) -> str:
 
 def _distill(sheet: GivenKeys, draft: Draft, stage: str) -> None:
     draft.put_from(sheet, "IS_MODEL_DISTILLATION", "objective.kind", "distill")
-    teacher = sheet.get("TEACHER_MODEL_CHECKPOINT")
+    teacher = hub_source(sheet.get("TEACHER_MODEL_CHECKPOINT") or "meta-llama/Llama-3.2-3B").source
     draft.put(
         "objective.teacher",
-        teacher or "hf:meta-llama/Llama-3.2-3B",
+        teacher,
         sheet.name("TEACHER_MODEL_CHECKPOINT"),
         sheet.where("TEACHER_MODEL_CHECKPOINT"),
     )
-    draft.note(
-        "fill",
-        "objective.teacher",
-        "must be a Hugging Face folder, a run folder or hf:ORG/NAME; the checkpoints of that"
-        " project are neither",
-    )
+    if not teacher.startswith("hf:"):
+        draft.note(
+            "fill",
+            "objective.teacher",
+            "must be a Hugging Face folder, a run folder or hf:ORG/NAME; the checkpoints of that"
+            " project are neither",
+        )
+    elif not sheet.has("TEACHER_MODEL_CHECKPOINT"):
+        draft.note("fill", "objective.teacher", "no file names one; Llama 3.2 3B stands for it")
     if (temperature := sheet.get("DISTILLATION_TEMPERATURE")) is not None:
         draft.put_from(sheet, "DISTILLATION_TEMPERATURE", "objective.temperature", temperature)
     draft.put(

@@ -167,9 +167,14 @@ def _slurm(sheet: GivenKeys, draft: Draft) -> None:
 
 def _model(sheet: GivenKeys, draft: Draft) -> None:
     given = sheet.get("--hf-model-id") or (sheet.get("--source") if sheet.has("--source") else None)
+    source, moved = hub_source(given or "meta-llama/Llama-3.1-8B")
+    if moved:
+        draft.note(
+            "changed", "model.source", f"{moved} is called {source.removeprefix('hf:')} on the hub"
+        )
     draft.put(
         "model.source",
-        hub_source(given or "meta-llama/Llama-3.1-8B").source,
+        source,
         "--hf-model-id" if sheet.has("--hf-model-id") else "--source",
         sheet.where("--hf-model-id", "--source"),
     )

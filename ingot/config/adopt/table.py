@@ -331,12 +331,19 @@ MOVED = {
     "hellaswag": "Rowan/hellaswag",
 }
 """Names from before every model and data set had an owner."""
+OWNERS = {
+    "Llama-": "meta-llama",
+    "Meta-Llama-": "meta-llama",
+    "Qwen": "Qwen",
+    "Mistral-": "mistralai",
+}
+"""Who has the models whose names begin so."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class HubName(NamedTuple):
-    """`source` as a recipe writes it; `moved`: the name of before, where the hub has another one
-    now.
+    """`source` as a recipe writes it; `moved`: the name that was given, where the hub has another
+    one.
     """
 
     source: str
@@ -348,4 +355,7 @@ def hub_source(name: str) -> HubName:
     name = name.removeprefix("hf:")
     if name in MOVED:
         return HubName(f"hf:{MOVED[name]}", name)
+    for prefix, owner in OWNERS.items():
+        if name.startswith(prefix) and _NAME.fullmatch(name) and "/" not in name:
+            return HubName(f"hf:{owner}/{name}", name)
     return HubName(f"hf:{name}" if _NAME.fullmatch(name) else name)

@@ -187,6 +187,13 @@ def test_distillation(tmp_path: Path) -> None:
     assert objective.documents == "text"
 
 
+def test_a_teacher_of_the_hub_is_named_as_one(tmp_path: Path) -> None:
+    text = changed(IS_MODEL_DISTILLATION="true", TEACHER_MODEL_CHECKPOINT="meta-llama/Llama-3.2-3B")
+    recipe, notes = recipe_of(tmp_path, l_env=text)
+    assert recipe.objective.teacher == "hf:meta-llama/Llama-3.2-3B"
+    assert "objective.teacher:" not in notes, "there is nothing to say of it"
+
+
 def test_a_batch_that_does_not_divide_is_rounded_and_told(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, l_env=changed(TOTAL_BATCH_SIZE="10000"))
     assert recipe.train.global_batch == 10

@@ -271,3 +271,11 @@ def test_values_that_cannot_be_are_refused(flags: str, says: str, tmp_path: Path
     with pytest.raises(WrongInput) as refused:
         recipe_of(tmp_path, b_args=f"{LEAST} {flags}")
     assert says in str(refused.value)
+
+
+def test_a_model_without_its_owner_gets_one_and_a_note(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(
+        tmp_path, b_args="--hf-model-id Llama-3.1-8B-Instruct --dataset-dir d"
+    )
+    assert recipe.model.source == "hf:meta-llama/Llama-3.1-8B-Instruct"
+    assert "Llama-3.1-8B-Instruct is called meta-llama/Llama-3.1-8B-Instruct on the hub" in notes
