@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -45,5 +46,6 @@ def test_training_dies_and_goes_on_while_the_clock_runs_backwards(
     assert account is not None
     assert all(seconds >= 0 for seconds in account.seconds.values())
     assert 0 <= account.share() <= 1
-    # The last attempt's own seconds are those of a clock that nobody sets, not hours.
-    assert account.wall_s < 600
+    # The account's clock, which nobody sets, began with this process; the other went back by hours.
+    age_s = time.time() - psutil.Process().create_time()
+    assert account.wall_s < age_s + 60
