@@ -172,12 +172,8 @@ def _model(sheet: GivenKeys, draft: Draft) -> None:
         draft.note(
             "changed", "model.source", f"{moved} is called {source.removeprefix('hf:')} on the hub"
         )
-    draft.put(
-        "model.source",
-        source,
-        "--hf-model-id" if sheet.has("--hf-model-id") else "--source",
-        sheet.where("--hf-model-id", "--source"),
-    )
+    flag = "--hf-model-id" if sheet.has("--hf-model-id") else "--source"
+    draft.put("model.source", source, flag, sheet.where("--hf-model-id", "--source"))
     if not given:
         draft.note("fill", "model.source", "no file has --hf-model-id; Llama 3.1 8B stands for it")
     if sheet.has("--nemo-model"):
