@@ -51,7 +51,7 @@ def test_report_table_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -
     bits = report.metrics["loss/bits_per_byte"]
     assert f"{bits.value:.4f}" in out
     assert "bits per byte of bigram" in out
-    assert "'the ingot' goes on" in out
+    assert "prompt: the ingot\ncompletion: " in out
     assert f"evaluate: {recipe.folder.model}, loss, fp32" in err
     assert (
         outcome.result == f"{bits.value:.2f} bits per byte, perplexity"
