@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.pipeline.steps import step_named
@@ -17,19 +19,24 @@ from ingot.train.trainer import train
 from tests.small import small_recipe
 
 
-def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
-    first = small_recipe(root, precision__export="fp32")
-    train(first)
-    second = small_recipe(
+def continued(root: Path, first: Recipe, **knobs: Any) -> Recipe:
+    """A recipe that begins with the model and the tokenizer of another one's run."""
+    return small_recipe(
         root,
         name="more",
         model__source=str(first.folder.root),
         model__config=None,
         tokenizer__source=None,
         tokenizer__vocab_size=None,
-        train__optimizer__lr=1e-12,
-        train__steps=1,
-        precision__export="fp32",
+        **knobs,
+    )
+
+
+def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
+    first = small_recipe(root, precision__export="fp32")
+    train(first)
+    second = continued(
+        root, first, train__optimizer__lr=1e-12, train__steps=1, precision__export="fp32"
     )
     ingest(second)
     prepare(second)
@@ -50,14 +57,7 @@ def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
 
 def test_a_run_that_has_no_model_yet_is_named(root: Path) -> None:
     first = small_recipe(root)
-    second = small_recipe(
-        root,
-        name="more",
-        model__source=str(first.folder.root),
-        model__config=None,
-        tokenizer__source=None,
-        tokenizer__vocab_size=None,
-    )
+    second = continued(root, first)
     ingest(second)
     with pytest.raises(WrongInput, match="small has no tokenizer"):
         prepare(second)
