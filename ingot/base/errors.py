@@ -4,6 +4,11 @@ on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -49,3 +54,34 @@ class Stopped(IngotError):
     def __init__(self, message: str, *, signum: int, committed: bool) -> None:
         super().__init__(message)
         self.exit_code = EXIT_STOPPED if committed else 128 + signum
+
+
+SHOWN = 200
+"""Characters of a value that a message shows around the first difference from another one."""
+
+
+def differing(one: T, other: T, *ways: Callable[[T], str]) -> tuple[str, str]:
+    """Two values as texts, which are not equal where the values are not: written in the first
+    of `ways` that tells them apart, else with `str`, `repr`, or with their types. Of long texts the
+    part around the first difference.
+    """
+    texts = "", ""
+    more: tuple[Callable[[object], str], ...] = (str, repr, _typed)
+    for way in (*ways, *more):
+        texts = way(one), way(other)
+        if texts[0] != texts[1] or one == other:
+            break
+    pairs = enumerate(zip(*texts, strict=False))
+    at = next((place for place, (left, right) in pairs if left != right), min(map(len, texts)))
+    first = max(0, at - SHOWN // 4) if max(map(len, texts)) > SHOWN else 0
+    left, right = (
+        ("..." if first else "")
+        + text[first : first + SHOWN]
+        + ("..." if len(text) > first + SHOWN else "")
+        for text in texts
+    )
+    return left, right
+
+
+def _typed(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"

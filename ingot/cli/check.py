@@ -29,7 +29,7 @@ from ingot.cli.check_training import (
     need,
 )
 from ingot.config.model_source import KIND_FOR_DOCUMENTS
-from ingot.config.recipe import Recipe
+from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.evaluation import TaskSettings
 from ingot.config.values import Findings, Values
@@ -64,6 +64,9 @@ def findings(
     """
     found = Findings(values)
     here = not submitted
+    for verb in verbs:
+        for message, knob in recipe.missing_held_out(verb):
+            found.add(message, knob)
     if {"ingest", "prepare"} & set(verbs) and read_record(recipe.folder.steps, "ingest") is None:
         _check_sources(recipe, found)
     model = check_model(recipe, found) if {"prepare", "train"} & set(verbs) else None
@@ -75,7 +78,7 @@ def findings(
         check_training(recipe, model, found, here=here)
     if "evaluate" in verbs:
         _check_evaluation(recipe, found, here=here)
-    if {"gate", "evaluate"} & set(verbs):
+    if "gate" in verbs:
         _check_gate(recipe, found)
     if {"serve", "deploy", "register"} & set(verbs):
         _check_serving(recipe, found, here=here)
@@ -111,6 +114,8 @@ def check(
 
 def _check_sources(recipe: Recipe, found: Findings) -> None:
     """Whether sources are there, and the first records of each file have the columns."""
+    if not recipe.data.train:
+        found.add(NO_SOURCE, "data.train")
     for split, sources in recipe_sources(recipe).items():
         for number, source in enumerate(sources):
             knob = f"data.{split}.{number}.source"
@@ -216,7 +221,15 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
     names = [task.name for task in recipe.tasks]
     for metric in recipe.gate.metrics(recipe.documents):
         task, slash, _ = metric.partition("/")
-        if slash and task not in names:
+        if not slash or task in names:
+            continue
+        if not recipe.data.holds_out and task in ("loss", "classification"):
+            found.add(
+                f"gate.metric {metric} needs held-out documents, and data.validation holds none"
+                f" out; hold some out, set gate.metric to what evaluate.tasks measure, or set"
+                " gate.override"
+            )
+        else:
             found.add(
                 f"gate.metric {metric} is measured by none of evaluate.tasks ({', '.join(names)});"
                 f" add a task called {task}, or set gate.metric"

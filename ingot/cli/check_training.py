@@ -5,14 +5,13 @@ and batch are laid out, further models, and room on the disk. A part of `check.p
 from __future__ import annotations
 
 import importlib.util
-import math
 import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.hub import fetch_config
 from ingot.base.storage import is_remote
 from ingot.config.family import sizes
@@ -178,10 +177,13 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
     needed = weights * (STATE_BYTES * (recipe.checkpoint.keep + 1) + 4)
     free = shutil.disk_usage(folder).free
     if free < needed:
+        has, takes = differing(
+            free, needed, lambda size: f"{size / 1e9:.1f} GB", "{:,} bytes".format
+        )
         found.add(
-            f"output {recipe.output} has {free / 1e9:.1f} GB free, and {recipe.checkpoint.keep} + 1"
-            f" checkpoints and the export of {weights / 1e6:,.0f} M weights take"
-            f" {math.ceil(needed / 1e9)} GB; make room, set output, or lower checkpoint.keep"
+            f"output {recipe.output} has {has} free, and {recipe.checkpoint.keep} + 1 checkpoints"
+            f" and the export of {weights / 1e6:,.0f} M weights take {takes}; make room, set"
+            " output, or lower checkpoint.keep"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
+from ingot.base.errors import differing
 from ingot.config.doors import FAMILIES, OBJECTIVES, OPTIMIZERS, SCHEDULES, TASKS, packages_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Changeable
@@ -78,5 +79,5 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
             found += [f"{key}.{change}" for change in changes(old, new)]
         elif old != new:
-            found.append(f"{key} {old} -> {new}")
+            found.append(" ".join((key, " -> ".join(differing(old, new)))))
     return found

@@ -45,6 +45,8 @@ PACKS: dict[Documents, tuple[Pack, ...]] = {
 MADE_ANEW = ("gce", "vertex")
 """Places that make machines for each step, and are paid by machine and hour."""
 
+NO_SOURCE = "data.train has no source; add one, such as `data: {train: [{source: texts.jsonl}]}`"
+
 
 class Recipe(Section):
     """What `ingot VERB recipe.yaml` reads."""
@@ -94,6 +96,16 @@ class Recipe(Section):
     chaos: Chaos = Chaos()
     """Failures on purpose."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_documents(cls, given: Any) -> Any:
+        """A model can be measured on items of the tasks' own without any documents."""
+        asked = given.get("evaluate") if isinstance(given, dict) else None
+        measures = isinstance(asked, dict) and (asked.get("tasks") or asked.get("model"))
+        if measures and "data" not in given:
+            return given | {"data": {"train": [], "validation": []}}
+        return given
+
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Recipe:
         if is_remote(self.output):
@@ -101,6 +113,8 @@ class Recipe(Section):
                 f"output {self.output} is not a local folder, and this version keeps runs on a"
                 " disk; give a path"
             )
+        if not self.data.train and not (self.evaluate.tasks or self.evaluate.model):
+            raise ValueError(NO_SOURCE)
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -239,10 +253,41 @@ class Recipe(Section):
     @property
     def tasks(self) -> list[Task]:
         """The evaluations, `evaluate.tasks` or what stands for none."""
+        if not self.data.holds_out:
+            return self.evaluate.tasks
         return self.evaluate.tasks or [
             LossTask(),
             *([ClassificationTask(kind="classification")] if self.documents == "labelled" else []),
         ]
+
+    def missing_held_out(self, verb: str) -> list[tuple[str, str]]:
+        """What `verb` would do with held-out documents, where none are held out: a message and its
+        knob for each.
+        """
+        if self.data.holds_out:
+            return []
+        needs = "needs held-out documents, and data.validation holds none out; hold some out"
+        train, stop = self.train, self.train.early_stop
+        knobs: list[tuple[str, bool]] = []
+        if verb == "prepare":
+            knobs = [("data.clean.contamination", self.data.clean.contamination is not None)]
+        elif verb == "train":
+            alone = train.evaluate_every is not None and not train.evaluate_tasks
+            knobs = [
+                ("train.early_stop", stop is not None and stop.metric == "loss"),
+                ("checkpoint.best", self.checkpoint.best == "loss"),
+                ("train.evaluate_every", alone),
+            ]
+        found = [(f"{knob} {needs}, or remove it", knob) for knob, used in knobs if used]
+        measured = {"evaluate": [task.name for task in self.tasks], "train": train.evaluate_tasks}
+        for number, task in enumerate(self.tasks):
+            if task.needs_held_out and task.name in measured.get(verb, ()):
+                message = f"evaluate.tasks, {task.name}: {task.kind} {needs}, or remove the task"
+                found.append((message, f"evaluate.tasks.{number}"))
+        if verb == "evaluate" and not self.tasks:
+            message = f"evaluate.tasks is empty, and the loss {needs}, or give tasks with items"
+            found.append((f"{message} of their own, such as hellaswag", "evaluate.tasks"))
+        return found
 
     @property
     def pack(self) -> Pack:

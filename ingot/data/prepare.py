@@ -41,7 +41,7 @@ from ingot.data.packing.tables import keep_packed, pack
 from ingot.data.raw.ranges import SMALLEST_BYTES, ranges
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
-from ingot.data.splits import Shares, Split
+from ingot.data.splits import Shares, Split, check_held_out
 from ingot.data.tokenizing.tokenize import (
     DONE,
     TokenisedRange,
@@ -72,6 +72,7 @@ def prepare(recipe: Recipe) -> VerbOutcome:
             global batch.
         Failed: the disk is full, or a worker died.
     """
+    check_held_out(recipe, "prepare")
     raw = open_raw(recipe, unchanged=True)
     new = _being_made(recipe.folder.columns)
     with disk_errors(new):
@@ -350,7 +351,7 @@ def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> 
     documents = {
         split: sum(source.documents for source in sources) for split, sources in splits.items()
     }
-    if not documents["validation"]:
+    if recipe.data.holds_out and not documents["validation"]:
         raise WrongInput(
             f"no document of {sum(documents.values()):,} is held out by"
             f" data.validation.fraction={Shares.of(recipe.data).validation}; raise it, or give"

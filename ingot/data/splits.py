@@ -8,6 +8,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Data, ValidationShare
 
 Split = Literal["train", "validation"]
@@ -44,3 +46,9 @@ def chosen(doc_id: str, purpose: str, share: float) -> bool:
     """True for `share` of all identities, another independent choice for each `purpose`."""
     digest = hashlib.blake2b(doc_id.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
+
+
+def check_held_out(recipe: Recipe, verb: str) -> None:
+    """Raises WrongInput where `verb` needs held-out documents and the recipe holds none out."""
+    if missing := recipe.missing_held_out(verb):
+        raise WrongInput("\n".join(message for message, _ in missing))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_report
@@ -26,6 +26,7 @@ from ingot.config.model_source import (
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
 from ingot.data.columns.manifest import prepared_for
+from ingot.data.splits import check_held_out
 from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
 from ingot.evaluate.report import EXAMPLES_SUFFIX, show_report, write_examples
@@ -69,6 +70,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
             cannot be measured.
         Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
     """
+    check_held_out(recipe, "evaluate")
     with running_mesh() as mesh:
         folder = model_folder(recipe)
         # An adapter's folder has neither tokenizer nor generation settings: it uses those of its
@@ -185,9 +187,10 @@ def _label_mismatch(recipe: Recipe, folder: Path) -> str:
     same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
     if len(names) == len(recipe.labels) and (same or nameless):
         return ""
+    theirs, asked = differing(list(names), recipe.labels, ", ".join)
     return (
-        f"{folder} tells {', '.join(names)} apart, objective.labels are {', '.join(recipe.labels)};"
-        " give them in the model's order, or another model"
+        f"{folder} tells {theirs} apart, objective.labels are {asked}; give them in the model's"
+        " order, or another model"
     )
 
 

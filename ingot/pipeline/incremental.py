@@ -16,7 +16,7 @@ from typing import Any
 
 import ingot
 from ingot.base.environment import ranks
-from ingot.base.errors import Failed, IngotError, Stopped, WrongInput
+from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
 from ingot.base.lock import folder_lock
 from ingot.base.markers import canonical_json, fingerprint
 from ingot.base.progress import say
@@ -191,9 +191,8 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
         elif key == "outside":
             found += _describe_stamp_change(old.get(key), new.get(key))
         else:
-            found.append(
-                f"{'its code' if key == 'revision' else key} {old.get(key)} -> {new.get(key)}"
-            )
+            what = "its code" if key == "revision" else key
+            found.append(f"{what} {' -> '.join(differing(old.get(key), new.get(key)))}")
     return found or ["its record is of another version"]
 
 
@@ -204,7 +203,7 @@ def _describe_stamp_change(old: Any, new: Any) -> list[str]:
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key)
         ]
-    return [f"{old} -> {new}"]
+    return [" -> ".join(differing(old, new))]
 
 
 def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:

@@ -46,7 +46,7 @@ def _ingest(recipe: Recipe) -> Knobs:
     own = validation if isinstance(validation, list) else []
     return {
         "data.train": _sources(recipe.data.train),
-        **({"data.validation": _sources(own)} if isinstance(validation, list) else {}),
+        **({"data.validation": _sources(own)} if own else {}),
         "data.on_bad": recipe.data.on_bad,
         **_documents(recipe),
         **packages_of((SOURCES, source.scheme) for source in (*recipe.data.train, *own)),

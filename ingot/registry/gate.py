@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.config.sections.deployment import GateSettings, MetricGate
 
@@ -159,6 +159,9 @@ def _is_better(
     if old is None:
         return False, f"the live model's report has no metric {key}; {_MEASURE_LIVE}"
     if old.set_fingerprint != new.set_fingerprint or old.direction != new.direction:
+        if old.set_fingerprint == new.set_fingerprint:
+            ways = f"{new.direction} is better, in the live model's report {old.direction}"
+            return False, f"{key} was measured another way ({ways}); {_MEASURE_LIVE}"
         return (
             False,
             (
@@ -171,16 +174,15 @@ def _is_better(
     # Decimal arithmetic on the written numbers, so that 0.3 is better than 0.2 by exactly 0.1.
     gain = Decimal(repr(new.value)) - Decimal(repr(old.value))
     gain = -gain if new.direction == "lower" else gain
-    values = f"{key} {_format(new.value)}, live {_format(old.value)}, {new.direction} is better"
+    now, before = differing(new.value, old.value, _format)
+    values = f"{key} {now}, live {before}, {new.direction} is better"
     if gain == 0:
         return False, f"{values}: a tie never deploys"
     if gain < 0:
         return False, f"{values}: worse by {_format(float(-gain))}"
     if gain < Decimal(repr(margin)):
-        return (
-            False,
-            f"{values}: better by {_format(float(gain))}, less than gate.margin {_format(margin)}",
-        )
+        better, least = differing(float(gain), margin, _format)
+        return False, f"{values}: better by {better}, less than gate.margin {least}"
     return True, f"{values}: better by {_format(float(gain))}"
 
 
@@ -197,13 +199,16 @@ def _reaches_floor(key: str, report: EvaluationReport, floor: float | str) -> tu
                 f" {', '.join(sorted(known)) or 'none'}); add it to the task's `baselines` and run"
                 " `ingot evaluate` again, or give a figure"
             )
-        least, what = known[names[0]], f"the floor {names[0]} {_format(known[names[0]])}"
+        least, name = known[names[0]], f"the floor {names[0]}"
     else:
-        least, what = floor, f"the floor {_format(floor)}"
+        least, name = floor, "the floor"
     gain = least - metric.value if metric.direction == "lower" else metric.value - least
     if gain > 0 or (gain == 0 and not isinstance(floor, str)):
-        return True, f"reaches {what}"
-    return False, f"{_format(metric.value)} does not reach {what}"
+        return True, f"reaches {name} {_format(least)}"
+    if not gain:
+        return False, f"{_format(metric.value)} is no better than {name}, which has the same"
+    value, wanted = differing(metric.value, least, _format)
+    return False, f"{value} does not reach {name} {wanted}"
 
 
 def _format(value: float) -> str:

@@ -138,16 +138,18 @@ def measuring(
     def measure() -> dict[str, Measured] | None:
         try:
             with evaluating(trainee.model):
-                found = validation_losses(
-                    trainee.model,
-                    held_out,
-                    plan.held_out,
-                    knobs.evaluate_rows,
-                    micro_batch,
-                    plan.compute,
-                    mesh,
-                    all_asked,
-                )
+                found: dict[str, float] = {}
+                if plan.recipe.data.holds_out:
+                    found = validation_losses(
+                        trainee.model,
+                        held_out,
+                        plan.held_out,
+                        knobs.evaluate_rows,
+                        micro_batch,
+                        plan.compute,
+                        mesh,
+                        all_asked,
+                    )
                 tasks = watch()
         except EvaluationInterrupted:
             return None

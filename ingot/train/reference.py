@@ -74,7 +74,7 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
         np.unique(samples),
         np.arange(
             min(recipe.train.evaluate_rows, len(plan.held_out))
-            if recipe.train.evaluate_every
+            if recipe.train.evaluate_every and recipe.data.holds_out
             else 0
         ),
     )

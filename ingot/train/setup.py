@@ -27,7 +27,7 @@ from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import PreparedData, prepared_for
-from ingot.data.splits import Split
+from ingot.data.splits import Split, check_held_out
 from ingot.models.device import Compute, resolve_compute
 from ingot.models.native.config import DecoderConfig
 from ingot.models.spec import ModelSpec, resolve_model_spec
@@ -111,6 +111,9 @@ class TrainSetup:
     teacher: Path | None
     rows: Rows | Samples
     held_out: Rows | Samples
+    """What loss is measured on. Where nothing is held out the training rows stand here for their
+    form, and nothing is measured on them.
+    """
     origin: CommittedCheckpoint | None
     """The checkpoint of another run that training starts from."""
     begin: int
@@ -158,6 +161,7 @@ class TrainSetup:
 
 def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
+    check_held_out(recipe, "train")
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
@@ -173,7 +177,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     _check_model(recipe, model_spec, mesh)
     _check_tokenizer(recipe, prepared, tokenizer)
     rows = _open_split(recipe, "train")
-    held_out = _open_split(recipe, "validation")
+    held_out = _open_split(recipe, "validation") if recipe.data.holds_out else rows
     origin, begin = _origin(recipe)
     last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
     _check_steps(recipe, len(rows), batch, begin, last)

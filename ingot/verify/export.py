@@ -364,7 +364,7 @@ def _check_chat_template(export: ExportedRun) -> Check:
 
 def _held_out_texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
     """Some held-out sources of pairs, or labelled texts, that fit without truncation."""
-    documents = (document.text for document in read_documents(recipe, "validation"))
+    documents = (document.text for document in read_documents(recipe, recipe.data.examples_split))
     found = (
         from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text
         for text in documents

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.environment import Ranks
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
@@ -129,10 +129,9 @@ def _within_one_step(stored: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool
 def _describe_difference(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
     gap = (stored.double() - wanted.double()).abs().nan_to_num(nan=torch.inf).flatten()
     at = int(gap.argmax())
-    return (
-        f"{name} differs in {count:,} of {gap.numel():,} weights, most"
-        f" {float(stored.flatten()[at]):.6g} for {float(wanted.flatten()[at]):.6g}"
-    )
+    is_, told = (float(one.flatten()[at]) for one in (stored, wanted))
+    most = differing(is_, told, "{:.6g}".format)
+    return f"{name} differs in {count:,} of {gap.numel():,} weights, most {' for '.join(most)}"
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -261,12 +261,10 @@ def _stored_chats(
     """Held-out documents as chats, with their prepared records; documents that the template refused
     have none and are skipped.
     """
-    parts = [part for source in prepared.splits["validation"] for part in source.parts]
+    split = recipe.data.examples_split
+    parts = [part for source in prepared.splits[split] for part in source.parts]
     columns = [
-        [
-            Column(column_prefix(recipe.folder.columns, "validation", name, part.number))
-            for part in parts
-        ]
+        [Column(column_prefix(recipe.folder.columns, split, name, part.number)) for part in parts]
         for name in names
     ]
     records = zip(
@@ -276,7 +274,7 @@ def _stored_chats(
         ),
         strict=True,
     )
-    for document in read_documents(recipe, "validation"):
+    for document in read_documents(recipe, split):
         chats: list[Chat] = (
             [from_messages(document.text)]
             if recipe.documents == "chat"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ingot.base.errors import IngotError, WrongInput
+from ingot.base.errors import IngotError, WrongInput, differing
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
@@ -97,7 +97,7 @@ class LayoutResult:
             "share": (found.share, found.share_bound),
         }
         return [
-            f"{name} {value:.2g} > {bound:.2g}"
+            f"{name} {' > '.join(differing(value, bound, '{:.2g}'.format))}"
             for name, (value, bound) in values.items()
             if not value <= bound
         ]

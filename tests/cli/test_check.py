@@ -105,6 +105,20 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "evaluated model": (("evaluate.model=nosuch",), "evaluate.model nosuch is neither"),
     "gate": (("gate.metric=rouge/rouge1",), "gate.metric rouge/rouge1 is measured by none of"),
+    "no documents": (
+        ("data.train=[]", "evaluate.tasks=[{kind: lm_eval, tasks: [a]}]"),
+        "no source",
+    ),
+    "nothing held out": (("data.validation=null",), "evaluate.tasks is empty, and the loss needs"),
+    "gate of nothing": (("data.validation=[]",), "gate.metric loss/bits_per_byte needs held-out"),
+    "early stop on nothing": (
+        ("data.validation.fraction=0", "train.evaluate_every=2", "train.early_stop={}"),
+        "train.early_stop needs held-out documents",
+    ),
+    "best of nothing": (
+        ("data.validation=[]", "train.evaluate_every=2", "checkpoint.best=loss"),
+        "checkpoint.best needs held-out documents",
+    ),
     "engine": (("serve={engine: vllm, python: nosuch}",), "serve.python nosuch cannot be run"),
     "nodes": (("launch.nodes=2",), "launch.nodes=2 and launch.kind=local"),
     "machine": (

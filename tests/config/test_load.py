@@ -202,8 +202,8 @@ BAD_WHOLE = {
     "empty sources": (
         "name: a\ndata: {train: []}",
         (
-            "r.yaml:2: `data.train` is []; it should have at least 1 item, not 0 (see `ingot"
-            " explain data.train`)"
+            "r.yaml:2: data.train has no source; add one, such as `data: {train: [{source:"
+            " texts.jsonl}]}`"
         ),
     ),
     "null sources": (

@@ -59,3 +59,53 @@ def test_what_decides_the_numbers_is_told_apart_from_what_does_not() -> None:
         training_identity(recipe(train=early)),
         training_identity(recipe(train={**early, "evaluate_every": 6})),
     ) == ["train.evaluate_every 5 -> 6"]
+
+
+@pytest.mark.parametrize("way", [[], None, {"fraction": 0}, {"fraction": 0.0}])
+def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
+    data = {"train": [{"source": "x"}], "validation": way}
+    found = recipe(data=data)
+    assert found.data.validation == []
+    assert not found.data.holds_out
+    assert Recipe.model_validate(found.model_dump(mode="json")) == found, "as the run folder has it"
+    assert (found.tasks, found.sources) == ([], ["x"])
+    assert [knob for _, knob in found.missing_held_out("evaluate")] == ["evaluate.tasks"]
+    assert found.missing_held_out("train") == found.missing_held_out("prepare") == []
+    assert recipe().missing_held_out("evaluate") == []
+
+
+def test_what_needs_held_out_documents_says_that_there_are_none() -> None:
+    data = {"train": [{"source": "x"}], "validation": [], "clean": {"contamination": {}}}
+    tasks = [{"kind": "hellaswag"}, {"kind": "rouge"}, {"kind": "loss"}]
+    every = {"evaluate_every": 1}
+
+    def missing(verb: str, **sections: object) -> list[str]:
+        found = recipe(**{"data": data, "evaluate": {"tasks": tasks}, **sections})
+        return [knob for _, knob in found.missing_held_out(verb)]
+
+    assert missing("prepare") == ["data.clean.contamination"]
+    assert missing("evaluate") == ["evaluate.tasks.1", "evaluate.tasks.2"]
+    assert missing("train", train=every) == ["train.evaluate_every"]
+    named = every | {"evaluate_tasks": ["hellaswag", "rouge"]}
+    assert missing("train", train=named) == ["evaluate.tasks.1"]
+    stopped = missing("train", train=named | {"early_stop": {}}, checkpoint={"best": "loss"})
+    assert stopped == ["train.early_stop", "checkpoint.best", "evaluate.tasks.1"]
+
+
+def test_a_model_is_measured_on_items_of_its_own_without_documents() -> None:
+    found = Recipe.model_validate({"name": "a", "evaluate": {"tasks": [{"kind": "hellaswag"}]}})
+    assert (found.data.train, found.data.validation) == ([], [])
+    assert Recipe.model_validate(found.model_dump(mode="json")) == found
+    with pytest.raises(ValidationError, match="data"):
+        Recipe.model_validate({"name": "a", "evaluate": {"micro_batch": 2}})
+    with pytest.raises(ValidationError, match=r"data\.train has no source"):
+        recipe(data={"train": []})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("1", 1), (None, "None"), (["a, b"], ["a", "b"]), (0.1, 0.1 + 1e-16)]
+)
+def test_a_change_shows_what_changed(old: object, new: object) -> None:
+    (told,) = changes({"x": old}, {"x": new})
+    left, right = told.removeprefix("x ").split(" -> ")
+    assert left != right

@@ -19,6 +19,7 @@ from ingot.data.ingest import ingest
 from ingot.data.raw import store as raw_module
 from ingot.data.raw.store import open_raw, read_group
 from tests.data.small import everything, recipe, sentences, write_jsonl
+from tests.markers import changed
 
 
 def documents(folder: Path, split: str = "train") -> dict[str, str]:
@@ -269,12 +270,22 @@ def test_what_was_ingested_for_other_sources_is_refused(tmp_path: Path) -> None:
     ingest(recipe(tmp_path, first))
     with pytest.raises(
         WrongInput,
-        match=r"was made from train .*a.jsonl, the recipe says train .*b.jsonl; run `ingot ingest`",
+        match=r"from train\[0\] .*a.jsonl, the recipe says train\[0\] .*b.jsonl; run `ingot ingest`",
     ):
         open_raw(recipe(tmp_path, second))
-    with pytest.raises(WrongInput, match=r"the recipe says train .*\{'text': 'body'\}"):
+    with pytest.raises(WrongInput, match=r"the recipe says train\[0\] .*\{'text': 'body'\}"):
         open_raw(recipe(tmp_path, {"source": str(first), "text": "body"}))
     open_raw(recipe(tmp_path, {"source": str(first), "weight": 2.0}))
+    held_out = recipe(tmp_path, first, data__validation=[{"source": str(first)}])
+    with pytest.raises(
+        WrongInput, match=r"from no validation\[0\], the recipe says validation\[0\]"
+    ):
+        open_raw(held_out)
+    splits = json.loads((held_out.folder.raw / "manifest.json").read_text())["splits"]
+    splits["train"][0]["knobs"]["gone"] = 1
+    changed(held_out.folder.raw, "manifest.json", splits=splits)
+    with pytest.raises(WrongInput, match=r"a.jsonl \{'gone': 1\}, the recipe says"):
+        open_raw(recipe(tmp_path, first))
 
 
 def test_torn_and_damaged_parts_are_named(tmp_path: Path) -> None:

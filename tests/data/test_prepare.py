@@ -331,6 +331,20 @@ def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
         prepare(small)
 
 
+@pytest.mark.parametrize("way", [[], {"fraction": 0}])
+def test_nothing_is_held_out_where_the_recipe_says_so(
+    way: Any, tmp_path: Path, source: Path
+) -> None:
+    knobs = {"data__validation__fraction": None, "data__validation": way}
+    small = ingested(tmp_path, source, **knobs)
+    prepare(small)
+    found = read_prepared(small.folder.columns)
+    assert found.total("train", "documents") == 120
+    assert found.total("validation", "documents") == 0
+    with pytest.raises(WrongInput, match=r"^data\.clean\.contamination needs held-out documents"):
+        prepare(recipe(tmp_path, source, data__clean__contamination={}, **knobs))
+
+
 def test_no_training_document(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__fraction=1e-9)
     with pytest.raises(

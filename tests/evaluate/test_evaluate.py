@@ -21,7 +21,12 @@ from ingot.evaluate.evaluate import evaluate
 from ingot.models.hf.folder import model_hash
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
-from tests.evaluate.small_models import place_model, with_model
+from tests.evaluate.small_models import (
+    hellaswag_lines,
+    place_model,
+    with_model,
+    write_lines,
+)
 from tests.evaluate.test_bigram import Direct
 from tests.ranks import run_ranks
 from tests.small import small_recipe
@@ -249,3 +254,16 @@ def test_a_prompt_without_room_for_an_answer(root: Path) -> None:
     message = refused(with_model(root, evaluate__prompts=f"[{'ingot melts ' * 200}]"))
     assert message.startswith("evaluate.prompts, 'ingot melts ")
     assert "128 positions" in message
+
+
+def test_a_model_is_measured_on_items_of_its_own_without_any_documents(root: Path) -> None:
+    model = with_model(root).folder.model
+    items = write_lines(root / "items.jsonl", hellaswag_lines(4))
+    tasks = [{"kind": "hellaswag", "source": str(items)}]
+    values = {"name": "apart", "output": str(root / "other")}
+    given = {**values, "evaluate": {"model": str(model), "tasks": tasks}}
+    evaluate(Recipe.model_validate(given))
+    report = report_of(Recipe.model_validate(given))
+    assert set(report.metrics) == {"hellaswag/accuracy", "hellaswag/accuracy_norm"}
+    with pytest.raises(WrongInput, match=r"^evaluate\.tasks is empty, and the loss needs held-out"):
+        evaluate(Recipe.model_validate({**values, "evaluate": {"model": str(model)}}))

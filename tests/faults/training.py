@@ -391,4 +391,20 @@ FAULTS = [
         "a training that rolled back cannot be continued from the bucket alone",
         "tests/train/test_mirroring.py",
     ),
+    Fault(
+        "validation-on-training-rows",
+        "ingot/train/evaluation.py",
+        "if plan.recipe.data.holds_out:",
+        "if True:",
+        "where nothing is held out, the loss of training rows is called validation loss",
+        "tests/train/test_refused.py",
+    ),
+    Fault(
+        "message-shows-equals",
+        "ingot/base/errors.py",
+        "if texts[0] != texts[1] or one == other:",
+        "if True:",
+        "a message says that two things differ and shows them alike",
+        "tests/base/test_errors.py",
+    ),
 ]

@@ -86,6 +86,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("tokenizer.sample_bytes=5000", {"prepare"}),
         ("tokenizer.source=some/folder", {"prepare"}),
         ("data.validation.fraction=0.5", {"prepare"}),
+        ("data.validation=[]", {"prepare", "evaluate"}),
         ("data.fraction=0.5", {"prepare"}),
         ("data.seq_len=128", {"train", "evaluate"}),
         ("data.megatron_prefix=web", {"prepare"}),

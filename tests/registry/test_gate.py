@@ -56,6 +56,20 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         "keep",
         "loss/bits_per_byte 2.6, live 2.5, lower is better: worse by 0.1",
     ),
+    "too near to be told apart in short": (
+        low(2.5000000001),
+        low(2.5),
+        {},
+        "keep",
+        "loss/bits_per_byte 2.5000000001, live 2.5, lower is better: worse by 1e-10",
+    ),
+    "a gain that rounds to the margin": (
+        low(2.4000000001),
+        low(2.5),
+        {"margin": 0.1},
+        "keep",
+        "better by 0.0999999999, less than gate.margin 0.1",
+    ),
     "lower is better, tie": (low(2.5), low(2.5), {}, "keep", "a tie never deploys"),
     "higher is better, higher": (
         high(0.4),
@@ -141,7 +155,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         low(0.4),
         {},
         "keep",
-        "another evaluation set",
+        "was measured another way (higher",
     ),
     "not finite, first": (low(NAN), None, {}, "keep", "is nan; train it again"),
     "not finite, new": (low(NAN), low(2.5), {}, "keep", "of the new model is nan"),
@@ -351,7 +365,8 @@ FLOORED = EvaluationReport(
         (HIGHER, 0.3, "deploy", "reaches the floor 0.3"),
         (HIGHER, 0.31, "keep", "0.3 does not reach the floor 0.31"),
         (HIGHER, "none", "deploy", "reaches the floor none 0"),
-        (HIGHER, "first_line", "keep", "0.3 does not reach the floor first_line 0.3"),
+        (HIGHER, "first_line", "keep", "0.3 is no better than the floor first_line, which has"),
+        (HIGHER, 0.3000000001, "keep", "0.3 does not reach the floor 0.3000000001"),
     ],
 )
 def test_a_floor_holds_where_nothing_is_live_and_where_something_is(

@@ -18,6 +18,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train.trainer import train
+from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.markers import changed
 from tests.models.tiny import make_reference
 from tests.small import copy_of, small_recipe
@@ -172,3 +173,19 @@ def test_a_batch_without_a_target_ends_training_in_words(
         "ingot.objectives.cross_entropy.CrossEntropy.targets", lambda self, batch: 0
     )
     assert "has not one target" in refused(small_recipe(copy_of(root, root.parent / "other")))
+
+
+def test_it_trains_with_nothing_held_out_and_measures_no_loss_then(root: Path) -> None:
+    none = {"data__validation__fraction": None, "data__validation": []}
+    recipe = small_recipe(root, train__steps=2, **none)
+    ingest(recipe)
+    prepare(recipe)
+    said = refused(small_recipe(root, train__steps=2, train__evaluate_every=1, **none))
+    assert said.startswith("train.evaluate_every needs held-out documents")
+    items = write_lines(root / "items.jsonl", hellaswag_lines(2))
+    tasks = [{"kind": "hellaswag", "source": str(items)}]
+    own = {"evaluate__tasks": tasks, "train__evaluate_tasks": ["hellaswag"]}
+    train(small_recipe(root, train__steps=2, train__evaluate_every=1, **own, **none))
+    measured = recipe.folder.metrics.read_text()
+    assert "validation/hellaswag/accuracy" in measured
+    assert "validation/loss" not in measured, "no loss on training rows under that name"

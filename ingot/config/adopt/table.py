@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.config.adopt.read import File, Form, Given, GivenEntry
 from ingot.config.values import MISSING, KeyPath, Values, get, one_line, parse_path, set_value
 
@@ -65,11 +65,12 @@ class GivenKeys:
                     )
                 elif key in self.given and self.given[key].value != entry.value:
                     before = self.given[key]
+                    was, now = differing(before.value, entry.value, shown)
                     draft.note(
                         "clash",
                         entry.key,
-                        f"{before.where} says {shown(before.value)}, {entry.where} says"
-                        f" {shown(entry.value)}; the last one is taken",
+                        f"{before.where} says {was}, {entry.where} says {now}; the last one is"
+                        " taken",
                     )
                     self.given[key] = entry
                 else:

@@ -244,7 +244,7 @@ Pack = Literal["cut", "best_fit", "none"]
 class Data(Section):
     """Documents in, rows of tokens out."""
 
-    train: list[SourceSettings] = Field(min_length=1)
+    train: list[SourceSettings]
     """The sources that are trained on."""
     validation: Annotated[
         Annotated[list[SourceSettings], Tag("sources")] | Annotated[ValidationShare, Tag("share")],
@@ -253,6 +253,7 @@ class Data(Section):
         ),
     ] = ValidationShare(fraction=0.01)
     """What loss is measured on: sources of its own, or `{fraction: F}` of the training documents.
+    `[]`, null and a fraction of 0 all hold nothing out.
     """
     seq_len: Positive = 512
     """Tokens in a row; at most the model's positions. Of a preference, each of the two answers with
@@ -292,6 +293,28 @@ class Data(Section):
     they expect, `data/megatron/PREFIX.SPLIT-NNNNN_text_document.bin` and `.idx`; the same files,
     which take no room on this disk (a replica in a bucket holds them twice). For texts alone.
     """
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _nothing_held_out(cls, given: Any) -> Any:
+        """All ways to say so become the empty list."""
+        none = given is None or (
+            isinstance(given, dict)
+            and given.keys() == {"fraction"}
+            and type(given["fraction"]) in (int, float)
+            and given["fraction"] == 0
+        )
+        return [] if none else given
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out documents to measure on."""
+        return self.validation != []
+
+    @property
+    def examples_split(self) -> Literal["train", "validation"]:
+        """Where examples of documents are taken from, held-out ones where there are any."""
+        return "validation" if self.holds_out else "train"
 
 
 COLUMNS: dict[Documents, tuple[str, ...]] = {

@@ -47,6 +47,11 @@ class TaskSettings(KindSettings):
         source: str | None = getattr(self, "source", None)
         return [source] if source else []
 
+    @property
+    def needs_held_out(self) -> bool:
+        """Whether it measures on the held-out documents, rather than on items of its own."""
+        return self.needs_rows
+
 
 class LossTask(TaskSettings):
     """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how
@@ -146,6 +151,10 @@ class RougeTask(TaskSettings):
     """Most tokens that are generated for each source."""
     stemmer: bool = True
     """Compare stems rather than words, as is usual."""
+
+    @property
+    def needs_held_out(self) -> bool:
+        return self.source is None
 
 
 class ClassificationTask(TaskSettings):

@@ -8,8 +8,9 @@ its work by.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot import __version__
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import FileEntry, entry_of, fingerprint, problems, read_marker, write_marker
 from ingot.base.storage import atomic_file
 from ingot.config.recipe import Recipe
@@ -28,6 +29,7 @@ from ingot.data.splits import Split
 
 MANIFEST = "manifest.json"
 GROUP_BYTES = 4_000_000
+MOST_SHOWN = 5
 GROUP_DOCUMENTS = 65_536
 PART_BYTES = 512_000_000
 SCHEMA = pa.schema([("doc_id", pa.string()), ("source", pa.int32()), ("text", pa.string())])
@@ -224,10 +226,11 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
         for split, sources in recipe_sources(recipe).items()
     }
     made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
-    if made != asked:
+    before, now = _differences(made, asked)
+    if before:
         raise WrongInput(
-            f"{folder} was made from {_described(made)}, the recipe says {_described(asked)}; run"
-            " `ingot ingest` with this recipe"
+            f"{folder} was made from {before}, the recipe says {now}; run `ingot ingest` with this"
+            " recipe"
         )
     _check_kinds(recipe, splits)
     if unchanged:
@@ -248,10 +251,10 @@ def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
                 " this recipe"
             )
         if source.labels != recipe.labels:
+            before, now = differing(source.labels, recipe.labels, ", ".join)
             raise WrongInput(
-                f"{source.source} was ingested with the labels {', '.join(source.labels)},"
-                f" objective.labels is {', '.join(recipe.labels)}; run `ingot ingest` with this"
-                " recipe"
+                f"{source.source} was ingested with the labels {before}, objective.labels is"
+                f" {now}; run `ingot ingest` with this recipe"
             )
 
 
@@ -278,16 +281,34 @@ def _source(value: dict[str, Any]) -> RawSource:
     return RawSource(**{**value, "parts": parts})
 
 
-def _described(splits: dict[Split, list[dict[str, Any]]]) -> str:
-    """Sources in a few words; knobs that were changed from their defaults are shown."""
-    words = []
-    for split, sources in splits.items():
-        for knobs in sources:
-            changed = {
-                name: knobs[name]
-                for name in knobs
-                if name != "source"
-                and knobs[name] != SourceSettings.model_fields[name].get_default()
-            }
-            words.append(f"{split} {knobs['source']}" + (f" {changed}" if changed else ""))
-    return ", ".join(words)
+def _differences(
+    made: Mapping[Split, Sequence[Mapping[str, Any]]],
+    asked: Mapping[Split, Sequence[Mapping[str, Any]]],
+) -> tuple[str, str]:
+    """The sources that differ, as they were and as they are asked for; "" twice where none does."""
+    found = []
+    for split in dict.fromkeys((*made, *asked)):
+        both = itertools.zip_longest(made.get(split, ()), asked.get(split, ()))
+        for number, (before, now) in enumerate(both):
+            if before != now:
+                found.append(differing(before, now, partial(_described, f"{split}[{number}]")))
+    more = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+    left, right = (
+        (", ".join([*side[:MOST_SHOWN], *more]) for side in zip(*found, strict=True))
+        if found
+        else ("", "")
+    )
+    return left, right
+
+
+def _described(place: str, knobs: Mapping[str, Any] | None) -> str:
+    """A source in a few words; knobs that were changed from their defaults are shown."""
+    if knobs is None:
+        return f"no {place}"
+    fields = SourceSettings.model_fields
+    changed = {
+        name: value
+        for name, value in knobs.items()
+        if name != "source" and (name not in fields or value != fields[name].get_default())
+    }
+    return f"{place} {knobs['source']}" + (f" {changed}" if changed else "")

@@ -13,7 +13,7 @@ from ingot.base.errors import IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import is_remote
 from ingot.config.doors import SOURCES
-from ingot.config.recipe import Recipe
+from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.local_files import STDLIB, find_files_of
@@ -24,7 +24,7 @@ from ingot.data.splits import Split
 def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
     """The sources of each split that has sources of its own."""
     splits: dict[Split, list[SourceSettings]] = {"train": list(recipe.data.train)}
-    if not isinstance(recipe.data.validation, ValidationShare):
+    if recipe.data.holds_out and not isinstance(recipe.data.validation, ValidationShare):
         splits["validation"] = list(recipe.data.validation)
     return splits
 
@@ -34,8 +34,10 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
     the same name.
 
     Raises:
-        WrongInput: a source matches no file, with its place in the recipe.
+        WrongInput: a source matches no file, with its place in the recipe; or there is no source.
     """
+    if not recipe.data.train:
+        raise WrongInput(NO_SOURCE)
     taken: set[str] = set()
     found: dict[Split, list[list[SourceFile]]] = {}
     for split, sources in recipe_sources(recipe).items():

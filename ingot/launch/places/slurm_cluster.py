@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, differing
 from ingot.base.progress import duration
 from ingot.config.sections.launch import Slurm
 from ingot.launch.job import JobState
@@ -197,9 +197,9 @@ def _partition_reasons(partition: Partition, nodes: int, limit_s: float | None) 
             " another launch.slurm.partition"
         )
     if limit_s is not None and partition.limit_s is not None and limit_s > partition.limit_s:
+        asked, most_s = differing(limit_s, partition.limit_s, duration, "{:g}s".format)
         reasons.append(
-            f"launch.slurm.time {duration(limit_s)} is beyond the limit of partition"
-            f" {partition.name}, {duration(partition.limit_s)}"
+            f"launch.slurm.time {asked} is beyond the limit of partition {partition.name}, {most_s}"
         )
     return reasons
 

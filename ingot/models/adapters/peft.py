@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, differing
 from ingot.base.storage import atomic_folder
 from ingot.models.adapters.lora import (
     LoRALinear,
@@ -285,9 +285,10 @@ def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], pa
             )
         if not math.isclose(size.scale, present[name].scale, rel_tol=1e-6):
             alpha = _plain(size.scale * size.rank)
+            has, asked = differing(size.scale, present[name].scale, "{:g}".format)
             raise WrongInput(
-                f"{path}: {name} is scaled by {size.scale:g}, the recipe asks for"
-                f" {present[name].scale:g}; set model.lora.alpha to {alpha}"
+                f"{path}: {name} is scaled by {has}, the recipe asks for {asked}; set"
+                f" model.lora.alpha to {alpha}"
             )
 
 

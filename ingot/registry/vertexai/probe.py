@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, differing
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.vertex import endpoints
 from ingot.config.serving import RAW, answered, question
@@ -148,7 +148,8 @@ def _find_error(answers: list[Any], check: AnswerCheck) -> str | None:
     if not isinstance(answer, str):
         return f"the new version answers {_shown(answers)}, not one text for one prompt"
     if check.expected is not None and answer != check.expected:
-        return f"the new version answers {_shown(answer)}, its folder here {_shown(check.expected)}"
+        theirs, ours = differing(answer, check.expected, _shown)
+        return f"the new version answers {theirs}, its folder here {ours}"
     return None
 
 
