@@ -23,7 +23,7 @@ from ingot.checkpoints.store import retain
 from ingot.config.sections.training import Checkpoint
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.loader import Batch, Loader
-from ingot.models.device import Compute, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
+from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook
@@ -81,7 +81,7 @@ class LogHook:
         )
         self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.tensor(skipped)
         self._notes: dict[str, str] = {}
-        self._best_peak = 0.0
+        self._measured_peak = MeasuredPeak(mesh.device, work.compute)
 
     def after_step(self, info: StepInfo) -> bool:
         self._seconds += info.seconds
@@ -109,9 +109,8 @@ class LogHook:
             **{f"train/{name}": float(value) for name, value in info.outcome.metrics.items()},
         }
         if self.work.flops_per_token is not None:
-            values["train/mfu"] = (
-                rate * self.work.flops_per_token / (self._peak() * self.mesh.world)
-            )
+            peak = self.work.stated_peak or self._measured_peak.flops()
+            values["train/mfu"] = rate * self.work.flops_per_token / (peak * self.mesh.world)
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
@@ -121,15 +120,6 @@ class LogHook:
     def skipped(self) -> float:
         """Steps that were not taken, from the first on. Waits for the device."""
         return float(self._skipped)
-
-    def _peak(self) -> float:
-        """The maker's figure, or the best that a large product has reached so far: a machine that
-        is shared is slow now and then.
-        """
-        if self.work.stated_peak is not None:
-            return self.work.stated_peak
-        self._best_peak = max(self._best_peak, measured_peak(self.mesh.device, self.work.compute))
-        return self._best_peak
 
     def _usage(self) -> dict[str, float]:
         """Memory and GPU use of every rank, `memory/rank0_gb` and so on; collective."""

@@ -72,3 +72,26 @@ def test_nothing_else_asks_for_cuda() -> None:
         if "torch.cuda" in module.path.read_text(encoding="utf-8")
     ]
     assert set(found) <= allowed, found
+
+
+def test_the_peak_is_measured_in_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models log more often than once a second: measuring at each log took longer than their
+    steps.
+    """
+    now, measured = 0.0, [2e9, 3e9, 1e9]
+
+    def measure(device: torch.device, compute: str) -> float:
+        nonlocal now
+        now += 0.5
+        return measured.pop(0)
+
+    monkeypatch.setattr(devices, "measured_peak", measure)
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: now)
+    peak = devices.MeasuredPeak(torch.device("cpu"), "fp32")
+    assert [peak.flops() for _ in range(5)] == [2e9] * 5
+    assert now == 0.5
+    now += 50
+    assert peak.flops() == 3e9, "the best of all"
+    now += 50
+    assert peak.flops() == 3e9
+    assert not measured
