@@ -1,1 +1,1 @@
-"""Training state on disk, complete or not there at all; the exported model folder."""
+"""Training checkpoints on disk and in a bucket; the exported model folder."""

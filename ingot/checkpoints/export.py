@@ -1,5 +1,5 @@
-"""The model folder: what training hands to evaluate, register, serve, and to every other tool that
-reads Hugging Face folders.
+"""The exported model folder in Hugging Face's format, read by evaluation, registration, serving and
+any other tool that reads such folders.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def export_model(
     generation: Mapping[str, Any] | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Write the model folder, all at once, adapters folded in, one tensor in memory at a time.
-    Returns its `ingot.json`, with `model_hash` in it.
+    """Write the model folder atomically, adapters merged, holding one tensor in memory at a time.
+    Returns the contents of its `ingot.json`, including `model_hash`.
 
-    `generation` is the source's generation configuration, carried over; None makes one from the
-    tokenizer. `tensors` are the weights of a model on `meta`, in its own order.
+    `generation` is the source model's generation configuration; None derives one from the
+    tokenizer. `tensors` supplies the weights of a model on `meta`, in the model's own order.
     """
     dtype = DTYPES[export_type]
     stop = stop_tokens(tokenizer)
@@ -76,7 +76,7 @@ def export_model(
     config = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     if not isinstance(model, Decoder):
-        # A decoder of the other kinds begins and ends as its own configuration says.
+        # Models of transformers keep the start and end tokens of their own configuration.
         generation = generation or {
             "_from_model_config": True,
             **{key: config[key] for key in GENERATED if config.get(key) is not None},
@@ -116,8 +116,8 @@ def export_model(
 
 
 def _stopping_at(generation: Mapping[str, Any], stop: Sequence[int]) -> dict[str, Any]:
-    """A generation configuration that also ends an answer at these tokens: what ends a turn in
-    training has to end it in serving.
+    """The generation configuration with these stop tokens added: a token that ends a turn in
+    training must also end generation in serving.
     """
     given = generation.get("eos_token_id")
     listed = given if isinstance(given, list) else [] if given is None else [given]
@@ -126,7 +126,7 @@ def _stopping_at(generation: Mapping[str, Any], stop: Sequence[int]) -> dict[str
 
 
 def source_generation(folder: Path | None) -> dict[str, Any] | None:
-    """`generation_config.json` of the folder that training started from, if any."""
+    """`generation_config.json` of the folder that training started from, if there is one."""
     if folder is None or not (folder / GENERATION).exists():
         return None
     generation: dict[str, Any] = json.loads((folder / GENERATION).read_bytes())
@@ -141,14 +141,14 @@ def copy_model(
     overwrite: bool,
     accept: bool = False,
 ) -> dict[str, Any]:
-    """`ingot export` and `ingot import`: read a model folder, Hugging Face's or Meta's, check every
-    tensor, write it anew. `accept`: also what changed since it was exported; `ingot.json` then says
-    of which model (`changed_from`).
+    """Copy a model folder (Hugging Face's or Meta's layout) to a new one, with every tensor
+    checked; behind `ingot export` and `ingot import`. `accept` also takes a model that changed
+    after its export; `changed_from` in the new `ingot.json` then has the original's hash.
 
     Raises:
-        WrongInput: not a model folder, weights or a tokenizer that do not fit, or `target` exists
-            and `overwrite` is not set (or is no model folder, so that something else would be
-            lost).
+        WrongInput: `source` is not a model folder, its weights or tokenizer do not fit, or `target`
+            exists and `overwrite` is not set (or it is not a model folder, so that other files
+            would be lost).
     """
     if target.exists() and not overwrite:
         raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
@@ -163,7 +163,7 @@ def copy_model(
         )
     base = base_folder(source) if is_adapter(source) else source
     config = None if is_meta(source) else model_config(base)
-    # The tokenizer before the weights, which may be many gigabytes.
+    # The tokenizer first: the weights may be many gigabytes.
     tokenizer = load_tokenizer(
         base if is_adapter(source) and not (source / TOKENIZER).exists() else source
     )
@@ -194,11 +194,12 @@ def copy_model(
 
 
 def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
-    """`ingot export --format peft`: an adapter, every tensor of which is checked against its base.
+    """Copy an adapter after checking each tensor against its base; behind
+    `ingot export --format peft`.
 
     Raises:
-        WrongInput: no adapter, one that does not fit, or `target` exists and `overwrite` is not set
-            (or is no adapter).
+        WrongInput: `source` is not an adapter or does not fit, or `target` exists and `overwrite`
+            is not set (or it is not an adapter).
     """
     if target.exists() and not overwrite:
         raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
@@ -214,8 +215,8 @@ def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _opened(source: Path, config: Mapping[str, Any] | None, *, check: bool) -> tuple[AnyModel, str]:
-    """The model in a folder, and the type that its weights are stored in; without a `config`, one
-    in Meta's layout.
+    """The model of a folder and the type that its weights are stored in. `config` None means Meta's
+    layout.
     """
     if config is None:
         model, dtype = load_meta(source, device=torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""Checkpoints in a bucket: the same folders and files as on disk, each whole when its `COMMIT.json`
-stands, which is put last.
+"""Checkpoints in a bucket: the same folders and files as on disk. A checkpoint is complete when its
+commit marker, `COMMIT.json`, exists; the marker is uploaded last.
 
-A bucket knows no rename and no folder, so the marker is all there is: it goes first when a
-checkpoint goes, or when a file of it is replaced. One run writes to one place; who holds its lease
-may.
+Object storage has neither renames nor folders, so completeness depends on the marker alone: the
+marker is deleted first when a checkpoint is deleted or one of its files is replaced. Only one run
+may write to a given URL: the holder of its lease.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step
 
 
 class Damaged(Failed):
-    """A checkpoint in the bucket is not what its marker says."""
+    """A checkpoint in the bucket does not match its commit marker."""
 
 
 class BucketMirror:
-    """Checkpoints under `gs://BUCKET/FOLDER`. Each method raises what a bucket's do: WrongInput
-    without bucket or rights, Failed otherwise.
+    """Checkpoints under `gs://BUCKET/FOLDER`. Methods raise the errors of bucket access:
+    WrongInput without bucket or permission, Failed otherwise.
 
-    `before_commit` is called before a marker is put: what that vouches for beside the checkpoint
-    must be safe then.
+    `before_commit` is called before a marker is uploaded; it must make durable whatever else the
+    marker vouches for.
     """
 
     def __init__(self, url: str, *, before_commit: Callable[[], None] = lambda: None) -> None:
@@ -46,11 +46,11 @@ class BucketMirror:
 
     @contextlib.contextmanager
     def lease(self, owner: str, *, life_s: float = LIFE_S, wait: bool = False) -> Iterator[Lease]:
-        """Be the one that writes here, for as long as the block lasts; by one process of a run. See
-        `ingot.base.remote.lease`.
+        """Hold the right to write here for the duration of the block; one process of a run calls
+        it. See `ingot.base.remote.lease`.
 
         Raises:
-            Failed: another run is.
+            Failed: another run holds the lease.
         """
         with lease(self.bucket, owner, life_s=life_s, wait=wait) as held:
             self._lease = held
@@ -60,10 +60,10 @@ class BucketMirror:
                 self._lease = None
 
     def put(self, folder: Path, names: Sequence[str]) -> None:
-        """Upload files of a checkpoint; each rank its own. What is there with the same size and
-        checksum is not sent again.
+        """Upload files of a checkpoint; each rank uploads its own. Files already in the bucket with
+        the same size and checksum are skipped.
 
-        A large file that an earlier process left halfway is gone on with.
+        An upload of a large file that an earlier process left unfinished is resumed.
         """
         for number, name in enumerate(names):
             if self._lease is not None and (number == 0 or self._lease.lost):
@@ -86,11 +86,12 @@ class BucketMirror:
             self.bucket.put(key, path, generation=there.generation if there else 0, note=note)
 
     def commit(self, folder: Path) -> None:
-        """Put the marker, once all that it lists is there; by one rank, after all ranks' `put`.
+        """Upload the marker once all files that it lists are in the bucket; called by one rank
+        after `put` on all ranks.
 
         Raises:
-            Failed: something is missing; the lease is lost; or there is a marker already, and of
-                another checkpoint.
+            Failed: a file is missing, the lease is lost, or the bucket already has a marker of a
+                different checkpoint.
         """
         marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
         if marker is None:
@@ -117,26 +118,26 @@ class BucketMirror:
                 ) from None
             self.bucket.put(
                 key, data, generation=found.generation
-            )  # ours, from before this step was done once more
+            )  # our own marker, from an earlier save of this step
 
     def retain(self, kept: Collection[str]) -> None:
-        """Delete the checkpoints whose folders are not `kept`, their markers first; by one rank.
-        None is, unless one that is kept is whole.
+        """Delete the checkpoints whose folder names are not in `kept`, markers first; called by one
+        rank. Nothing is deleted unless at least one kept checkpoint is committed here.
         """
         if self._lease is not None:
             self._lease.check()
         folders = self._folders()
         newest = max(
-            (name for name in folders if name in kept and self._is_whole(name)),
+            (name for name in folders if name in kept and self._is_committed(name)),
             key=_step,
             default=None,
         )
-        # One that is newer and has no marker is being uploaded by other ranks.
+        # A newer folder without a marker is still being uploaded by other ranks.
         doomed = [
             name
             for name in folders
             if name not in kept
-            and (newest is None or _step(name) < _step(newest) or self._is_whole(name))
+            and (newest is None or _step(name) < _step(newest) or self._is_committed(name))
         ]
         if not doomed:
             return
@@ -151,23 +152,23 @@ class BucketMirror:
             in_parallel(self.bucket.delete, [blob.name for blob in self.bucket.list(f"{name}/")])
 
     def newest(self) -> int | None:
-        """The newest step that is committed here."""
+        """The newest committed step in the bucket."""
         return next(self.steps(), None)
 
     def steps(self) -> Iterator[int]:
-        """All that are, newest first."""
+        """All committed steps in the bucket, newest first."""
         for name in reversed(self._folders()):
-            if self._is_whole(name):
+            if self._is_committed(name):
                 yield _step(name)
 
     def fetch(self, step: int, checkpoints: Path) -> Path:
-        """Download a checkpoint into its folder in `checkpoints`, which appears when every byte is
-        as its marker says. Returns the folder.
+        """Download a checkpoint into its folder in `checkpoints`; returns that folder. It appears
+        only after every file matches its checksum in the marker.
 
-        Files that an earlier attempt fetched are kept.
+        Files that an earlier attempt already fetched are reused.
 
         Raises:
-            Damaged: names the file that is not as it was written.
+            Damaged: names the file that does not match the marker.
         """
         target = step_folder(checkpoints, step)
         staging = checkpoints / f".{target.name}.fetch"
@@ -191,7 +192,7 @@ class BucketMirror:
             key=_step,
         )
 
-    def _is_whole(self, name: str) -> bool:
+    def _is_committed(self, name: str) -> bool:
         return self.bucket.stat(f"{name}/{COMMIT}") is not None
 
     def _fetch_marker(self, name: str, staging: Path) -> Mapping[str, Any]:
@@ -231,12 +232,11 @@ class BucketMirror:
 
 
 def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Fetch the newest whole checkpoint of the bucket if it is newer than all that are whole on
-    disk (their sizes are looked at, not every byte).
+    """Fetch the newest intact checkpoint from the bucket if it is newer than every complete
+    checkpoint on disk (checked by file sizes, not checksums).
 
     Raises:
-        Failed: there are newer ones in the bucket, none of them is whole, and there is none on
-            disk.
+        Failed: the bucket has newer checkpoints, all of them damaged, and there is none on disk.
     """
     newest = _newest_here(checkpoints)
     here, damaged = newest.step if newest else None, False
@@ -257,8 +257,8 @@ def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
 
 
 def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Upload the newest checkpoint that is whole on this disk if the bucket has none as new: a
-    process was ended before it could.
+    """Upload the newest complete checkpoint on disk if the bucket has none as new: an earlier
+    process ended before it was uploaded.
     """
     newest = _newest_here(checkpoints)
     if newest is not None and newest.step > (mirror.newest() or -1):
@@ -267,7 +267,7 @@ def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
 
 
 def _newest_here(checkpoints: Path) -> CommittedCheckpoint | None:
-    """Sizes are looked at, not every byte."""
+    """The newest complete checkpoint on disk, checked by file sizes, not checksums."""
     there = (
         found
         for found in committed(checkpoints)

@@ -1,7 +1,7 @@
-"""Saves a training's state while training goes on: a copy is made at once, and a thread writes,
-commits, uploads and clears up behind it.
+"""Saves the training state in the background: the state is copied to host memory, and a thread
+writes, commits and uploads the copy and deletes older checkpoints while training continues.
 
-One save is under way at a time. What it is that fails, on whichever rank, is an error of all ranks.
+One save runs at a time. A failure on any rank becomes an error on all ranks.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from torch.optim import Optimizer
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
-from ingot.checkpoints.state import Staged, Staging, training_tensors, unstaged
+from ingot.checkpoints.collective import describe_error, run_on_all
+from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
 from ingot.checkpoints.store import BEFORE, retain, step_folder, sweep
-from ingot.checkpoints.together import in_words, together
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from ingot.checkpoints.writer import Written
 
-SAID_EVERY_S = 0.5
+WAIT_INTERVAL_S = 0.5
 NICE = 10
-"""The writer steps back where it and training want the same core."""
+"""Niceness of the writer thread: training wins where both want the same core."""
 
 
 class Mirror(Protocol):
-    """A second place that every committed checkpoint goes to. What it raises is an error of the
-    run.
+    """A second place, such as a bucket, that receives every committed checkpoint. An error of its
+    methods fails the run.
     """
 
     def put(self, folder: Path, names: Sequence[str]) -> None:
-        """Each rank, the files that it wrote; what is there already with the same size and checksum
-        is not sent again.
+        """Upload the files that this rank wrote; files already there with the same size and
+        checksum are skipped. Called on every rank.
         """
 
     def commit(self, folder: Path) -> None:
-        """Rank 0 alone, after all ranks' `put`: the marker."""
+        """Upload the commit marker. Called on rank 0 only, after `put` on all ranks."""
 
     def retain(self, kept: Collection[str]) -> None:
-        """Rank 0 alone: step folders that are not among these names go, their markers first."""
+        """Delete step folders not in `kept`, their markers first. Called on rank 0 only."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Saved:
     step: int
     folder: Path
     blocked_s: float
-    """Seconds that training itself waited, for the copy and for the save before; on a device, those
-    that it copied.
+    """Seconds that training was blocked: waiting for the previous save and for the copy (on an
+    accelerator, the time of the copy on its stream).
     """
     total_s: float
     bytes: int
-    """Of all files of all ranks."""
+    """Total size of the files of all ranks, without the marker."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,13 @@ class _Job:
 
 
 class Saver:
-    """Writes checkpoints into a folder, one after the other. All ranks make one and call `save` and
-    `wait` alike.
+    """Writes checkpoints into a folder, one at a time. Collective: every rank constructs one and
+    calls `save` and `wait` in the same order.
 
     Args:
-        asynchronous: `save` comes back when the state is copied, which costs the host's memory that
-            `Staging` tells. Without, nothing is copied, and it comes back when the checkpoint is
-            committed.
-        said: called now and then while the caller's thread waits for the writer.
+        asynchronous: `save` returns once the state is copied to host memory (see `Staging` for the
+            size). Otherwise nothing is copied, and `save` returns once the checkpoint is committed.
+        on_wait: called every `WAIT_INTERVAL_S` while the calling thread waits for the writer.
     """
 
     def __init__(
@@ -97,24 +96,24 @@ class Saver:
         *,
         asynchronous: bool,
         mirror: Mirror | None = None,
-        said: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        self._checkpoints, self._mirror, self._said = checkpoints, mirror, said
+        self._checkpoints, self._mirror, self._on_wait = checkpoints, mirror, on_wait
         self._staging = Staging() if asynchronous else None
-        self._line = mesh.side_channel()
+        self._side_channel = mesh.side_channel()
         self._thread: threading.Thread | None = None
         self._done: deque[Saved] = deque()
         self._error: Exception | None = None
 
     def prepare(self, masters: Masters, optimizer: Optimizer) -> None:
-        """Take the memory for copies now, beside training, so that the first save need not wait for
-        it. Once the optimizer has its state; may be left out.
+        """Allocate the staging buffer in a thread, so that the first save does not wait for it.
+        Optional; call it once the optimizer has its state.
         """
         if self._staging is not None and self._thread is None:
             self._thread = threading.Thread(
-                target=self._staging.make_room,
+                target=self._staging.allocate,
                 args=(training_tensors(masters, optimizer),),
-                name="make-room",
+                name="allocate-staging",
             )
             self._thread.start()
 
@@ -128,63 +127,63 @@ class Saver:
         keep: int,
         best: int | None,
     ) -> None:
-        """Save the state after `step` optimizer steps, with what `payload` says beside it in the
-        marker; then all but `keep` and `best` go.
+        """Save the state after `step` optimizer steps; `payload` is stored in the commit marker.
+        Afterwards all checkpoints but the newest `keep` and step `best` are deleted.
 
-        Waits for the save before.
+        Waits for the previous save.
 
         Raises:
-            Failed: the save before could not be written (nothing is saved then), or, when not
-                asynchronous, this one: the disk is full, say.
+            Failed: the previous save failed (then nothing is saved), or, if not asynchronous, this
+                one did, for example because the disk is full.
         """
         began = time.monotonic()
-        self._join(self._said)
+        self._join(self._on_wait)
         self._raise()
         tensors = training_tensors(masters, optimizer)
-        staged = unstaged(tensors) if self._staging is None else self._staging.copy(tensors)
+        staged = staged_in_place(tensors) if self._staging is None else self._staging.copy(tensors)
         job = _Job(
             step, staged, copy.deepcopy(dict(payload)), keep, best, began, time.monotonic() - began
         )
-        # Not a daemon: a process that ends in good order does not tear it.
+        # Not a daemon thread: the interpreter waits for it at exit instead of cutting it off.
         self._thread = threading.Thread(target=self._work, args=(job,), name=f"save-{step}")
         self._thread.start()
         if self._staging is None:
-            self._join(self._said)
+            self._join(self._on_wait)
             self._raise()
 
     def done(self) -> list[Saved]:
-        """What was committed since last asked; waits for nothing."""
+        """The checkpoints committed since the last call; does not wait."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     @property
     def failed(self) -> bool:
-        """The writer of this rank has failed, which `wait` will raise."""
+        """Whether the writer of this rank failed with an error that `wait` will raise."""
         return self._error is not None
 
     def wait(self) -> list[Saved]:
-        """Until nothing is under way; what was committed since last asked.
+        """Wait for the save in progress, and return what was committed since the last call.
 
         Raises:
-            Failed: a checkpoint could not be written, on any rank. It is told once; then saving may
-                go on.
-            WrongInput: the folder may not be written.
+            Failed: a checkpoint could not be written, on any rank. Raised once; saving may continue
+                afterwards.
+            WrongInput: the folder is not writable.
         """
-        self._join(self._said)
+        self._join(self._on_wait)
         self._raise()
         return self.done()
 
     def close(self) -> None:
-        """Wait for what is under way, however training ended, and let the memory go."""
+        """Wait for the save in progress, however training ended, and free the staging buffer."""
         with contextlib.suppress(Exception):
             self._join(lambda: None)
         self._staging = Staging() if self._staging is not None else None
         if self._error is not None:
             say(f"warning: {self._error}")
 
-    def _join(self, said: Callable[[], None]) -> None:
+    def _join(self, on_wait: Callable[[], None]) -> None:
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(SAID_EVERY_S)
-            said()
+            self._thread.join(WAIT_INTERVAL_S)
+            on_wait()
         self._thread = None
 
     def _raise(self) -> None:
@@ -193,23 +192,23 @@ class Saver:
             raise error
 
     def _work(self, job: _Job) -> None:
-        """In the thread. Each act ends alike on all ranks, so that all know of a failure on any."""
+        """The writer thread. Each operation is collective, so a failure on any rank reaches all."""
         if self._staging is not None:
-            _step_back()
+            _lower_priority()
         try:
-            blocked_s = job.blocked_s + job.staged.settle()
-            from ingot.checkpoints.writer import write_checkpoint  # and torch's distributed package
+            blocked_s = job.blocked_s + job.staged.wait()
+            from ingot.checkpoints.writer import write_checkpoint  # imports torch's, over a second
 
             written = write_checkpoint(
                 self._checkpoints,
                 job.step,
                 job.staged.tensors,
                 job.payload,
-                self._line,
+                self._side_channel,
                 scattered=self._mirror is not None,
             )
             try:
-                self._after(job, written)
+                self._retain_and_mirror(job, written)
             finally:
                 total_s = time.monotonic() - job.began
                 self._done.append(
@@ -226,34 +225,36 @@ class Saver:
         except BaseException as error:
             self._error = Failed(
                 f"checkpoint {step_folder(self._checkpoints, job.step)} could not be saved"
-                f" ({in_words(error)}); run the same command again"
+                f" ({describe_error(error)}); run the same command again"
             )
             self._error.__cause__ = error
 
-    def _after(self, job: _Job, written: Written) -> None:
-        """What follows a commit: older ones go here, the new one goes to the mirror, older ones go
-        there.
+    def _retain_and_mirror(self, job: _Job, written: Written) -> None:
+        """After a commit: delete older checkpoints on disk, upload the new one to the mirror,
+        delete older ones there.
         """
-        kept = together(
-            self._line, lambda: None, lambda _: retain(self._checkpoints, job.keep, job.best)
+        kept = run_on_all(
+            self._side_channel,
+            lambda: None,
+            lambda _: retain(self._checkpoints, job.keep, job.best),
         )
-        if self._line.ranks.local_rank == 0 and not self._line.is_main:
-            sweep(self._checkpoints, kept)  # where this node has a disk of its own
+        if self._side_channel.ranks.local_rank == 0 and not self._side_channel.is_main:
+            sweep(self._checkpoints, kept)  # this node may have a disk of its own
         mirror = self._mirror
         if mirror is not None:
             names = {name.removesuffix(BEFORE) for name in kept} | (
                 {step_folder(self._checkpoints, job.best).name} if job.best is not None else set()
             )
-            together(
-                self._line,
-                lambda: mirror.put(written.folder, written.mine),
+            run_on_all(
+                self._side_channel,
+                lambda: mirror.put(written.folder, written.own_files),
                 lambda _: mirror.commit(written.folder),
             )
-            together(self._line, lambda: None, lambda _: mirror.retain(names))
+            run_on_all(self._side_channel, lambda: None, lambda _: mirror.retain(names))
 
 
-def _step_back() -> None:
-    """Let this thread alone be less urgent, where the system knows such a thing."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread only, which Linux allows."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

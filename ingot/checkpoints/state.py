@@ -1,5 +1,5 @@
-"""A training state as named tensors, and back, and a copy of it in host memory, which is written
-while training goes on. Names do not depend on layout, wrappers or the numbering of the optimizer.
+"""The training state as named tensors, the reverse, and its copy in a host staging buffer. Names
+depend on neither layout, wrappers nor the optimizer's parameter numbering.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def training_tensors(masters: Masters, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """`model.NAME` for every parameter that is trained, `optimizer.NAME.KEY` for its state
-    (`exp_avg`, ...).
+    """`model.NAME` for every trained parameter and `optimizer.NAME.KEY` for its optimizer state
+    (`exp_avg`, ...), each sharded as the parameter is.
 
-    Each is spread over ranks as the parameter is. Memory is shared, not copied, but where it is on
-    the host and the parameter is not: `settle` brings what was loaded there. What is frozen (the
-    base under an adapter) is not training's to save: it comes from where the run started.
+    The tensors share memory with the training state. After loading into them call `copy_back`:
+    values of a tensor on the host whose parameter is on a device may have been loaded into a copy.
+    Frozen parameters (the base under an adapter) are left out; they come from the run's start.
     """
     return {
         name: tensor if master is None else master.spread(tensor)
-        for name, tensor, master in _mine(masters, optimizer)
+        for name, tensor, master in _local_tensors(masters, optimizer)
     }
 
 
-def settle(masters: Masters, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
-    """After loading into what `training_tensors` gave."""
-    for name, tensor, _ in _mine(masters, optimizer):
+def copy_back(masters: Masters, optimizer: Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+    """Copy loaded values of `training_tensors` back where memory is not shared."""
+    for name, tensor, _ in _local_tensors(masters, optimizer):
         loaded = local_tensor(tensors[name])
         if loaded.device != tensor.device or loaded.data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded)
 
 
-def _mine(
+def _local_tensors(
     masters: Masters, optimizer: Optimizer | None
 ) -> Iterator[tuple[str, Tensor, Master | None]]:
-    """This rank's tensors by their names, each with the master that it is spread as; None for one
-    number for all of a parameter.
+    """This rank's tensors by name, each with the `Master` whose sharding it has; None for a scalar
+    that belongs to a whole parameter, such as Adam's step.
     """
     for master in masters:
         yield MODEL + master.name, master.tensor.detach(), master
@@ -60,9 +60,9 @@ def _mine(
                 )
 
 
-def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> None:
-    """Give a fresh optimizer empty state of the stored kinds, so that `training_tensors` has a
-    place for each.
+def allocate_state(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> None:
+    """Create zeroed state in a fresh optimizer for each stored key, so that `training_tensors` has
+    a tensor to load it into.
     """
     stored = set(stored)
     for master in masters:
@@ -72,8 +72,8 @@ def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> 
             for full in stored
             if full.startswith(prefix) and "." not in full.removeprefix(prefix)
         ):
-            # Adam's step counter is one number a parameter, and fused kernels want it beside the
-            # parameter. State is float32, whatever weights are.
+            # Adam's step counter is a scalar per parameter, and fused kernels want it on the
+            # parameter's device. State is float32 whatever the type of the weights.
             tensor = master.tensor
             shape = () if key == "step" else tensor.shape
             optimizer.state[tensor][key] = torch.zeros(
@@ -81,9 +81,9 @@ def make_room(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> 
             )
 
 
-def misfits(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """What differs between the tensors of this rank and the stored ones, which all stages of a
-    pipeline together must have.
+def mismatches(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """Differences in names and shapes between this rank's tensors and the stored ones. The stored
+    names must equal the union over all pipeline stages. Collective over the pipeline axis.
     """
     names = sorted(there)
     wrong = [f"{name} is missing" for name in sorted(tensors.keys() - there.keys())]
@@ -102,7 +102,7 @@ def misfits(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh)
         for name, count in zip(names, holders, strict=True)
         if not count
     ]
-    # Where only another stage has something to tell, this one stops with it.
+    # If only another stage found a difference, this one must stop as well.
     return [*wrong, *unknown] or ["another stage of the pipeline says what"] * bool(elsewhere)
 
 
@@ -111,17 +111,17 @@ ALIGNED_BYTES = 64
 
 @dataclass(frozen=True)
 class Staged:
-    """The copies by the names of what was copied, spread as that is; they hold until the next copy
-    is made.
+    """A copy of the training state, sharded like its source. Valid until the next copy is made into
+    the same buffer.
     """
 
     tensors: dict[str, Tensor]
     began: torch.Event | None = None
     ended: torch.Event | None = None
 
-    def settle(self) -> float:
-        """Wait until a device has copied; the seconds that it did nothing else. To be called before
-        the tensors are read, from any thread.
+    def wait(self) -> float:
+        """Wait until the device has finished copying; returns the seconds the copy took on its
+        stream. Call it before the tensors are read, from any thread.
         """
         if self.began is None or self.ended is None:
             return 0.0
@@ -130,48 +130,48 @@ class Staged:
 
 
 class Staging:
-    """Room on the host for one copy of this rank's part of a training state, used again by every
-    copy of the same shapes.
+    """A host buffer for one copy of this rank's part of the training state, reused by every copy of
+    the same shapes.
 
-    It costs as much as what is copied: with AdamW 12 bytes for each trained number of this rank.
-    What lies on a device is copied on its current stream into pinned memory, which the host does
-    not wait for (and the allocator of which may take up to twice as much).
+    It is as large as its source: with AdamW 12 bytes per trained parameter of this rank. Device
+    tensors are copied on the current stream into pinned memory without blocking the host (the
+    pinned allocator may take up to twice the size).
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._room: dict[str, Tensor] = {}
+        self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._buffer: dict[str, Tensor] = {}
 
-    def make_room(
+    def allocate(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], torch.device | None]:
-        """Take the memory that a copy needs, unless it is there; what is to be copied of each
-        tensor, and the device that some of it lies on.
+        """Allocate the buffer unless it fits already. Returns this rank's part of each tensor to be
+        copied, and the device if any lies on one.
         """
         here = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         device = _device(here)
-        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in here.items()}
-        if kinds != self._kinds:
-            self._room = {}  # the old one goes before the new one comes
-            self._room, self._kinds = _room(kinds, pinned=device is not None), kinds
+        specs = {name: (tensor.shape, tensor.dtype) for name, tensor in here.items()}
+        if specs != self._specs:
+            self._buffer = {}  # free the old buffer before allocating the new one
+            self._buffer, self._specs = _allocate_block(specs, pinned=device is not None), specs
         return here, device
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        here, device = self.make_room(tensors)
-        began = _mark(device)
+        here, device = self.allocate(tensors)
+        began = _record_event(device)
         for name, tensor in here.items():
-            self._room[name].copy_(tensor, non_blocking=True)
+            self._buffer[name].copy_(tensor, non_blocking=True)
         return Staged(
-            {name: shard_like(tensor, self._room[name]) for name, tensor in tensors.items()},
+            {name: shard_like(tensor, self._buffer[name]) for name, tensor in tensors.items()},
             began,
-            _mark(device),
+            _record_event(device),
         )
 
 
-def unstaged(tensors: dict[str, Tensor]) -> Staged:
-    """The tensors themselves, for one who does not change them meanwhile."""
-    ended = _mark(_device({name: local_tensor(tensor) for name, tensor in tensors.items()}))
+def staged_in_place(tensors: dict[str, Tensor]) -> Staged:
+    """The tensors themselves without a copy, for callers that do not change them meanwhile."""
+    ended = _record_event(_device({name: local_tensor(tensor) for name, tensor in tensors.items()}))
     return Staged(tensors, ended, ended)
 
 
@@ -179,8 +179,8 @@ def _device(tensors: Mapping[str, Tensor]) -> torch.device | None:
     return next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), None)
 
 
-def _mark(device: torch.device | None) -> torch.Event | None:
-    """When a device comes to this point of its work; None where the host does all of it."""
+def _record_event(device: torch.device | None) -> torch.Event | None:
+    """An event recorded on the device's current stream; None if everything is on the host."""
     if device is None:
         return None
     event = torch.Event(device, enable_timing=True)
@@ -188,25 +188,25 @@ def _mark(device: torch.device | None) -> torch.Event | None:
     return event
 
 
-def _room(
-    kinds: Mapping[str, tuple[torch.Size, torch.dtype]], *, pinned: bool
+def _allocate_block(
+    specs: Mapping[str, tuple[torch.Size, torch.dtype]], *, pinned: bool
 ) -> dict[str, Tensor]:
-    """A tensor of each kind, all in one block of memory. Each has a storage of its own size: torch
-    would write a larger one from a copy of it.
+    """One tensor for each shape and dtype, all in one block of memory. Each has a storage of its
+    own size: torch would otherwise serialise a copy of the larger storage.
     """
-    places, total = {}, 0
-    for name, (shape, dtype) in kinds.items():
-        places[name] = total
+    offsets, total = {}, 0
+    for name, (shape, dtype) in specs.items():
+        offsets[name] = total
         total += -(-shape.numel() * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
-    # The system gives memory when it is first written to, which takes longer than the copy.
+    # Zeroing touches every page now: first-touch page faults take longer than the copy itself.
     block = torch.empty(total, dtype=torch.uint8, pin_memory=pinned).zero_().numpy()
     return {
         name: (
-            torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=places[name]).view(
+            torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=offsets[name]).view(
                 shape
             )
             if shape.numel()
             else torch.empty(shape, dtype=dtype)
         )
-        for name, (shape, dtype) in kinds.items()
+        for name, (shape, dtype) in specs.items()
     }

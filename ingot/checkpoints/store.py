@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder `step-00000300/` each, complete when its `COMMIT.json` stands.
+"""Checkpoints on disk: one folder each, `step-00000300/`, complete when its commit marker
+`COMMIT.json` exists.
 
-A torn, truncated or changed checkpoint is named and passed over for the newest valid one; the
-newest valid one is never deleted. Writing is `ingot.checkpoints.writer`'s, reading
-`ingot.checkpoints.reader`'s.
+Incomplete or damaged checkpoints are reported and skipped in favour of the newest valid one, which
+is never deleted. `ingot.checkpoints.writer` writes them, `ingot.checkpoints.reader` reads them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ingot.base.storage import fsync_folder
 
 COMMIT = "COMMIT.json"
 BEFORE = ".before"
-"""Ends the name of a checkpoint that another one of the same step is about to replace."""
+"""Suffix of a committed checkpoint that a new one of the same step is about to replace."""
 
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed checkpoint: its folder, step, and all that its marker says."""
+    """A committed checkpoint: folder, step and the contents of its marker."""
 
     folder: Path
     step: int
@@ -38,7 +38,9 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """The marker goes first, so that a half-deleted checkpoint is never taken for a whole one."""
+    """Delete a checkpoint folder, marker first, so that a partly deleted one never counts as
+    complete.
+    """
     if folder.exists():
         (folder / COMMIT).unlink(missing_ok=True)
         fsync_folder(folder)
@@ -46,8 +48,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def _in_order(checkpoints: Path) -> list[Path]:
-    """All folders of checkpoints, whole or not, newest first; one that was moved aside comes after
-    the one that came in its place.
+    """All checkpoint folders, complete or not, newest first; one that was moved aside follows its
+    replacement.
     """
     return sorted(
         (folder for folder in checkpoints.glob("step-*") if _step_of(folder.name) >= 0),
@@ -56,13 +58,13 @@ def _in_order(checkpoints: Path) -> list[Path]:
 
 
 def _step_of(name: str) -> int:
-    """By the name of a folder; -1 where it is none of ours."""
+    """The step in a folder's name; -1 if it is not a checkpoint's."""
     number = name.removeprefix("step-").removesuffix(BEFORE)
     return int(number) if number.isdecimal() else -1
 
 
 def committed(checkpoints: Path) -> list[CommittedCheckpoint]:
-    """All checkpoints with a marker, newest first; their files are not looked at."""
+    """All checkpoints with a marker, newest first; their files are not checked."""
     found = ((folder, read_marker(folder, COMMIT)) for folder in _in_order(checkpoints))
     return [
         CommittedCheckpoint(folder, int(commit["step"]), commit)
@@ -72,15 +74,15 @@ def committed(checkpoints: Path) -> list[CommittedCheckpoint]:
 
 
 def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
-    """The newest checkpoint whose every byte is as written. Broken ones on the way are named; None
-    when none was ever committed.
+    """The newest checkpoint whose files all match their checksums; None if none was ever committed.
+    Incomplete and damaged ones on the way are reported.
 
     Raises:
-        Failed: there are checkpoints, and not one is whole.
+        Failed: there are checkpoints, and all are damaged.
     """
     damaged = False
     for folder in _in_order(checkpoints):
-        found, wrong = _looked_at(folder)
+        found, wrong = _verify(folder)
         if found is not None and not wrong:
             return found
         damaged = damaged or bool(wrong)
@@ -96,9 +98,9 @@ def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
     return None
 
 
-def _looked_at(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
-    """What a folder says that it holds, and what is wrong with it, every byte read; (None, [])
-    where nothing was ever committed.
+def _verify(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
+    """The checkpoint in a folder and its problems, with every file's checksum verified; (None, [])
+    if nothing was committed there.
     """
     commit = read_marker(folder, COMMIT)
     if commit is None:
@@ -111,15 +113,14 @@ def _looked_at(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
 
 
 def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
-    """Delete all but the newest `keep` checkpoints and that of step `best`, and what killed saves
-    left behind them; the names that are kept.
+    """Delete all checkpoints but the newest `keep` and the one of step `best`, and the remains of
+    killed saves. Returns the names of the folders kept.
 
-    One whose files are missing or of another size does not count, and where none is whole, none
-    goes. The newest one is trusted to
-    be as it was written: its bytes are not read.
+    A checkpoint with missing files or wrong sizes does not count towards `keep`; if none is
+    complete, nothing is deleted. Checksums are not verified here.
     """
     there = committed(checkpoints)
-    whole = {found.step: found.folder.name for found in reversed(there) if _seems_whole(found)}
+    whole = {found.step: found.folder.name for found in reversed(there) if _is_complete(found)}
     kept = [whole[step] for step in sorted(whole, reverse=True)[: max(keep, 1)]]
     if kept:
         kept += [
@@ -132,8 +133,8 @@ def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
 
 
 def sweep(checkpoints: Path, kept: Collection[str]) -> None:
-    """Delete what is older than the newest of the folders named and is not among them; also on a
-    node's own disk, where there is no marker.
+    """Delete checkpoints older than the newest of `kept` that are not in `kept`; also used on a
+    node's own disk, where folders have no marker.
     """
     newest = max(map(_step_of, kept), default=-1)
     for folder in _in_order(checkpoints):
@@ -144,21 +145,21 @@ def sweep(checkpoints: Path, kept: Collection[str]) -> None:
             remove_folder(folder)
 
 
-def _seems_whole(found: CommittedCheckpoint) -> bool:
+def _is_complete(found: CommittedCheckpoint) -> bool:
     return bool(found.commit.get("scattered")) or not problems(
         found.folder, found.commit, checksums=False
     )
 
 
 def checkpoint_in(place: Path) -> CommittedCheckpoint:
-    """The checkpoint that a path means: a checkpoint folder itself, or the newest whole one of a
-    run folder.
+    """The checkpoint that a path refers to: a checkpoint folder itself, or the newest valid one of
+    a run folder.
 
     Raises:
         WrongInput: there is none.
-        Failed: there are checkpoints, and not one is whole.
+        Failed: there are checkpoints, and all are damaged.
     """
-    found, wrong = _looked_at(place)
+    found, wrong = _verify(place)
     if wrong:
         raise Failed(f"checkpoint {place} is damaged ({wrong[0]}); take another one")
     if found is not None:

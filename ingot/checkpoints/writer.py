@@ -1,8 +1,8 @@
-"""Writes a checkpoint: tensors by torch's distributed checkpoint, each file flushed to the disk and
-hashed while it is written, by the rank that writes it; then the marker.
+"""Writes a checkpoint with torch's distributed checkpoint: each rank writes, hashes and fsyncs its
+own files, then rank 0 writes the commit marker.
 
-`torch.distributed.checkpoint` takes more than a second to import, so whoever writes imports this
-file when it comes to that.
+`torch.distributed.checkpoint` takes more than a second to import, so this module is imported only
+when the first checkpoint is written.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ import ingot
 from ingot.base.errors import Failed
 from ingot.base.markers import FileEntry, problems, read_marker, write_marker
 from ingot.base.storage import disk_errors, fsync_folder
+from ingot.checkpoints.collective import describe_error, picklable, run_on_all
 from ingot.checkpoints.store import BEFORE, COMMIT, remove_folder, step_folder
-from ingot.checkpoints.together import in_words, portable, together
 from ingot.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was committed just now."""
+    """A checkpoint that was just committed."""
 
     folder: Path
-    mine: list[str]
-    """Names of the files that this rank wrote, but for the marker."""
+    own_files: list[str]
+    """Names of the files that this rank wrote, without the marker."""
     bytes: int
-    """Of all files of all ranks, but for the marker."""
+    """Total size of the files of all ranks, without the marker."""
 
 
 def write_checkpoint(
@@ -53,36 +53,36 @@ def write_checkpoint(
     step: int,
     tensors: Mapping[str, Tensor],
     payload: Mapping[str, Any],
-    line: Mesh,
+    mesh: Mesh,
     *,
     scattered: bool = False,
 ) -> Written:
-    """Write tensors and marker as checkpoint `step`, durably; all ranks of `line` call it. What was
-    begun is removed if it cannot be ended.
+    """Write tensors and commit marker of checkpoint `step`, durably. Collective. On failure the
+    partial folder is removed.
 
-    `scattered`: the nodes may have a disk each, and meet elsewhere; without, rank 0 must see all
-    files.
+    `scattered`: nodes may each have their own disk, and the files meet in a bucket. Otherwise
+    rank 0 must see the files of all ranks.
 
     Raises:
-        Failed: the disk is full, on any rank; or rank 0 does not see what others wrote.
-        WrongInput: the folder may not be written, or something else stands in its place.
+        Failed: the disk is full on any rank, or rank 0 does not see the files of other ranks.
+        WrongInput: the folder is not writable, or something else has its name.
     """
     folder = step_folder(checkpoints, step)
     with disk_errors(folder):
-        together(line, lambda: _begin(folder, line), lambda _: None)
+        run_on_all(mesh, lambda: _begin(folder, mesh), lambda _: None)
         try:
-            mine = write_tensors(folder, tensors, line)
+            own_files = write_tensors(folder, tensors, mesh)
             about = {
                 "step": step,
-                "world": line.world,
-                "layout": line.degrees.told(),
+                "world": mesh.world,
+                "layout": mesh.degrees.told(),
                 "torch": torch.__version__,
                 "ingot": ingot.__version__,
                 "time": time.time(),
             }
-            size = together(
-                line,
-                lambda: mine,
+            size = run_on_all(
+                mesh,
+                lambda: own_files,
                 lambda everyone: _commit(
                     folder, {**about, **payload}, list(chain(*everyone)), scattered=scattered
                 ),
@@ -90,27 +90,27 @@ def write_checkpoint(
         except Exception:
             with contextlib.suppress(
                 Exception
-            ):  # nobody writes any more; if the line itself is dead, the next save makes way
-                together(
-                    line,
-                    lambda: remove_folder(folder) if line.ranks.local_rank == 0 else None,
+            ):  # no rank writes any more; if the group itself is broken, the next save cleans up
+                run_on_all(
+                    mesh,
+                    lambda: remove_folder(folder) if mesh.ranks.local_rank == 0 else None,
                     lambda _: None,
                 )
             raise
-    return Written(folder, [entry.path for entry in mine], size)
+    return Written(folder, [entry.path for entry in own_files], size)
 
 
-def _begin(folder: Path, line: Mesh) -> None:
-    """An empty folder on every node. A checkpoint of the same step that stands there is moved
-    aside, where it still counts.
+def _begin(folder: Path, mesh: Mesh) -> None:
+    """Create an empty folder on every node. A committed checkpoint of the same step is moved aside,
+    where it stays valid until it is replaced.
     """
-    if line.ranks.local_rank != 0:
+    if mesh.ranks.local_rank != 0:
         return
     if read_marker(folder, COMMIT) is not None:
         before = folder.with_name(folder.name + BEFORE)
         remove_folder(before)
         folder.rename(before)
-    remove_folder(folder)  # what a killed save left
+    remove_folder(folder)  # left by a killed save
     folder.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder.parent)
     fsync_folder(folder.parent.parent)
@@ -119,7 +119,7 @@ def _begin(folder: Path, line: Mesh) -> None:
 def _commit(
     folder: Path, about: Mapping[str, Any], files: Sequence[FileEntry], *, scattered: bool
 ) -> int:
-    """On rank 0, when all files are durable; their bytes."""
+    """Write the marker; called on rank 0 once all files are durable. Returns their total bytes."""
     files = sorted(files, key=lambda entry: entry.path)
     unseen = problems(folder, {"files": [asdict(entry) for entry in files]}, checksums=False)
     if unseen and not scattered:
@@ -133,30 +133,30 @@ def _commit(
     return sum(entry.bytes for entry in files)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], line: Mesh) -> list[FileEntry]:
-    """Write this rank's part of `tensors` into `folder`, which exists; the files that this rank
-    wrote. All ranks of `line` call it.
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> list[FileEntry]:
+    """Write this rank's part of `tensors` into the existing `folder`; returns the files that this
+    rank wrote. Collective.
 
     Raises:
-        OSError: a file could not be written, on this rank or another; the same on all.
-        RuntimeError: anything else, likewise.
+        OSError: a file could not be written on some rank; raised on all ranks.
+        RuntimeError: any other failure; raised on all ranks.
     """
     writer = HashingWriter(folder)
     try:
-        # Not the public `save`: it changes the warnings of the whole process, which is no business
-        # of a thread.
-        _save_state_dict(dict(tensors), writer, line.group, no_dist=line.world == 1)
+        # Not the public `save`: it changes the warning filters of the whole process, which a
+        # background thread must not do.
+        _save_state_dict(dict(tensors), writer, mesh.group, no_dist=mesh.world == 1)
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         refused = next((cause for cause in causes.values() if isinstance(cause, OSError)), None)
         rank, first = next(iter(causes.items()))
-        raise refused or RuntimeError(f"rank {rank}: {in_words(first)}") from error
+        raise refused or RuntimeError(f"rank {rank}: {describe_error(first)}") from error
     return writer.files.written
 
 
 class HashedStream(io.RawIOBase):
-    """Passes what is written to a file on to it and into a checksum, in this order and no other:
-    there is no way back in it.
+    """Writes to a file and hashes what is written. Append-only: seeking would make the checksum
+    wrong.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -170,7 +170,7 @@ class HashedStream(io.RawIOBase):
         try:
             self._file.write(view)
         except OSError as error:
-            self.refused = error  # torch's own writer would hide it behind what follows from it
+            self.refused = error  # torch's writer would replace it by a later, derived error
             raise
         self._digest.update(view)
         self._bytes += view.nbytes
@@ -187,7 +187,7 @@ class HashedStream(io.RawIOBase):
 
 
 class HashingFiles(FileSystem):
-    """A local disk as torch's writer sees it; `written` are the files that came about."""
+    """A local disk as torch's writer sees it; `written` lists the files that were written."""
 
     def __init__(self) -> None:
         self._entries: dict[str, FileEntry] = {}
@@ -219,33 +219,33 @@ class HashingFiles(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """torch's own, but that names are durable, too, once a rank says that it is done."""
+    """torch's writer, but the folder is fsynced as well before a rank reports that it is done."""
 
     def __init__(self, folder: Path) -> None:
-        # torch's own fsync leaves out what Python still buffers, and reading ahead of a device asks
-        # the device of another thread.
+        # torch's own fsync misses what Python still buffers, and its copy-ahead would issue device
+        # work from another thread.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.folder = folder
         self.fs = self.files = HashingFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _portable_errors():
+        with _picklable_errors():
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
             fsync_folder(self.folder)
             return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Any:
-        with _portable_errors():
+        with _picklable_errors():
             super().finish(metadata, results)
             fsync_folder(self.folder)
 
 
 @contextlib.contextmanager
-def _portable_errors() -> Iterator[None]:
-    """torch sends what is raised to the other ranks; what cannot be sent would leave them
-    waiting.
+def _picklable_errors() -> Iterator[None]:
+    """Make errors picklable: torch sends them to the other ranks, which would otherwise wait
+    forever.
     """
     try:
         yield
     except Exception as error:
-        raise portable(error) from error.__cause__
+        raise picklable(error) from error.__cause__

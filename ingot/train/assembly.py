@@ -181,7 +181,7 @@ def _checkpoint_hook(
         mesh,
         asynchronous=recipe.checkpoint.asynchronous,
         mirror=process.bucket,
-        said=process.heart.beat,
+        on_wait=process.heart.beat,
     )
     return CheckpointHook(
         saver,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
-from ingot.checkpoints.together import together
 from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
@@ -96,7 +96,7 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
         add_lora(model, recipe.model.lora, recipe.seed)
     model = apply_wrappers(model, mesh, plan.wrapping)
     device, share = weights_device(mesh, plan.wrapping), _share(mesh)
-    together(
+    run_on_all(
         mesh,
         lambda: materialize_model(
             model, model_spec, recipe.seed, device, filled=filled, share=share
@@ -175,7 +175,7 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
     model.requires_grad_(False).eval()
     apply_wrappers(model, _stage_of(mesh), WrapSettings(recipe.parallel, compute=compute))
     allocate(model, mesh.device)
-    together(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
+    run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
     return model
 
 

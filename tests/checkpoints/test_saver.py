@@ -19,7 +19,7 @@ from ingot.base.errors import Failed
 from ingot.checkpoints import saver as saving
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.saver import Saved, Saver
-from ingot.checkpoints.state import Staged, Staging, training_tensors, unstaged
+from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
 from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.sections.layout import Parallel
@@ -82,7 +82,7 @@ def test_what_comes_back_is_what_was_when_save_was_called(
 
 def test_without_a_copy_that_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: what is written is what trains."""
-    monkeypatch.setattr(Staging, "copy", lambda self, tensors: unstaged(dict(tensors)))
+    monkeypatch.setattr(Staging, "copy", lambda self, tensors: staged_in_place(dict(tensors)))
     before, after, _ = saved_while_training(tmp_path, True)
     assert differ(load(tmp_path), before)
     assert_equal(load(tmp_path), after)
@@ -164,10 +164,10 @@ def test_a_synchronous_save_is_all_waiting(tmp_path: Path) -> None:
 def test_a_save_waits_for_the_one_before_and_says_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "SAID_EVERY_S", 0.02)
+    monkeypatch.setattr(saving, "WAIT_INTERVAL_S", 0.02)
     masters, optimizer = trained(0)
     said: list[float] = []
-    saver = Saver(tmp_path, ALONE, asynchronous=True, said=lambda: said.append(time.monotonic()))
+    saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=lambda: said.append(time.monotonic()))
     with gate() as opened:
         saver.save(1, masters, optimizer, {}, keep=5, best=None)
         assert not said
@@ -240,7 +240,7 @@ def test_room_can_be_made_before(tmp_path: Path) -> None:
             saver.save(1, masters, optimizer, {}, keep=1, best=None)
         saver.wait()
     assert not making.called
-    assert made[0].settle() == 0.0
+    assert made[0].wait() == 0.0
     assert_equal(load(tmp_path), state_of(masters, optimizer))
     saver.close()
 

@@ -61,7 +61,7 @@ def sharded(folder: Path) -> tuple[list[str], dict[str, int]]:
         assert written.bytes == sum(
             path.stat().st_size for path in written.folder.iterdir() if path.name != COMMIT
         )
-        return written.mine, {
+        return written.own_files, {
             name: local_tensor(tensor).numel() for name, tensor in tensors.items()
         }
 

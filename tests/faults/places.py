@@ -69,7 +69,7 @@ FAULTS = [
     Fault(
         "retention-counts-damaged",
         "ingot/checkpoints/store.py",
-        "for found in reversed(there) if _seems_whole(found)",
+        "for found in reversed(there) if _is_complete(found)",
         "for found in reversed(there)",
         "damaged checkpoints count as kept: the only good one is deleted",
     ),
@@ -104,7 +104,7 @@ FAULTS = [
     Fault(
         "save-in-flight-at-exit",
         "ingot/checkpoints/saver.py",
-        "self._join(self._said)\n        self._raise()\n        return self.done()",
+        "self._join(self._on_wait)\n        self._raise()\n        return self.done()",
         "return self.done()",
         "an asynchronous save is still in flight at exit",
     ),
@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "staging-is-no-copy",
         "ingot/checkpoints/state.py",
-        "self._room[name].copy_(tensor, non_blocking=True)",
-        "self._room[name] = tensor",
+        "self._buffer[name].copy_(tensor, non_blocking=True)",
+        "self._buffer[name] = tensor",
         "an asynchronous save writes weights of a later step",
     ),
     Fault(
@@ -160,7 +160,7 @@ FAULTS = [
     Fault(
         "mirror-deletes-only-good",
         "ingot/checkpoints/mirror.py",
-        "(name for name in folders if name in kept and self._is_whole(name))",
+        "(name for name in folders if name in kept and self._is_committed(name))",
         "(name for name in folders if name in kept)",
         "the bucket's only whole checkpoint is deleted for one that is not",
     ),

@@ -274,8 +274,8 @@ FAULTS = [
     Fault(
         "weights-not-loaded",
         "ingot/checkpoints/reader.py",
-        "settle(masters, optimizer, tensors)\n    masters.publish()",
-        "settle(masters, optimizer, tensors)",
+        "copy_back(masters, optimizer, tensors)\n    masters.publish()",
+        "copy_back(masters, optimizer, tensors)",
         "what was loaded stays in the masters, the model works with other weights",
     ),
     Fault(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import Failed
-from ingot.checkpoints.together import together
+from ingot.checkpoints.collective import run_on_all
 from ingot.parallel.mesh import Mesh, running_mesh
 from tests.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def all_cases() -> list[str]:
             (lambda: 20 + mesh.rank, joined),
         ):
             try:
-                learnt.append(together(line, mine, main))
+                learnt.append(run_on_all(line, mine, main))
             except (Failed, OSError, RuntimeError) as error:
                 learnt.append(f"{type(error).__name__}: {error}")
         return learnt
@@ -75,9 +75,9 @@ def test_all_ranks_learn_the_same() -> None:
 
 def test_alone_it_is_a_plain_call() -> None:
     line = Mesh(Ranks(), torch.device("cpu")).side_channel()
-    assert together(line, lambda: 3, joined) == "3"
+    assert run_on_all(line, lambda: 3, joined) == "3"
     with pytest.raises(Failed, match="no"):
-        together(line, lambda: failing(0, 0, Failed("no")), joined)
+        run_on_all(line, lambda: failing(0, 0, Failed("no")), joined)
 
 
 def crossing() -> tuple[list[str], list[float]]:
@@ -92,7 +92,9 @@ def crossing() -> tuple[list[str], list[float]]:
 
         def speak() -> None:
             for number in range(50):
-                heard.append(together(line, lambda number=number: number * 10 + mesh.rank, joined))  # type: ignore[misc]
+                heard.append(
+                    run_on_all(line, lambda number=number: number * 10 + mesh.rank, joined)
+                )  # type: ignore[misc]
 
         thread = threading.Thread(target=speak)
         sums = []
