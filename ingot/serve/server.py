@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
 from ingot.serve.http import openai, vertex
+from ingot.serve.http.connection import http_config
 from ingot.serve.http.errors import install_error_handlers
 from ingot.serve.http.listen import (
     bind_error,
@@ -34,7 +36,13 @@ from ingot.serve.http.listen import (
     read_api_key,
     url_host,
 )
-from ingot.serve.http.middleware import ApiKeyAuth, BodySizeLimit, RequestMetrics, ServerMetrics
+from ingot.serve.http.middleware import (
+    MAX_VALUES,
+    ApiKeyAuth,
+    BodyLimit,
+    RequestMetrics,
+    ServerMetrics,
+)
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
 from ingot.serve.native.model import check_model_folder, load
@@ -78,7 +86,11 @@ def create_app(
         ),
     ]
     # The middleware that is added last sees a request first.
-    app.add_middleware(BodySizeLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=service.settings.max_body_bytes,
+        max_values=MAX_VALUES + service.bounds.positions,
+    )
     if key is not None:
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
     app.add_middleware(RequestMetrics, metrics=metrics, routes=routes)
@@ -121,6 +133,10 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         app = create_app(
             Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
         )
+        # What is loaded stays: a collection of garbage that looks at all of it lasts long enough
+        # to be felt by whoever asks meanwhile.
+        gc.collect()
+        gc.freeze()
         UvicornServer(
             app, engine, f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}"
         ).run(sockets=[listener])
@@ -151,16 +167,7 @@ class UvicornServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: ServingEngine, greeting: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(GRACE_S) + 2,
-            )
-        )
+        super().__init__(http_config(app, int(GRACE_S) + 2))
         self._engine, self._greeting = engine, greeting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -105,6 +105,20 @@ class TokenizerBackend(Protocol):
     def control(self) -> ControlEncoder: ...
 
 
+LONG_TEXT = 10_000
+"""Characters from which on an encoding takes so long that other threads must run meanwhile."""
+
+
+def encode_beside_others(encoder: ControlEncoder, text: str) -> list[int]:
+    """Ids of a text, nothing added. A long one is encoded as a batch of one: only then does the
+    `tokenizers` library let other threads run.
+    """
+    if len(text) < LONG_TEXT or not isinstance(encoder, tokenizers.Tokenizer):
+        return encoder.encode(text, add_special_tokens=False).ids
+    (encoding,) = encoder.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
+
+
 class JsonBackend:
     """The backend of Hugging Face's `tokenizers` library, on a tokenizer.json.
 
@@ -134,7 +148,7 @@ class JsonBackend:
         )
 
     def encode(self, text: str) -> list[int]:
-        return self._text.encode(text, add_special_tokens=False).ids
+        return encode_beside_others(self._text, text)
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -19,7 +19,12 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
-from ingot.tokenizers.backend import JsonBackend, TokenBatch, TokenizerBackend
+from ingot.tokenizers.backend import (
+    JsonBackend,
+    TokenBatch,
+    TokenizerBackend,
+    encode_beside_others,
+)
 from ingot.tokenizers.chat_render import ChatFormat, mask_look_alikes, split_at_special
 from ingot.tokenizers.sentencepiece_backend import SentencePieceBackend
 from ingot.tokenizers.settings import (
@@ -204,7 +209,7 @@ class Tokenizer:
         masked, originals = mask_look_alikes(messages, self._special)
         text = form.render(masked, generation_prompt=True)
         if not originals:
-            return form.control.encode(text, add_special_tokens=False).ids
+            return encode_beside_others(form.control, text)
         ids: list[int] = []
         for is_special, piece in split_at_special(text, self._special, originals):
             ids += [self.special_ids[piece]] if is_special else self.encode(piece)
@@ -248,6 +253,11 @@ class Tokenizer:
         equivalent one.
         """
         return self._reference.plain_json()
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary."""
+        return max((len(self.token(index) or "") for index in range(self.vocab_size)), default=0)
 
     @property
     def lossy_reason(self) -> str | None:

@@ -29,6 +29,7 @@ from ingot.cli.model import serve_model
 from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.child import GRACE_S, ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
+from ingot.serve.http.bodies import PromptBounds
 from ingot.serve.http.listen import bound_socket
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
@@ -36,6 +37,7 @@ from tests.cli.commands import clean_environment, ingot
 from tests.serve.forked import Forks, Process, wait_until
 from tests.serve.tiny import changed_config
 
+BOUNDS = PromptBounds(72, 512, 5000)
 STANDINS = Path(__file__).parent / "standins"
 
 
@@ -327,11 +329,11 @@ def test_the_front_takes_connections_from_the_first_moment(monkeypatch: pytest.M
         bound_socket("127.0.0.1", 0) as listener,
         bound_socket("127.0.0.1", listener.getsockname()[1]) as late,
     ):
-        with running_proxy(listener, "http://127.0.0.1:9", Serve(), "model", None, {}):
+        with running_proxy(listener, "http://127.0.0.1:9", Serve(), "model", BOUNDS, None, {}):
             socket.create_connection(listener.getsockname()).close()
         with (
             pytest.raises(Failed, match="is taken"),
-            running_proxy(late, "http://127.0.0.1:9", Serve(), "model", None, {}),
+            running_proxy(late, "http://127.0.0.1:9", Serve(), "model", BOUNDS, None, {}),
         ):
             pass
 

@@ -8,6 +8,7 @@ and instead of predictions, so that clients would have to know which engine answ
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -21,10 +22,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import ingot
 from ingot.config.sections.deployment import Serve
-from ingot.serve.http.bodies import PredictBody
+from ingot.serve.http.bodies import PredictBody, PromptBounds
+from ingot.serve.http.connection import http_config
 from ingot.serve.http.errors import ApiError, install_error_handlers
 from ingot.serve.http.listen import bind_error, health_routes
-from ingot.serve.http.middleware import ApiKeyAuth, BodySizeLimit
+from ingot.serve.http.middleware import MAX_VALUES, ApiKeyAuth, BodyLimit
 from ingot.serve.http.vertex import PREDICT_TOKENS
 
 ANSWER_S = 600.0
@@ -38,6 +40,7 @@ class EngineProxy:
     client: httpx.AsyncClient
     settings: Serve
     name: str
+    bounds: PromptBounds
 
     async def health(self) -> Response:
         try:
@@ -51,6 +54,7 @@ class EngineProxy:
 
     async def predict(self, body: PredictBody) -> dict[str, Any]:
         prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
+        self.bounds.check(prompts)
         parameters, most = body.parameters.model_dump(exclude_none=True), self.settings.max_tokens
         if parameters.setdefault("max_tokens", min(PREDICT_TOKENS, most)) > most:
             raise ApiError(
@@ -64,14 +68,18 @@ class EngineProxy:
         return {"predictions": [choice["text"] for choice in choices]}
 
     async def forward(self, request: Request) -> Response:
-        """Any other request as it is, its answer as it arrives."""
+        """Any other request as it is, its answer as it arrives. Raises ApiError 400 for prompts
+        that the engine could only refuse, after it has tokenised them.
+        """
+        body = await request.body()
+        self._check(body)
         kept = {
             header: value
             for header in ("content-type", "accept")
             if (value := request.headers.get(header))
         }
         forwarded = self.client.build_request(
-            request.method, request.url.path, content=await request.body(), headers=kept
+            request.method, request.url.path, content=body, headers=kept
         )
         try:
             answer = await self.client.send(forwarded, stream=True)
@@ -81,9 +89,40 @@ class EngineProxy:
             _stream(answer), answer.status_code, media_type=answer.headers.get("content-type")
         )
 
+    def _check(self, body: bytes) -> None:
+        try:
+            content = json.loads(body)
+        except (ValueError, RecursionError):
+            return  # the engine says what is wrong with it
+        if not isinstance(content, dict):
+            return
+        for field in ("prompt", "input"):
+            prompts = content.get(field)
+            if isinstance(prompts, list) and not all(type(item) is int for item in prompts):
+                self.bounds.check(prompts)
+            elif isinstance(prompts, str):
+                self.bounds.check([prompts])
+        messages = content.get("messages")
+        if isinstance(messages, list):
+            self.bounds.check_characters(sum(map(_characters, messages)), "the chat")
+
+
+def _characters(message: Any) -> int:
+    """Characters of a chat's message, which may come in parts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
 
 def create_proxy(
-    url: str, settings: Serve, name: str, *, key: str | None, environ: Mapping[str, str]
+    url: str,
+    settings: Serve,
+    name: str,
+    bounds: PromptBounds,
+    *,
+    key: str | None,
+    environ: Mapping[str, str],
 ) -> FastAPI:
     """The application in front of the server at `url`, which calls its model `name`."""
     client = httpx.AsyncClient(
@@ -92,7 +131,7 @@ def create_proxy(
         trust_env=False,
         limits=httpx.Limits(max_connections=None),
     )
-    proxy = EngineProxy(client, settings, name)
+    proxy = EngineProxy(client, settings, name, bounds)
     app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     open_routes = health_routes(environ)
@@ -103,7 +142,11 @@ def create_proxy(
     app.add_api_route(
         "/v1/{path:path}", proxy.forward, methods=["GET", "POST"], include_in_schema=False
     )
-    app.add_middleware(BodySizeLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_values=MAX_VALUES + bounds.positions,
+    )
     if key is not None:
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
     return app
@@ -147,6 +190,7 @@ def running_proxy(
     url: str,
     settings: Serve,
     name: str,
+    bounds: PromptBounds,
     key: str | None,
     environ: Mapping[str, str],
 ) -> Iterator[None]:
@@ -161,16 +205,8 @@ def running_proxy(
         listener.listen()  # connections are accepted from here on, before the thread runs
     except OSError as error:
         raise bind_error(error, *listener.getsockname()[:2]) from None
-    app = create_proxy(url, settings, name, key=key, environ=environ)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(_STOP_S),
-    )
-    server = uvicorn.Server(config)
+    app = create_proxy(url, settings, name, bounds, key=key, environ=environ)
+    server = uvicorn.Server(http_config(app, int(_STOP_S)))
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [listener]}, name="ingot-proxy", daemon=True
     )

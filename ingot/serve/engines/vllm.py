@@ -9,6 +9,7 @@ of it (`proxy.py`).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -18,11 +19,13 @@ import psutil
 import torch
 
 from ingot.base.processes import python_with_module
+from ingot.config.model_source import model_config
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
 from ingot.models.hf.folder import changed_content
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
+from ingot.serve.http.bodies import PromptBounds
 from ingot.serve.http.listen import (
     LOOPBACK,
     bound_socket,
@@ -32,7 +35,8 @@ from ingot.serve.http.listen import (
     read_api_key,
     url_host,
 )
-from ingot.serve.native.model import check_decoder_folder
+from ingot.serve.native.causal import DEFAULT_POSITIONS
+from ingot.serve.native.model import CheckedFolder, check_decoder_folder, most_characters
 
 # On a CPU vLLM would take nine tenths of the memory for its KV cache, and fail where they are not
 # free.
@@ -52,7 +56,7 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
     python = python_with_module(settings.python, "vllm")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fetched_model_folder(target, os.environ))
-        check_decoder_folder(folder, "vllm", any_template=settings.any_template)
+        checked = check_decoder_folder(folder, "vllm", any_template=settings.any_template)
         changed_content(folder).finish()
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
@@ -67,7 +71,13 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
             vllm_command(python, folder, settings, name, LOOPBACK, inside, None),
             f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}",
             lambda: running_proxy(
-                listener, f"http://{LOOPBACK}:{inside}", settings, name, key, os.environ
+                listener,
+                f"http://{LOOPBACK}:{inside}",
+                settings,
+                name,
+                prompt_bounds(checked, settings),
+                key,
+                os.environ,
             ),
         )
 
@@ -127,6 +137,21 @@ def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
     }
     return {name: value for name, value in defaults.items() if name not in environ}
+
+
+def prompt_bounds(checked: CheckedFolder, settings: Serve) -> PromptBounds:
+    """The bounds of what our proxy passes on: those of our own server."""
+    config = model_config(checked.folder)
+    part = config.get("text_config")
+    text = part if isinstance(part, dict) else config
+    positions = int(text.get("max_position_embeddings") or DEFAULT_POSITIONS)
+    scaling = text.get("rope_scaling") or {}
+    positions = math.ceil(positions * max(1.0, float(scaling.get("factor") or 1)))
+    return PromptBounds(
+        settings.max_batch + settings.max_queue,
+        positions,
+        most_characters(checked.tokenizer, positions),
+    )
 
 
 def kv_cache_bytes() -> int:

@@ -4,9 +4,13 @@ not support are accepted at their neutral values only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+
+from ingot.serve.http.errors import ApiError, short
 
 # Fields of OpenAI's API that this server does not support, with the values that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -48,7 +52,7 @@ def _clean_text(value: Any) -> Any:
 
 def _role(value: Any) -> Any:
     if isinstance(value, str) and value not in ROLES:
-        raise ValueError(f"{value!r:.60} is not a role; it is one of {', '.join(ROLES)}")
+        raise ValueError(f"{short(value)!r:.60} is not a role; it is one of {', '.join(ROLES)}")
     return value
 
 
@@ -61,8 +65,8 @@ def _parts(value: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(
-                f"part {number} is of type {kind!r:.60}; this model reads text, send parts of type"
-                " text alone"
+                f"part {number} is of type {short(kind)!r:.60}; this model reads text, send"
+                " parts of type text alone"
             )
     return value
 
@@ -251,6 +255,48 @@ class TextInstance(RequestBody):
 
 class NoParameters(RequestBody):
     """`parameters` of a prediction request to a classifier: none."""
+
+
+def check_count(prompts: int, most: int) -> None:
+    """Raises ApiError 400 where so many prompts of one request can never fit."""
+    if prompts > most:
+        raise ApiError(
+            400,
+            f"{prompts} prompts in one request; this server takes at most {most}, send them in"
+            " parts",
+        )
+
+
+@dataclass(frozen=True)
+class PromptBounds:
+    """The most that the prompts of one request can be, known before any of them is encoded: how
+    many they are, and the characters of each that the model's `positions` could hold.
+    """
+
+    prompts: int
+    positions: int
+    characters: int
+
+    def check(self, prompts: Sequence[str | list[int]]) -> None:
+        """Raises ApiError 400 where so many prompts, or one of the texts, can never fit."""
+        check_count(len(prompts), self.prompts)
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                self.check_characters(len(prompt), f"prompt {number}")
+
+    def check_chat(self, messages: Sequence[ChatMessage]) -> None:
+        """Raises ApiError 400 where a chat can never fit."""
+        texts = (message.template_message()["content"] for message in messages)
+        self.check_characters(sum(map(len, texts)), "the chat")
+
+    def check_characters(self, characters: int, what: str) -> None:
+        """Raises ApiError 400 where `what` has more characters than can fit."""
+        if characters > self.characters:
+            raise ApiError(
+                400,
+                f"{what} has {characters:,} characters; the model's {self.positions:,} positions"
+                f" hold at most {self.characters:,}, shorten it",
+            )
 
 
 class ClassifyBody(RequestBody):

@@ -15,6 +15,8 @@ from ingot.base.errors import WrongInput
 # Of many faults in one body the first few are named; what clients send is quoted up to MAX_QUOTED
 # characters.
 MAX_FAULTS, MAX_QUOTED = 4, 80
+# No error is longer, whoever wrote it: a chat template may quote the chat that it refuses.
+MAX_MESSAGE = 1200
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -48,7 +50,8 @@ class ApiError(Exception):
         )
         # The message may quote the client, and JSON can carry surrogates, which UTF-8 cannot.
         message, param = (
-            text and text.encode(errors="replace").decode() for text in (self.message, self.param)
+            text and short(text, MAX_MESSAGE).encode(errors="replace").decode()
+            for text in (self.message, self.param)
         )
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
@@ -57,9 +60,9 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = MAX_QUOTED) -> str:
     """What a client sent, as an answer may quote it."""
-    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -84,8 +87,8 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = (
-            f"{request.method} {short(request.url.path)}: {str(error.detail).lower()}; see GET"
-            " /openapi.json for what is served"
+            f"{short(request.method)} {short(request.url.path)}: {str(error.detail).lower()}; see"
+            " GET /openapi.json for what is served"
         )
         return ApiError(error.status_code, message, headers=error.headers).response()
 
@@ -119,11 +122,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             case _ if not place:
                 line = "the body is not a JSON object; send one"
             case _:
-                given = (
-                    ""
-                    if isinstance(error.get("input"), dict | list)
-                    else f" is {error.get('input')!r:.60}"
-                )
+                sent = error.get("input")
+                sent = short(sent) if isinstance(sent, str) else sent
+                given = "" if isinstance(sent, dict | list) else f" is {sent!r:.60}"
                 line = f"`{place}`{given}: {error['msg'][0].lower()}{error['msg'][1:]}"
         param = param or place or None
         lines.append(line)

@@ -1,5 +1,5 @@
-"""Prometheus metrics, and the middleware that every request passes: request metrics, API key, limit
-of the body size.
+"""Prometheus metrics, and the middleware that every request passes: request metrics, API key,
+limits of the body.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -81,6 +81,10 @@ class ServerMetrics:
 DRAIN_FACTOR = 16
 # A body that takes longer is refused: senders that never end would each keep a connection.
 BODY_S = 60.0
+# Parsing JSON is one call beside which nothing else runs, and its time goes by the values that it
+# makes, not by the length of texts: what holds more is refused unparsed. PIECE bytes are looked at
+# before others get their turn.
+MAX_VALUES, MAX_CONTAINERS, PIECE = 32_768, 16_384, 1 << 16
 
 
 class RequestMetrics:
@@ -141,32 +145,54 @@ class ApiKeyAuth:
         await self._app(scope, receive, send)
 
 
-class BodySizeLimit:
-    """Reads the whole body before the app runs, and refuses it past `max_bytes` or `timeout_s`."""
+class JsonCount:
+    """How many values a JSON body makes at most, counted piece by piece while it comes in: texts
+    are skipped, and each value follows a comma or opens a list or an object.
+    """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_S) -> None:
-        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+    def __init__(self) -> None:
+        self.values = self.containers = 0
+        self._in_text, self._escape = False, b""
+
+    def add(self, piece: bytes) -> None:
+        """Count one more piece."""
+        piece = self._escape + piece
+        # A backslash at the end escapes what the next piece begins with.
+        alone = (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        self._escape, piece = piece[len(piece) - alone :], piece[: len(piece) - alone]
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_text :: 2])
+        self._in_text ^= len(parts) % 2 == 0
+        opened = outside.count(b"[") + outside.count(b"{")
+        self.containers += opened
+        self.values += opened + outside.count(b",")
+
+
+class BodyLimit:
+    """Reads the whole body before the app runs, and refuses it past `max_bytes`, `max_values` or
+    `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_values: int = MAX_VALUES,
+        timeout_s: float = BODY_S,
+    ) -> None:
+        self._app, self._max_bytes, self._max_values = app, max_bytes, max_values
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy in front may have believed the other one of the two, and seen another request.
-            refused = ApiError(
-                400,
-                "the request has both Transfer-Encoding and Content-Length; send one of them",
-                headers={"Connection": "close"},
-            )
-            await refused.response()(scope, receive, send)
-            return
-        declared = headers.get(b"content-length", b"")
-        too_long = declared.isdigit() and int(declared) > self._max_bytes
-        # A client that sent `Expect: 100-continue` gets the answer before it sends the body.
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = None if too_long and b"expect" in headers else await self._read(receive)
+                body = await self._whole_body(dict(scope["headers"]), receive)
+        except ApiError as refused:
+            await refused.response()(scope, receive, send)
+            return
         except TimeoutError:
             slow = ApiError(
                 408,
@@ -176,15 +202,6 @@ class BodySizeLimit:
             )
             await slow.response()(scope, receive, send)
             return
-        if body is None:
-            refused = ApiError(
-                413,
-                f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send"
-                " less, or raise serve.max_body_bytes",
-                code="body_too_large",
-            )
-            await refused.response()(scope, receive, send)
-            return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -192,21 +209,60 @@ class BodySizeLimit:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None where it is too long. After a disconnect, what was received."""
+    async def _whole_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """The body, or after a disconnect what was received. Raises ApiError over a limit."""
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy in front may have believed the other one of the two, and seen another request.
+            raise ApiError(
+                400,
+                "the request has both Transfer-Encoding and Content-Length; send one of them",
+                headers={"Connection": "close"},
+            )
+        declared = headers.get(b"content-length", b"")
+        # A client that sent `Expect: 100-continue` gets the answer before it sends the body.
+        if declared.isdigit() and int(declared) > self._max_bytes and b"expect" in headers:
+            raise self._too_long()
         chunks: list[bytes] = []
-        size = 0
-        while True:
+        size, count, refused, more = 0, JsonCount(), None, True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
-            size += len(message.get("body", b""))
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            size += len(chunk)
             if size > self._max_bytes:
+                refused = refused or self._too_long()
+            elif refused is None:
+                chunks.append(chunk)
+                refused = await self._counted(count, chunk)
+            if refused:
                 chunks.clear()
                 if size > DRAIN_FACTOR * self._max_bytes:
                     break
-            else:
-                chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                break
-        return b"".join(chunks) if size <= self._max_bytes else None
+        if refused:
+            raise refused
+        return b"".join(chunks)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than this server's limit of {self._max_bytes:,} bytes; send less,"
+            " or raise serve.max_body_bytes",
+            code="body_too_large",
+        )
+
+    async def _counted(self, count: JsonCount, chunk: bytes) -> ApiError | None:
+        """Count a chunk; the error where the body holds too much by now."""
+        for start in range(0, len(chunk), PIECE):
+            if start:
+                await asyncio.sleep(0)
+            count.add(chunk[start : start + PIECE])
+            if count.values > self._max_values or count.containers > MAX_CONTAINERS:
+                return ApiError(
+                    413,
+                    f"the body holds more than {self._max_values:,} values, or more than"
+                    f" {MAX_CONTAINERS:,} lists and objects; send it in parts, and long prompts as"
+                    " text",
+                    code="body_too_large",
+                )
+        return None

@@ -4,23 +4,26 @@ formats.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
 from ingot.serve.http.bodies import ChatBody, CompletionBody
 from ingot.serve.http.errors import ApiError
-from ingot.serve.http.service import EventStream, Service, completions
+from ingot.serve.http.service import EventStream, Service, completions, json_answer
 from ingot.serve.native.engine import Ticket
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # OpenAI's default `max_tokens` of /v1/completions.
 COMPLETION_TOKENS = 16
+# Tokens whose log-probabilities are written before other requests get their turn.
+TOKENS_AT_ONCE = 8
 
 
 class LogprobFormatter:
@@ -120,8 +123,12 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
     head = _head("cmpl", "text_completion", service.name)
     formatters = [LogprobFormatter(service.loaded.tokenizer, prompt) for prompt in prompts]
 
-    def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
-        logprobs = None if body.logprobs is None else formatters[index].completions(part.tokens)
+    async def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
+        logprobs = (
+            None
+            if body.logprobs is None
+            else await _gradually(formatters[index].completions, part.tokens)
+        )
         return {
             "index": index,
             "text": part.text,
@@ -133,10 +140,10 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
         usage = body.stream_options.include_usage
         return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, usage))
     answers = await completions(ticket, request)
-    return JSONResponse(
+    return await json_answer(
         {
             **head,
-            "choices": [choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": [await choice(index, answer) for index, answer in enumerate(answers)],
             "usage": _usage(prompts, [answer.generated for answer in answers]),
         }
     )
@@ -147,7 +154,7 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
     service.check_generates_text(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs")
-    prompt = await service.encode_chat([message.template_message() for message in body.messages])
+    prompt = await service.encode_chat(body.messages)
     ticket = service.submit(
         [prompt],
         body,
@@ -156,11 +163,11 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
     )
     formatter = LogprobFormatter(service.loaded.tokenizer, prompt)
 
-    def choice(index: int, part: CompletionChunk | Completion, **content: Any) -> dict[str, Any]:
-        logprobs = formatter.chat(part.tokens) if body.logprobs else None
+    async def choice(index: int, part: CompletionChunk | Completion, **content: Any) -> Any:
+        logprobs = await _gradually(formatter.chat, part.tokens) if body.logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish}
 
-    def delta(index: int, part: CompletionChunk) -> dict[str, Any]:
+    def delta(index: int, part: CompletionChunk) -> Awaitable[Any]:
         return choice(index, part, delta={"content": part.text} if part.text else {})
 
     if body.stream:
@@ -175,19 +182,32 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
         return EventStream(ticket, lambda: _chunks(ticket, head, delta, [prompt], usage, first))
     (answer,) = await completions(ticket, request)
     message = {"role": "assistant", "content": answer.text, "refusal": None}
-    return JSONResponse(
+    return await json_answer(
         {
             **_head("chatcmpl", "chat.completion", service.name),
-            "choices": [choice(0, answer, message=message)],
+            "choices": [await choice(0, answer, message=message)],
             "usage": _usage([prompt], [answer.generated]),
         }
     )
 
 
+async def _gradually(
+    form: Callable[[Sequence[GeneratedToken]], dict[str, Any]], tokens: Sequence[GeneratedToken]
+) -> dict[str, Any]:
+    """`form` of all tokens, a few at a time, so that other requests get their turn."""
+    whole = form(tokens[:TOKENS_AT_ONCE])
+    for start in range(TOKENS_AT_ONCE, len(tokens), TOKENS_AT_ONCE):
+        await asyncio.sleep(0)
+        for key, more in form(tokens[start : start + TOKENS_AT_ONCE]).items():
+            if more is not None:
+                whole[key].extend(more)
+    return whole
+
+
 async def _chunks(
     ticket: Ticket,
     head: dict[str, Any],
-    choice: Callable[[int, CompletionChunk], dict[str, Any]],
+    choice: Callable[[int, CompletionChunk], Awaitable[dict[str, Any]]],
     prompts: Sequence[Sequence[int]],
     with_usage: bool,
     first: dict[str, Any] | None = None,
@@ -201,7 +221,7 @@ async def _chunks(
     async for index, piece in ticket.pieces():
         generated[index] = piece.generated
         if piece.text or piece.tokens or piece.finish:
-            yield {**head, "choices": [choice(index, piece)]}
+            yield {**head, "choices": [await choice(index, piece)]}
     if with_usage:
         yield {**head, "choices": [], "usage": _usage(prompts, generated)}
 

@@ -5,6 +5,7 @@ sending the answers while watching for clients that disconnect.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,16 @@ from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest
-from ingot.serve.http.bodies import GenerationOptions
+from ingot.serve.http.bodies import ChatMessage, GenerationOptions, PromptBounds
 from ingot.serve.http.errors import ApiError, short
 from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel
 
 Answer = TypeVar("Answer")
+# A log-probability takes a hundred times the bytes of a letter, and the time to write them.
+MAX_LOGPROBS_IN_ANSWER = 65_536
+# Parts of an answer's JSON that are written before other requests get their turn.
+PARTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -63,26 +68,36 @@ class Service:
         """
         return min(default, self.settings.max_tokens) if self.loaded.kind == "decoder" else None
 
+    @functools.cached_property
+    def bounds(self) -> PromptBounds:
+        """What the prompts of a request can be at most."""
+        return PromptBounds(
+            self.settings.max_batch + self.settings.max_queue,
+            self.loaded.model.config.max_position_embeddings,
+            self.loaded.most_characters,
+        )
+
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of prompts, encoded in a thread, so that a long text does not block the
-        event loop. Raises ApiError 400 before that where so many can never fit.
+        event loop. Raises ApiError 400 before that where they can never fit.
         """
-        self.engine.check_count(len(prompts))
+        self.bounds.check(prompts)
         encode = self.loaded.encode
         return await asyncio.to_thread(
             lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         )
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat by the model's template."""
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a chat by the model's template. Raises as `encode` does."""
         if self.loaded.kind != "decoder" or self.loaded.tokenizer.template is None:
             raise ApiError(
                 400,
                 f"model `{self.name}` has no chat template; send a prompt to /v1/completions",
                 param="messages",
             )
+        self.bounds.check_chat(messages)
         return await asyncio.to_thread(
-            self.loaded.tokenizer.encode_chat, [dict(message) for message in messages]
+            self.loaded.tokenizer.encode_chat, [message.template_message() for message in messages]
         )
 
     def submit(
@@ -108,6 +123,14 @@ class Service:
                 f"max_tokens {max_tokens} is over this server's limit of {limit}; lower it, or"
                 " raise serve.max_tokens",
                 param="max_tokens",
+            )
+        items = len(prompts) * (max_tokens or limit) * (1 + (logprobs or 0))
+        if logprobs is not None and items > MAX_LOGPROBS_IN_ANSWER:
+            raise ApiError(
+                400,
+                f"the answer would hold {items:,} log-probabilities, at most"
+                f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `max_tokens`, or ask for fewer",
+                param="logprobs",
             )
         sampling, stop = (
             Sampling(options.temperature, options.top_p, options.seed, logprobs),
@@ -139,6 +162,17 @@ class Service:
         for request in requests:
             self.loaded.check(request)
         return self.engine.submit(requests)
+
+
+async def json_answer(content: Mapping[str, Any]) -> Response:
+    """An answer that may be long, written part by part, so that others get theirs meanwhile."""
+    writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    parts: list[str] = []
+    for part in writer.iterencode(content):
+        parts.append(part)
+        if len(parts) % PARTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return Response("".join(parts), media_type="application/json")
 
 
 async def completions(ticket: Ticket, request: Request) -> list[Completion]:

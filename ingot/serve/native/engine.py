@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ingot.base.progress import say
 from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
+from ingot.serve.http.bodies import check_count
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 
@@ -150,15 +151,6 @@ class ServingEngine:
         """Whether the thread runs and its steps succeed."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
-    def check_count(self, prompts: int) -> None:
-        """Raises ApiError 400 where so many prompts of one request can never fit."""
-        if prompts > self._capacity:
-            raise ApiError(
-                400,
-                f"{prompts} prompts in one request; this server takes at most {self._capacity},"
-                " send them in parts",
-            )
-
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Queue requests, all or none; call it in an event loop. They must have passed
         `Loaded.check`.
@@ -167,7 +159,7 @@ class ServingEngine:
             ApiError: 429 where the queue is full, 400 where so many requests can never fit, 503
                 while the server is stopping.
         """
-        self.check_count(len(requests))
+        check_count(len(requests), self._capacity)
         ticket = Ticket(self, requests)
         with self._condition:
             if self._stopping:

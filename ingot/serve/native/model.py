@@ -6,6 +6,7 @@ early.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,10 @@ ONE_THREAD_WEIGHTS = 20_000_000
 
 # Suffixes of the names of transformers' causal model classes.
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
+
+# How much longer texts may be of tokenizers that drop characters: indented source code is mostly
+# spaces.
+LOSSY = 4
 
 InProcessEngine = Literal["native", "transformers"]
 
@@ -105,6 +110,14 @@ def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = Fals
     return checked
 
 
+def most_characters(tokenizer: Tokenizer, positions: int) -> int:
+    """Characters of the longest text whose tokens fit into `positions`: each of them is the
+    longest one. A tokenizer that drops or joins characters (spaces, accents) gets LOSSY times that.
+    """
+    exact = tokenizer.lossy_reason is None
+    return positions * tokenizer.longest_token * (1 if exact else LOSSY)
+
+
 def vocab_size_of(config: dict[str, Any]) -> int:
     """The vocabulary size of a configuration, or of its text part."""
     part = config.get("text_config")
@@ -127,6 +140,11 @@ class LoadedModel:
     created: int
     kind: ModelKind = "decoder"
     prefix: str = ""
+
+    @functools.cached_property
+    def most_characters(self) -> int:
+        """Characters of the longest text that the model could read."""
+        return most_characters(self.tokenizer, self.model.config.max_position_embeddings)
 
     @property
     def labels(self) -> tuple[str, ...]:

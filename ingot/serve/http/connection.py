@@ -1,0 +1,111 @@
+"""How the HTTP server keeps connections: senders that are slow, readers that are slow, and requests
+in a thousand pieces, none of which may cost the others their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# A request's head, or an answer that waits for its reader, that takes longer ends the connection.
+# Between two requests a connection is kept for KEEP_ALIVE_S.
+HEAD_S, READER_S, KEEP_ALIVE_S = 60.0, 60.0, 75
+MAX_HEAD_BYTES = 16 << 10
+# Bytes that are parsed before other connections get their turn. Chunks may be of a single byte, and
+# each costs as much as a large one, and so does each line of a head.
+SLICE, SLICE_IN_CHUNKS = 1 << 16, 512
+
+
+def http_config(app: Any, stop_s: int) -> uvicorn.Config:
+    """uvicorn's settings for `app`; running requests get `stop_s` when the server stops."""
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=stop_s,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection, with limits of time and of what is parsed at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unparsed = bytearray()
+        self._parsing: asyncio.Handle | None = None
+        self._head: asyncio.TimerHandle | None = None
+        self._reader: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head = self.loop.call_later(HEAD_S, self._end)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed.clear()
+        for timer in (self._parsing, self._head, self._reader):
+            if timer:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        if self._parsing is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse a slice, and the next one when others had their turn."""
+        self._parsing = None
+        size = SLICE if self._in_body() and not self._in_chunks() else SLICE_IN_CHUNKS
+        piece = bytes(self._unparsed[:size])
+        del self._unparsed[:size]
+        super().data_received(piece)
+        self._time_head()
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed:
+            self.transport.pause_reading()
+            self._parsing = self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _in_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+    def _in_chunks(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    def _time_head(self) -> None:
+        """Time runs from the first byte of a head to its last; a byte more does not prolong it."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        if waiting and self._head is None:
+            self._head = self.loop.call_later(HEAD_S, self._end)
+        elif not waiting and self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _end(self) -> None:
+        """Close the connection, after an answer where there is a half request to be answered."""
+        if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            )
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader = self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader:
+            self._reader.cancel()
+            self._reader = None
