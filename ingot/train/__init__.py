@@ -1,3 +1,3 @@
-"""Training: `trainer` is the order of life, `step` what happens in an optimizer step, hooks have
-the side effects.
+"""Training: `trainer` builds everything in order, `step` is one optimizer step, hooks hold the side
+effects.
 """

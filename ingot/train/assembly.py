@@ -1,5 +1,5 @@
-"""Puts together what surrounds the steps of an attempt: hooks in their order, metric sinks, and the
-context that all steps share.
+"""Assembles what surrounds the optimizer steps of an attempt: the hooks in order, the metric sinks
+and the context that all steps share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ingot.train.step import DropoutSeeds, Hook, SpikeDetector, StepContext
 
 @dataclass(frozen=True)
 class TrainingProcess:
-    """What stays as it is while this process lives, however often training goes back."""
+    """What lives as long as this process, across roll-backs to earlier checkpoints."""
 
     recipe: Recipe
     mesh: Mesh
@@ -46,14 +46,14 @@ class TrainingProcess:
     bucket: BucketMirror | None
 
     def any_rank_asked(self) -> bool:
-        """Whether any rank is asked to stop. Collective."""
+        """Whether any rank has received a request to stop. Collective."""
         self.heart.beat()
         return any(self.mesh.agree(float(self.signals.signum != 0)))
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """The side effects of an attempt, and those of them that are asked for by name."""
+    """The hooks of an attempt; those used individually also have a field of their own."""
 
     evaluation: EvaluateHook
     samples: SampleHook
@@ -63,8 +63,8 @@ class Hooks:
     all: Sequence[Hook]
 
     def do_owed(self, start: CommittedCheckpoint | None) -> None:
-        """Do what a signal broke off at the end of the attempt before, which its checkpoint
-        says.
+        """Run the evaluation and samples that a signal cut off at the end of the previous attempt;
+        its checkpoint lists them under `owed`.
         """
         owed = start.commit.get("owed", []) if start else []
         for name, hook in (("validation", self.evaluation), ("samples", self.samples)):
@@ -75,12 +75,12 @@ class Hooks:
 
 @dataclass(frozen=True)
 class CommitFields:
-    """What a checkpoint says beside the tensors, so that a resumed training takes the same
+    """The fields of `COMMIT.json` beside the tensors, so that a resumed training makes the same
     decisions.
     """
 
     recipe: Recipe
-    """As it was given: what a roll-back left out since is told apart from its `data.skip`."""
+    """As given by the user: ranges in its `data.skip` were not added by a roll-back."""
     setup: TrainSetup
     log: LogHook
     evaluation: EvaluateHook
@@ -109,8 +109,8 @@ def make_hooks(
     start: CommittedCheckpoint | None,
     closing: ExitStack,
 ) -> Hooks:
-    """What happens after each step, in this order: skipped steps, logs, measurements, the account
-    of time, a checkpoint that knows all of it, the profiler.
+    """The hooks that run after each step, in this order: skipped steps, logging, evaluation and
+    samples, time accounting, the checkpoint (which records all of these), the profiler.
     """
     recipe, mesh = process.recipe, process.mesh
     first, commit = (start.step, start.commit) if start else (setup.begin, {})
@@ -204,7 +204,7 @@ def make_step_context(
     hooks: Hooks,
     first: int,
 ) -> StepContext:
-    """What all steps share."""
+    """The context that all steps share."""
     knobs, mesh = setup.recipe.train, process.mesh
     dropout = DropoutSeeds(state.model, setup.recipe.seed, mesh)
     control = TrainingControl(
@@ -230,8 +230,8 @@ def make_step_context(
 def open_sinks(
     recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
 ) -> list[JsonLines | FailSafeSink]:
-    """The metric sinks of rank 0; the other ranks have none. What is `owed` at the step that
-    training goes on from is written anew.
+    """The metric sinks of rank 0; other ranks have none. Metrics named in `owed` at `resume_step`
+    are written again.
     """
     if not mesh.is_main:
         return []

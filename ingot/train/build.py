@@ -1,5 +1,5 @@
-"""Builds what is trained, in the order in which it must happen: model, adapter, wrappers, masters,
-optimizer, objective; and what a run writes to beside checkpoints.
+"""Builds the training state in the order in which it must happen: model, adapter, wrappers,
+masters, optimizer, objective.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ingot.train.setup import TrainSetup
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model that owns the weights, the wrapped module that is called, and what moves the
-    weights.
+    """The model that owns the weights, the wrapped module that is called, the objectives, the
+    masters and the optimizer.
     """
 
     model: AnyModel
@@ -59,8 +59,8 @@ class TrainState:
 def build_train_state(
     plan: TrainSetup, start: CommittedCheckpoint | None, tables: Tables | None, mesh: Mesh
 ) -> TrainState:
-    """The model without weights, its adapter, the wrappers, this rank's part of the weights, the
-    optimizer, what a checkpoint brings.
+    """Build the model on the meta device, its adapter and wrappers, this rank's shard of the
+    weights and the optimizer; then load the checkpoint to resume or start from.
     """
     recipe = plan.recipe
     model = wrapped_model(
@@ -87,8 +87,8 @@ def build_train_state(
 
 
 def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
-    """The model of a blueprint, with the recipe's adapter, spread over the ranks; not `filled`:
-    with just room for its weights.
+    """The model of `model_spec` with the recipe's adapter, sharded over the ranks. `filled` False
+    allocates its weights without reading or initialising them.
     """
     recipe = plan.recipe
     model = create_model(model_spec, recipe.seed)
@@ -108,7 +108,7 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
 
 
 def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
-    """What `ingot.json` tells about where the model came from."""
+    """What `ingot.json` records about the origin of the exported model."""
     recipe, folder = plan.recipe, plan.model_spec.folder
     base = (
         None
@@ -131,7 +131,7 @@ def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Objectives:
-    """The objective on the rows that are trained on, and the same on those held out."""
+    """The objective over training rows and the same over held-out rows."""
 
     training: Objective
     held_out: Objective
@@ -144,8 +144,8 @@ def make_objectives(
     compute: Compute,
     mesh: Mesh,
 ) -> Objectives:
-    """The objective of the recipe. `teacher` is what `teacher_folder` gave, `tables` what
-    `reference_tables` did.
+    """Make the recipe's objective. `teacher` is the result of `teacher_folder`, `tables` that of
+    `reference_tables`.
     """
     frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh)
     if tables is None:
@@ -160,11 +160,10 @@ def make_objectives(
 
 
 def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
-    """A model that is only read: in the type that is computed in, without gradients, spread as the
-    student is.
+    """A frozen model in the compute dtype, without gradients, sharded as the student is.
 
-    A pipeline's stages are the student's alone: the teacher's hidden states are wanted where its
-    last layers and the head are.
+    Pipeline stages apply to the student only: the last stage, which has the head, needs all of the
+    teacher's hidden states.
     """
     if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
         return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
@@ -180,13 +179,13 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
 
 
 def _share(mesh: Mesh) -> Share:
-    """What a rank compares of a model that all read: the ranks of a node, which may have a copy of
-    its own, divide the tensors.
+    """The part of the content check done by this rank: the ranks of a node divide the tensors among
+    them, since each node may have a copy of the model.
     """
     return Share(mesh.ranks.local_rank, mesh.ranks.local_world)
 
 
 def _stage_of(mesh: Mesh) -> Mesh:
-    """The ranks that hold the same layers, as if there were no others."""
+    """The mesh without its pipeline axis: the ranks that hold the same layers."""
     parts = {name: part for name, part in mesh.parts.items() if name not in ("pipeline", "ends")}
     return replace(mesh, degrees=replace(mesh.degrees, pipeline=1), parts=parts)

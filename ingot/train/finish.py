@@ -1,5 +1,5 @@
-"""The end of a training: the best checkpoint where that is asked for, and the model folder that all
-later steps use.
+"""The end of training: load the best checkpoint if the recipe asks for it, and export the model
+folder that later steps use.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ingot.train.setup import TrainSetup
 def take_best(
     plan: TrainSetup, trainee: TrainState, best: int | None, reached: int, mesh: Mesh
 ) -> int:
-    """Load the weights of the best checkpoint, where one is asked for and is not the last; the step
-    of what the model now is.
+    """Load the weights of the best checkpoint, unless none is asked for or it is the last one.
+    Returns the step whose weights the model now has.
 
     Raises:
-        Failed: it was deleted or damaged.
+        Failed: the best checkpoint was deleted or is damaged.
     """
     if best is None or best == reached:
         return reached
@@ -59,8 +59,8 @@ def take_best(
 
 
 def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
-    """Write `model/`, and for an adapter `adapter/` beside it, with the weights of `step`, which is
-    committed. One rank calls it.
+    """Write `model/`, and for an adapter also `adapter/`, with the weights of `step`, which has
+    been committed. Called on one rank.
     """
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, trainee, step)
@@ -76,7 +76,7 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
         tensors=tensors,
     )
     if recipe.model.lora is not None:
-        # A name on the hub is found anywhere, a folder from anywhere on this machine.
+        # A name on the hub is valid anywhere; a path is made absolute.
         source = recipe.model.source
         base = (
             source
@@ -96,11 +96,11 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
 def _to_export(
     plan: TrainSetup, trainee: TrainState, step: int
 ) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
-    """A model and its weights, None where it has them itself.
+    """The model to export, and its weights if they are not in the model itself.
 
-    A model that is spread over ranks is read back from its checkpoint: a decoder tensor by tensor,
-    so that it is never in memory as a whole; one of transformers, whose names and ties are known to
-    the built model only, is built on this host.
+    A sharded model is read back from its checkpoint: a decoder tensor by tensor, so that it is
+    never in memory as a whole; a transformers model is built whole on this host, since only the
+    built model knows its tensor names and ties.
     """
     if _is_whole(trainee):
         trainee.masters.work_in(torch.float32)
@@ -125,8 +125,8 @@ def _to_export(
 
 
 def _is_whole(trainee: TrainState) -> bool:
-    """Whether this rank has all of the model, and nothing of it in a smaller type but what has a
-    master.
+    """Whether this rank holds the complete model, with every weight in float32 or backed by a
+    float32 master.
     """
     model = trainee.model
     rounded = any(
@@ -137,7 +137,7 @@ def _is_whole(trainee: TrainState) -> bool:
 
 
 def exported_files(folder: Path) -> list[Path]:
-    """The files by which one knows whether an export is still what it was."""
+    """The files whose hashes show whether an export has changed."""
     weights = (
         sorted(folder.glob("adapter_model*.safetensors"))
         if is_adapter(folder)

@@ -1,5 +1,5 @@
-"""What the seconds of a training go to, kept so that nothing is forgotten however it dies: in the
-heartbeat, and at each commit in the events.
+"""Accounts for the wall time of a training. The account is kept in the heartbeat and, at each
+commit, in the events, so that it survives however the process dies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ingot.checkpoints.store import committed
 from ingot.train.step import StepInfo
 
 WINDOW = 32
-"""Steps whose median duration is the usual one."""
+"""Number of recent steps whose median is the usual step duration."""
 
 
 class EventSink:
-    """Writes the events of this run, on rank 0 alone; `heart` knows which attempt it is."""
+    """Writes this run's events on rank 0; `heart` supplies the number of the attempt."""
 
     def __init__(self, events: Path, heart: HeartbeatWriter, *, is_main: bool) -> None:
         self._events, self._heart, self._is_main = events, heart, is_main
@@ -49,16 +49,16 @@ class EventSink:
 
 
 def next_attempt(events: Path) -> int:
-    """Attempts are counted by their starts, from 1."""
+    """The number of the next attempt, counted from 1 by `start` events."""
     return 1 + len([event for event in read_lines(events) if event.get("kind") == "start"])
 
 
 def record_lost_time(run: RunFolder, events: EventSink) -> None:
-    """Record what an attempt that died had done beyond its last checkpoint; by rank 0, before this
-    attempt's own first beat.
+    """Record the time that an attempt spent after its last checkpoint before it died; called on
+    rank 0 before this attempt's first heartbeat.
 
-    An attempt that ended in good order said so. Whatever machine it ran on: its file is in the run
-    folder.
+    An attempt that ended in good order left the phase "over". Heartbeat files lie in the run
+    folder, so the machine that it ran on does not matter.
     """
     beats = [
         beat
@@ -81,10 +81,10 @@ def record_lost_time(run: RunFolder, events: EventSink) -> None:
 
 
 class TimeAccount:
-    """Whatever nothing else takes of a step's wall time was the step itself.
+    """Divides wall time among uses; time within a step that no other use claims is productive.
 
-    `spent` are the seconds since the last committed checkpoint, which are lost if this process dies
-    now.
+    `heart.spent` holds the seconds since the last committed checkpoint: the time lost if the
+    process dies now.
     """
 
     def __init__(self, heart: HeartbeatWriter, events: EventSink) -> None:
@@ -95,13 +95,13 @@ class TimeAccount:
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self) -> None:
-        """The first step begins now."""
+        """Start the clock of the first step."""
         self._mark, self._elsewhere = time.monotonic(), 0.0
 
     @contextmanager
     def spending(self, what: TimeUse, phase: Phase | None = None) -> Iterator[None]:
-        """What happens within is not the step's own; in a `phase` of its own, where that takes
-        long.
+        """Book the time inside the block under `what` instead of the step; `phase` is shown in the
+        heartbeat meanwhile, for what takes long.
         """
         before, began = self.heart.phase, time.monotonic()
         if phase is not None:
@@ -121,20 +121,20 @@ class TimeAccount:
         self._spent["productive"] += own
         self._mark, self._elsewhere = now, 0.0
         if self.heart.phase == "step":
-            self._durations.append(own)  # the first one compiles, and is not usual
+            self._durations.append(own)  # the first step, which compiles, is in another phase
             self.heart.usual_s = statistics.median(self._durations)
         self.heart.spent = dict(self._spent)
         self.heart.beat("step", step=info.step, place=0)
         return False
 
     def snapshot(self, step: int) -> None:
-        """The state after `step` is being saved: once that is committed, what was spent so far is
-        safe.
+        """The state after `step` is being saved: the time spent until now is safe once that
+        checkpoint is committed.
         """
         self._kept[step] = dict(self._spent)
 
     def committed(self, saved: Saved) -> None:
-        """A checkpoint stands."""
+        """A checkpoint was committed: emit its event and subtract the time that it made safe."""
         kept = self._kept.pop(saved.step)
         self._events.emit(
             "save",
@@ -154,5 +154,5 @@ class TimeAccount:
 
 
 def since_created() -> float:
-    """Seconds since this process was made."""
+    """Seconds since this process was created."""
     return max(time.time() - float(psutil.Process().create_time()), 0.0)

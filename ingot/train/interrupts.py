@@ -1,10 +1,9 @@
-"""Requests to stop: signals, and preemption notices, which say that this machine will be taken
-away.
+"""Requests to stop: signals, and preemption notices that the machine will be reclaimed.
 
-Between two steps a request is only noted, and the loop ends at the next boundary. Where nothing is
-at stake (loading, exporting) it is followed at once, and a second request ends the process wherever
-it comes. A watchdog process sees to it that the first is followed in time: it does not depend on
-the interpreter of this one, which may be stuck in C.
+During a step a request is only recorded, and the loop ends at the next step boundary. During
+loading and exporting, where nothing can be lost, it takes effect at once. A second request ends the
+process anywhere. A watchdog process kills this one if the first request is not honoured within the
+grace period; it is separate because this interpreter may be blocked in C code.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from typing import Any
 from ingot.base.errors import Stopped
 from ingot.base.progress import say
 
-# Ctrl-C reaches a process from the terminal and again from its launcher: both are one request.
+# Ctrl-C reaches a process from the terminal and again through its launcher; both are one request.
 SAME_REQUEST_S = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STACKS = signal.SIGUSR2
-"""Asks a rank to write down where all its threads are."""
+"""Makes a rank write the stacks of all its threads."""
 
-# Reads the numbers of signals that have come to its parent, and ends when its parent does.
+# Reads the numbers of the signals that its parent received, and exits when its parent does.
 _WATCHDOG = """
 import os, select, signal, sys, time
 parent, grace, stacks = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[4])
@@ -64,8 +63,8 @@ while True:
 
 @contextlib.contextmanager
 def stacks_on_demand(logs: Path, rank: int) -> Iterator[None]:
-    """While entered, `STACKS` makes this process append the stacks of its threads to
-    `stacks-rankN.txt`, even if it is stuck in C.
+    """While entered, the signal `STACKS` makes this process append the stacks of its threads to
+    `stacks-rankN.txt`, even while it is blocked in C code.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"stacks-rank{rank}.txt").open("a") as file:
@@ -77,8 +76,8 @@ def stacks_on_demand(logs: Path, rank: int) -> Iterator[None]:
 
 
 class LeaveNow(BaseException):
-    """Training is left at once, from wherever it is, with a checkpoint committed (its step) or
-    none. Not an Exception, so that nothing on the way takes it for a failure.
+    """Unwinds training at once from wherever it is; `committed` is the step of the newest
+    checkpoint, None without one. Not an Exception, so that no handler mistakes it for a failure.
     """
 
     def __init__(self, signum: int, committed: int | None) -> None:
@@ -87,12 +86,12 @@ class LeaveNow(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 ask to stop; `signum` is the first that came, 0
-    while none has.
+    """While entered, SIGTERM, SIGINT and SIGUSR1 request a stop; `signum` is the first one
+    received, 0 until then.
 
-    When a stop was followed they stay without effect: the process is about to end with the exit
-    code that says so, and another rank, or whoever hands the request to each node, may have been
-    quicker than the signal.
+    Once a stop has been honoured the handlers stay installed and ignore further signals: the
+    process is about to end with the exit code for it, and the same request may still arrive through
+    another rank or the node's launcher.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -116,31 +115,30 @@ class StopSignals:
         assert self._watchdog.stdin is not None
         told = self._watchdog.stdin.fileno()
         os.set_blocking(told, False)
-        # The number goes to the watchdog from within the handler in C, before the interpreter comes
-        # to hear of it.
+        # The wakeup fd is written by the C-level handler, so the watchdog hears of the signal even
+        # if the interpreter never gets to run.
         self._fd_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def leave_at_once(self, committed: int | None) -> None:
-        """From here on there is nothing to save beyond the checkpoint `committed`: a signal raises
-        LeaveNow, also one that has come already.
+        """From now on a signal raises LeaveNow, including one that was already received: there is
+        nothing to save beyond the checkpoint `committed`.
         """
         self._leaving, self._committed = True, committed
         if self.signum:
             raise LeaveNow(self.signum, committed)
 
     def leave_between_steps(self) -> None:
-        """From here on a signal is only noted in `signum`."""
+        """From now on a signal is only recorded in `signum`."""
         self._leaving = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._followed:
             return
         if self.signum and time.monotonic() - self._since > SAME_REQUEST_S:
-            # Whatever is half-written has no marker, so leaving now loses only what was not
-            # committed.
+            # A half-written checkpoint has no marker, so exiting now loses only uncommitted work.
             os._exit(128 + number)
         if self.signum:
             return
@@ -169,14 +167,13 @@ class StopSignals:
 
 POLL_S = 1.0
 WAIT_S = 60.0
-"""How long the metadata server is asked to wait for a change before it answers; other failures are
-tried again as seldom.
+"""Long-poll timeout of the metadata server, and the pause before it is asked again after a failure.
 """
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 
 
 class PreemptionNotice:
-    """While entered, a thread looks for the notice; it never stops a run by failing itself."""
+    """While entered, a thread waits for a preemption notice; its own failures never stop a run."""
 
     def __init__(self, where: str | None) -> None:
         self._where = where
@@ -211,7 +208,7 @@ class PreemptionNotice:
 
 
 def _appears(path: Path, over: threading.Event) -> bool:
-    """Waits until `path` is there."""
+    """Wait until `path` exists; False if `over` is set first."""
     while not path.exists():
         if over.wait(POLL_S):
             return False
@@ -219,16 +216,15 @@ def _appears(path: Path, over: threading.Event) -> bool:
 
 
 def _told_by_server(over: threading.Event) -> bool:
-    """Waits until the metadata server of Google Compute Engine says that the machine is being
-    pre-empted.
+    """Wait until Compute Engine's metadata server reports that the machine is being preempted;
+    False if `over` is set first. $GCE_METADATA_HOST overrides its address.
 
-    https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption;
-    $GCE_METADATA_HOST is its address elsewhere.
+    https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption
     """
     url = f"http://{os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')}{PREEMPTED}"
     straight = urllib.request.build_opener(
         urllib.request.ProxyHandler({})
-    )  # no proxy knows this machine's own server
+    )  # the metadata server is local and not reachable through a proxy
     request = urllib.request.Request(
         f"{url}?wait_for_change=true&timeout_sec={int(WAIT_S)}",
         headers={"Metadata-Flavor": "Google"},
@@ -246,6 +242,7 @@ def _told_by_server(over: threading.Event) -> bool:
         if failed and not warned:
             warned = True
             say(f"warning: no notices of pre-emption from {url} ({failed}); trying on")
-        # An answer that came at once, whatever it was, is not asked for again and again.
+        # Pause even after an immediate answer, so that a server that does not block is not polled
+        # in a tight loop.
         over.wait(max(POLL_S - (time.monotonic() - began), WAIT_S if failed else 0.0))
     return False

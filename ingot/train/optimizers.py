@@ -1,10 +1,10 @@
-"""Optimizers over the masters of a model: which weights decay, fused kernels for float32 masters,
+"""Optimizers over the masters of a model: weight decay groups, fused kernels for float32 masters,
 and stochastic rounding for bf16 weights without a float32 copy.
 
-Stochastic rounding rounds an update up or down at random, in proportion to where it lies between
-two bf16 numbers, so that updates far smaller than their distance add up instead of being lost
-(Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of (seed, parameter name,
-optimizer step, row, column): they do not depend on resuming or on the layout.
+Stochastic rounding rounds an update up or down at random, with probabilities given by its distance
+from the two neighbouring bf16 values, so that updates far smaller than their spacing accumulate
+instead of vanishing (Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of (seed,
+parameter name, optimizer step, row, column), so they depend neither on resuming nor on the layout.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
 
 SLICE = 2**20
-"""Numbers that are updated at a time, so that what is needed in between stays small."""
+"""Elements updated at a time, which bounds the size of temporaries."""
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit
 _DISCARDED = 16
-"""Bits of a float32 that a bf16 does not have."""
+"""Low bits of a float32 that bf16 drops."""
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Float32 -> bf16, away from zero where the bits that go are more than 2^16 less `noise`
-    (int32, uniform in [0, 2^16)), else towards it.
+    """Round float32 to bf16: away from zero if the dropped 16 bits plus `noise` (int32, uniform in
+    [0, 2^16)) reach 2^16, else towards zero.
 
-    What bf16 can hold exactly stays as it is, infinities included.
+    Values that bf16 represents exactly are unchanged, infinities included.
     """
     return (
         ((values.view(torch.int32) + noise) & (-1 << _DISCARDED))
@@ -44,8 +44,8 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """The random bits of one parameter. `first_row` and `first_column` say where this rank's part
-    of it lies in the whole.
+    """The random bits of one parameter. `first_row` and `first_column` are the offset of this
+    rank's shard in the whole parameter.
     """
 
     key: int
@@ -53,8 +53,8 @@ class Noise:
     first_column: int = 0
 
     def bits(self, step: Tensor, rows: slice, columns: int) -> Tensor:
-        """int32 `[rows, columns]` in [0, 2^16), for some rows of this rank's part; `step` is one
-        number on the device.
+        """int32 `[rows, columns]` in [0, 2^16) for a slice of rows of this rank's shard; `step` is
+        a scalar on the device.
         """
         there = step.device
         row = torch.arange(
@@ -69,8 +69,8 @@ class Noise:
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    """In place: every bit of the result hangs on every bit of the input (the finaliser of
-    MurmurHash3, with constants of less bias).
+    """Hash in place so that each output bit depends on every input bit (MurmurHash3's finaliser
+    with constants of lower bias).
     """
     for shift, factor in ((16, _MIX1), (15, _MIX2)):
         bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)
@@ -80,8 +80,8 @@ def _mix_(bits: Tensor) -> Tensor:
 
 
 class Stochastic(optim.Optimizer):
-    """What AdamW and SGD have in common here. State is float32; a step with `found_inf` 1 changes
-    neither weights nor state.
+    """The base of the AdamW and SGD variants with stochastic rounding. State is float32; a step
+    with `found_inf` 1 changes neither weights nor state.
     """
 
     found_inf: Tensor | None = None
@@ -135,7 +135,7 @@ class Stochastic(optim.Optimizer):
         state["step"] += 1 - skipped
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the state that has the shape of the weights."""
+        """Names of the state tensors that have the shape of the weights."""
         raise NotImplementedError
 
     def rule(
@@ -146,14 +146,14 @@ class Stochastic(optim.Optimizer):
         gradient: Tensor,
         moments: list[Tensor],
     ) -> list[Tensor]:
-        """New weights, not yet rounded, and new moments, all float32; nothing is changed. `count`
-        is the number of this step, from 1.
+        """The new weights, not yet rounded, and the new moments, all float32; the inputs are not
+        changed. `count` is the number of this step, from 1.
         """
         raise NotImplementedError
 
 
 class StochasticAdamW(Stochastic):
-    """The formula of `torch.optim.AdamW`."""
+    """The update rule of `torch.optim.AdamW`."""
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -175,7 +175,7 @@ class StochasticAdamW(Stochastic):
 
 
 class StochasticSGD(Stochastic):
-    """The formula of `torch.optim.SGD`."""
+    """The update rule of `torch.optim.SGD`."""
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -198,7 +198,7 @@ def _noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
         hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True
     )
     first = [part.start for part in shard_slices(parameter)]
-    # A vector is one row.
+    # A vector counts as one row.
     return Noise(key, 0, *first) if len(first) == 1 else Noise(key, *first[:2])
 
 
@@ -219,8 +219,8 @@ def _slices(matrix: Tensor) -> Iterator[slice]:
 
 
 def make_optimizer(settings: OptimizerSettings, masters: Masters, seed: int = 0) -> optim.Optimizer:
-    """The optimizer that the settings name as their implementation. Matrices decay, vectors (norms,
-    biases) do not.
+    """Make the optimizer that the settings name. Weight decay applies to matrices, not to vectors
+    (norms, biases).
     """
     trained = [master.tensor for master in masters]
     matrices = [tensor for tensor in trained if tensor.ndim >= 2]
@@ -229,7 +229,7 @@ def make_optimizer(settings: OptimizerSettings, masters: Masters, seed: int = 0)
         {"params": matrices, "weight_decay": settings.matrix_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    # A stage whose layers are all kept as they are has one empty group.
+    # A pipeline stage whose layers are all frozen gets one empty group.
     groups = [group for group in groups if group["params"]] or groups[:1]
     optimizer: optim.Optimizer = settings.load_implementation()(settings, groups, masters, seed)
     return optimizer
@@ -238,8 +238,8 @@ def make_optimizer(settings: OptimizerSettings, masters: Masters, seed: int = 0)
 def adamw(
     settings: AdamW, groups: list[dict[str, Any]], masters: Masters, seed: int
 ) -> optim.Optimizer:
-    """Fused, so that a non-finite step can be skipped on the device. Masters that are bf16 are
-    rounded stochastically, by `seed`.
+    """Fused AdamW, so that a non-finite step can be skipped on the device. bf16 masters are rounded
+    stochastically, seeded with `seed`.
     """
     lr, betas, eps = settings.lr, settings.betas, settings.eps
     if masters.stochastic:
@@ -250,7 +250,7 @@ def adamw(
 def sgd(
     settings: SGD, groups: list[dict[str, Any]], masters: Masters, seed: int
 ) -> optim.Optimizer:
-    """Fused, and rounded, as `adamw` is."""
+    """Fused SGD; bf16 masters are rounded stochastically as in `adamw`."""
     lr, momentum = settings.lr, settings.momentum
     if masters.stochastic:
         return StochasticSGD(groups, {"lr": lr, "momentum": momentum}, masters, seed)

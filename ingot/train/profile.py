@@ -1,5 +1,5 @@
-"""A trace of a few steps by torch's profiler, one file a rank in `profile/`; nothing is asked of
-any other step.
+"""Traces a few steps with torch's profiler into `profile/`, one file per rank; other steps have no
+overhead.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ VIEWER = "https://ui.perfetto.dev"
 
 
 class ProfileHook:
-    """Traces the steps `begin` to `end`, counted from 1: what they do on host and device, loading,
-    hooks and checkpoints included.
+    """Traces steps `begin` to `end` (from 1) on host and device, including data loading, hooks and
+    checkpoints.
 
-    Make it right before the loop turns: a trace that begins with the first step begins here. The
-    last of the hooks, so that what the others do after step `begin - 1` is not in it. A training
-    that goes on in the midst of these steps traces those that are left.
+    Create it right before the loop starts, since a trace that begins with the first step starts
+    here. It must be the last hook, so that the other hooks' work after step `begin - 1` is not
+    traced. A training resumed within the range traces the remaining steps.
 
     Args:
         knobs: which steps.
-        folder: of the traces, `profile/` in the run folder; made when there is one.
-        done: steps that are done already.
+        folder: where traces go, `profile/` in the run folder; created on the first write.
+        done: steps that are already done.
         last: the last step of this training.
 
     Raises:
@@ -59,7 +59,7 @@ class ProfileHook:
         return False
 
     def close(self) -> None:
-        """Write what there is, where training ended before the last of these steps."""
+        """Write what was traced if training ended before the last of these steps."""
         self._unmark()
         self._finish()
         if self._reached < self.knobs.begin and self.mesh.is_main:
@@ -69,7 +69,7 @@ class ProfileHook:
             )
 
     def _before(self, step: int) -> None:
-        """Step `step` comes next."""
+        """Called before step `step`."""
         if not self.knobs.begin <= step <= self.knobs.end:
             return
         if self._trace is None:
@@ -90,12 +90,12 @@ class ProfileHook:
         trace, self._trace = self._trace, None
         trace.stop()
         if self._reached < self._first:
-            return  # not one step was done
+            return  # no step was completed
         path = self.folder / f"steps{self._first}-{self._reached}-rank{self.mesh.rank}.json.gz"
         try:
             _write(trace, path)
         except (IngotError, OSError) as error:
-            # A picture that could not be kept is no reason to stop training.
+            # Training continues without the trace.
             say(
                 f"warning: the trace of steps {self._first:,} to {self._reached:,} is lost: {error}"
             )
@@ -108,7 +108,7 @@ class ProfileHook:
 
 
 def profile_hooks(setup: TrainSetup, mesh: Mesh, first: int) -> list[ProfileHook]:
-    """The profiler of a training that begins with step `first`, where it is asked for."""
+    """The profiler hook if the recipe asks for one; `first` steps are already done."""
     knobs = setup.recipe.train.profile
     if knobs is None:
         return []
@@ -119,7 +119,7 @@ def profile_hooks(setup: TrainSetup, mesh: Mesh, first: int) -> list[ProfileHook
 def _write(trace: profile, path: Path) -> None:
     partial = path.with_name(
         f".{path.name}.partial-{os.getpid()}.gz"
-    )  # the ending makes torch compress it
+    )  # the suffix .gz makes torch compress it
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

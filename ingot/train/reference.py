@@ -1,5 +1,5 @@
-"""What a reference model thinks of preferences: computed once, before the policy is there, and kept
-beside the prepared columns.
+"""A reference model's log-probabilities of preference pairs, computed once before the policy is
+built and cached beside the prepared columns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class Tables(NamedTuple):
-    """Summed log-probabilities of (chosen, rejected) by row, float32 `[rows, 2]`; NaN where nobody
-    asked.
+    """Summed log-probabilities of (chosen, rejected) by row, float32 `[rows, 2]`; NaN for rows that
+    were not computed.
     """
 
     training: Tensor
@@ -53,11 +53,10 @@ class Tables(NamedTuple):
 
 
 def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
-    """The tables that this training needs, those rows only that it comes to; None unless the
-    objective has a reference.
+    """The reference's log-probabilities for the rows that this training uses; None unless the
+    objective needs a reference.
 
-    Every rank calls it. What was computed before, by an interrupted or a shorter training, is not
-    computed again.
+    Collective. Rows computed before, by an interrupted or shorter training, are reused.
 
     Raises:
         WrongInput: there is no such reference, or it does not fit the tokenizer or the rows.
@@ -92,8 +91,8 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     ]
     made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
     model.clear()
-    # a sharded model and its hooks hold each other; without this it would lie beside the policy for
-    # a while
+    # A sharded model and its hooks form a reference cycle; without this its memory would still be
+    # held while the policy is built.
     gc.collect()
     return Tables(*(torch.from_numpy(table) for table in made))
 
@@ -117,8 +116,8 @@ def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
 
 
 def _starts_elsewhere(plan: TrainSetup, model_spec: ModelSpec) -> bool:
-    """Whether the reference is the policy as another run left it, rather than as its source has
-    it.
+    """Whether the reference is the policy as trained by another run (`origin`), not as its source
+    has it.
     """
     return (
         model_spec is plan.model_spec and plan.origin is not None and plan.recipe.model.lora is None
@@ -126,7 +125,7 @@ def _starts_elsewhere(plan: TrainSetup, model_spec: ModelSpec) -> bool:
 
 
 def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
-    """What decides about the numbers of a table."""
+    """A fingerprint of everything that determines the numbers in a table."""
     weights: dict[str, Any]
     if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         weights = {"checkpoint": plan.origin.commit["files"]}
@@ -134,7 +133,7 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
         weights = {"seed": plan.recipe.seed}
     else:
         weights = {"model": model_hash(model_spec.folder)}
-    # The configuration beside it: `model.config` may have changed what the weights say.
+    # The configuration is included because `model.config` may override what the weights came with.
     about = {
         "config": model_spec.config.to_hf(),
         "data": plan.rows.fingerprint,
@@ -145,7 +144,7 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
 
 
 def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
-    """The reference, spread over the ranks as the policy is going to be."""
+    """The reference model, sharded as the policy will be."""
     model = apply_wrappers(
         create_model(model_spec, plan.recipe.seed),
         mesh,
@@ -165,8 +164,8 @@ def _table(
     mesh: Mesh,
     opened: Callable[[], AnyModel],
 ) -> Floats:
-    """The table of one split with all `wanted` rows in it, read or computed; each share of the
-    ranks that share batches computes a share.
+    """One split's table with all `wanted` rows present, read from disk or computed; each
+    data-parallel rank computes its share.
     """
     table = mesh.from_main(lambda: _read(path, len(rows)))
     missing = wanted[np.isnan(table[wanted]).any(axis=1)]
@@ -174,7 +173,7 @@ def _table(
         return table
     data, micro_batch = mesh.data, plan.batch.micro_batch
     mine = missing[data.rank :: data.world].tolist()
-    # All ranks look equally often: a model that is spread over them is gathered for each look.
+    # Equally many forward passes on every rank: a sharded model is gathered by collectives in each.
     looks = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
     nothing = next(fixed_batches(rows, [0], micro_batch))
     nothing = replace(nothing, rows=torch.full_like(nothing.rows, -1))
@@ -211,7 +210,7 @@ def _table(
 
 
 def _read(path: Path, rows: int) -> Floats:
-    """A table of an earlier training; one with nothing in it where there is none."""
+    """The table of an earlier training; all NaN if there is none that fits."""
     try:
         table = np.load(path)
     except (FileNotFoundError, ValueError, EOFError):

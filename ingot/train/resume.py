@@ -1,5 +1,5 @@
-"""Where training starts: from nothing, from the newest valid checkpoint here or in the bucket of
-`checkpoint.upload`, or not at all because the recipe has changed.
+"""Finds where training starts: at step 0, or from the newest valid checkpoint on disk or in the
+bucket of `checkpoint.upload`; refuses to start if the recipe has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
 
 LEFT_OUT = "left_out.json"
-"""In the run folder: which samples a training has left out by itself."""
+"""File in the run folder that lists the samples a roll-back has left out."""
 
 
 def find_start(
@@ -45,16 +45,16 @@ def find_start(
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
 ) -> CommittedCheckpoint | None:
-    """The checkpoint to go on from, or None to start from the first step.
+    """The checkpoint to resume from, or None to start from the first step.
 
-    A finished training with another recipe is set aside under `earlier/`, and brought back when the
-    recipe is. Knobs among `allow` may differ; `on_change` is then called with what does.
-    `before_anew` is called where training begins anew, before anything is set aside: what it raises
-    leaves everything as it is.
+    A finished training with another recipe is moved to `earlier/`, and brought back when its recipe
+    is used again. Knobs in `allow` may differ; `on_change` is then called with the differences.
+    `before_anew` is called before anything is moved when training starts anew; if it raises,
+    nothing has changed.
 
     Raises:
-        WrongInput: an unfinished training lies here and its recipe differs; names what changed.
-        Failed: there are checkpoints, and not one is whole.
+        WrongInput: an unfinished training with a different recipe lies here; names what changed.
+        Failed: there are checkpoints, and all are damaged.
     """
     found = None if fresh else newest_valid(run.checkpoints)
     if found is not None:
@@ -85,7 +85,7 @@ def find_start(
 def _refused(
     run: RunFolder, found: CommittedCheckpoint, identity: dict[str, Any], differ: list[str]
 ) -> WrongInput:
-    """What changed, and the two ways on."""
+    """The error for a changed recipe: what changed, and the ways to continue."""
     changed = "; ".join(changes(found.commit["identity"], identity))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
     way = (
@@ -101,8 +101,8 @@ def _refused(
 
 
 def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str, Any]:
-    """An identity without the ranges of samples to skip that training has not come to yet: those
-    may be another choice now.
+    """The identity without the `data.skip` ranges that training has not reached yet: those may
+    still be changed.
     """
     skipped = found.commit["identity"].get("data.skip", [])
     place = sequence_position(
@@ -116,7 +116,7 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
 
 
 def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Move checkpoints and what was logged with them out of the way; nothing is deleted."""
+    """Move checkpoints and their logs to `earlier/`; nothing is deleted."""
     if not run.checkpoints.exists() and not (run.root / LEFT_OUT).exists():
         return
     name = fingerprint(dict(identity))
@@ -147,8 +147,8 @@ def earlier(run: RunFolder) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Checkpoints go last when set aside and come last when brought back: without them the rest is
-    only logs.
+    """Move a training between folders. Checkpoints are moved last in either direction: a folder
+    without them counts as logs only.
     """
     target.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints"):
@@ -159,26 +159,26 @@ def _move(source: Path, target: Path) -> None:
 
 
 NOTED = ("metrics.jsonl", "events.jsonl", LEFT_OUT)
-"""What rank 0 writes beside checkpoints that a training goes on with."""
+"""Files that rank 0 writes beside the checkpoints and that a resumed training needs."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0)
 
 
 def open_mirror(
     recipe: Recipe, mesh: Mesh, closing: ExitStack, *, again: bool
 ) -> BucketMirror | None:
-    """The bucket of `checkpoint.upload`, leased by rank 0 until `closing`; None where none is asked
-    for. Collective.
+    """The bucket of `checkpoint.upload`, with its lease held by rank 0 until `closing` closes; None
+    if the recipe has none. Collective.
 
-    `again`: an attempt before this one may have died, on another machine even, and left its lease,
-    whose life is waited for.
+    `again`: an earlier attempt may have died, possibly on another machine, without releasing its
+    lease; wait until that expires.
 
     Raises:
-        Failed: another run writes there.
+        Failed: another run holds the lease.
     """
     if recipe.checkpoint.upload is None:
         return None
     replica, root = os.environ.get(REPLICA_VARIABLE), recipe.folder.root
-    # A checkpoint vouches for what was noted up to its step, wherever training goes on from it.
+    # A checkpoint implies the logs up to its step, on whatever machine training resumes.
     mirror = BucketMirror(
         recipe.checkpoint.upload,
         before_commit=(lambda: _send_noted(root, replica)) if replica else lambda: None,
@@ -192,8 +192,8 @@ def open_mirror(
 
 
 def _send_noted(root: Path, replica: str) -> None:
-    """Again, where another job of this run (an evaluation) sent something in the same moment: each
-    keeps what is the other's.
+    """Push the logs to the replica; retry when another job of this run (an evaluation) pushed at
+    the same moment. Each push keeps the other's files.
     """
     for wait_s in (*AGAIN_S, None):
         try:
@@ -206,20 +206,22 @@ def _send_noted(root: Path, replica: str) -> None:
 
 
 def fetch_missing(mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh) -> None:
-    """Fetch the newest checkpoint where only the bucket has it whole, on every node. Collective."""
+    """Fetch the newest checkpoint on every node that lacks it, if only the bucket has it intact.
+    Collective.
+    """
     if mirror is None:
         return
     mesh.from_main(lambda: fetch_newer(mirror, checkpoints))
     if mesh.ranks.local_rank == 0 and not mesh.is_main:
-        fetch_newer(mirror, checkpoints)  # nothing to do where all nodes share a disk
+        fetch_newer(mirror, checkpoints)  # does nothing if the nodes share a disk
     mesh.barrier()
 
 
 def send_missing(
     mirror: BucketMirror | None, start: CommittedCheckpoint | None, mesh: Mesh
 ) -> None:
-    """Send what the bucket has not yet of the training that goes on from `start`: an attempt was
-    stopped in between. Collective.
+    """Upload the newest checkpoint if the bucket lacks it, because an earlier attempt ended before
+    its upload did. Collective.
     """
     if mirror is not None and start is not None:
         mesh.from_main(lambda: send_newest(mirror, start.folder.parent))
@@ -228,8 +230,8 @@ def send_missing(
 def complete(
     mirror: BucketMirror | None, checkpoints: Path, reached: int, best: int | None, mesh: Mesh
 ) -> None:
-    """Fetch what other nodes, with disks of their own, have written of the checkpoints that an
-    export reads: the last one on the first node, the best one on every node. Collective.
+    """Fetch the files that other nodes wrote to their own disks for the checkpoints that an export
+    reads: the last one on the first node, the best one on every node. Collective.
     """
     if mirror is not None and mesh.ranks.local_rank == 0:
         for step in sorted(
@@ -244,8 +246,8 @@ def complete(
 
 
 def refuse_others(mirror: BucketMirror | None) -> None:
-    """Raises WrongInput where another training's checkpoints lie in the bucket: they would be taken
-    for this one's later on.
+    """Raises WrongInput if the bucket holds checkpoints of another training: they would later be
+    mistaken for this one's.
     """
     if mirror is not None and (step := mirror.newest()) is not None:
         raise WrongInput(

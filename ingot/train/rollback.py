@@ -1,5 +1,5 @@
-"""Steps that are not taken: which, what too many of them lead to, and the data that is left out
-when training goes back.
+"""What follows too many skipped steps in a row: the end of training, or a roll-back to a checkpoint
+with the data of those steps left out from then on.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ingot.train.resume import LEFT_OUT
 from ingot.train.setup import TrainSetup
 
 Span = tuple[int, int]
-"""A range [first, after) of the order's sequence, as `data.skip` has it."""
+"""A range [first, after) of positions in the sample order, as in `data.skip`."""
 
 
 class RolledBack(Exception):
-    """Training goes on from an earlier checkpoint, the data of the bad steps left out."""
+    """Training must restart from an earlier checkpoint with the data of the bad steps left out."""
 
 
 def roll_back(
     bad: TooManySkipped, plan: TrainSetup, checkpoint: CheckpointHook, mesh: Mesh, events: EventSink
 ) -> RolledBack | Failed:
-    """What too many skipped steps lead to, to be raised: the end of training, or going back, the
-    data of the bad steps noted as left out.
+    """The exception to raise after too many skipped steps: Failed to end training, or RolledBack
+    once the data of the bad steps has been recorded as left out.
 
-    Collective, the same on every rank.
+    Collective; the same on every rank.
     """
     knobs, count = plan.recipe.train.skip, bad.last - bad.first + 1
     what = (
@@ -53,8 +53,8 @@ def roll_back(
             " data out"
         )
     checkpoint.wait()
-    # What a checkpoint has behind it cannot be left out any more; it took no harm from steps that
-    # were not taken.
+    # Data that a checkpoint has already passed cannot be left out any more. That does no harm:
+    # skipped steps did not change the weights.
     begin = max(bad.first, checkpoint.saved)
     if begin > bad.last:
         return Failed(
@@ -77,8 +77,8 @@ def roll_back(
 
 
 def with_left_out(plan: TrainSetup, mesh: Mesh) -> TrainSetup:
-    """The plan without the data that earlier attempts at this same training have left out.
-    Collective: nodes may have a disk each.
+    """The setup without the data that earlier attempts at this same training have left out.
+    Collective, since each node may have its own disk.
     """
     spans = mesh.from_main(lambda: _so_far(plan))
     if not spans:
@@ -93,13 +93,13 @@ def with_left_out(plan: TrainSetup, mesh: Mesh) -> TrainSetup:
 
 
 def left_out(plan: TrainSetup, recipe: Recipe) -> list[Span]:
-    """What `plan` leaves out beyond what the recipe itself does."""
+    """The ranges that `plan` leaves out in addition to the recipe's own `data.skip`."""
     return [span for span in plan.recipe.data.skip if span not in recipe.data.skip]
 
 
 def _so_far(plan: TrainSetup) -> list[Span]:
-    """What is noted; where the note was lost with its machine, it is written anew from the newest
-    checkpoint, which knows what it has behind it.
+    """The recorded ranges. If the file was lost with its machine, it is restored from the newest
+    checkpoint, which also records them.
     """
     path = _file(plan.recipe.folder)
     spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
@@ -113,10 +113,10 @@ def _so_far(plan: TrainSetup) -> list[Span]:
 
 
 def leave_out(plan: TrainSetup, span: Span) -> None:
-    """Note for all attempts to come that `span` is left out.
+    """Record for all later attempts that `span` is left out.
 
     Raises:
-        Failed: training went back too often.
+        Failed: training has rolled back too often.
     """
     path, most = _file(plan.recipe.folder), plan.recipe.train.skip.rollbacks
     spans = _read(path, plan)
@@ -144,7 +144,7 @@ def _read(path: Path, plan: TrainSetup) -> list[Span]:
             f"{path} says which data is left out and cannot be read ({error}); restore it, or start"
             " over with --fresh"
         ) from None
-    # Another training that lies here, of a recipe from before, has left out what is not this one's.
+    # A file of another training (an earlier recipe) does not apply to this one.
     return (
         [(int(first), int(after)) for first, after in content["spans"]]
         if content["of"] == _same_training(plan.identity)

@@ -1,5 +1,5 @@
-"""Learning-rate schedules: a linear warm-up, then the curve of a kind behind the door `schedule`,
-as a pure function of the step.
+"""Learning-rate schedules: linear warm-up, then the curve of the schedule's kind (a door), as a
+pure function of the step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from ingot.config.sections.training import ScheduleSettings
 
 
 class LearningRate:
-    """The learning rate of step `step` (from 0) of `total`, called with the step.
+    """The learning rate of step `step` (from 0) out of `total`.
 
-    Warm-up rises linearly and reaches `peak` with its last step, never being zero; the curve then
-    reaches its end with the last step of all.
+    Warm-up rises linearly from above zero and reaches `peak` at its last step; the curve reaches
+    its final value at the last step of training.
 
     Raises:
         WrongInput: there is no such kind of schedule.
@@ -35,16 +35,16 @@ class LearningRate:
 
 
 def cosine(settings: ScheduleSettings, share: float) -> float:
-    """Half a cosine from 1 to `min_ratio`."""
+    """Half a cosine period from 1 down to `min_ratio`."""
     decayed = (1 + math.cos(math.pi * share)) / 2
     return settings.min_ratio + (1 - settings.min_ratio) * decayed
 
 
 def linear(settings: ScheduleSettings, share: float) -> float:
-    """A straight line from 1 to `min_ratio`."""
+    """Linear from 1 to `min_ratio`."""
     return settings.min_ratio + (1 - settings.min_ratio) * (1 - share)
 
 
 def constant(settings: ScheduleSettings, share: float) -> float:
-    """1 throughout."""
+    """1 at every step."""
     return 1.0

@@ -1,4 +1,4 @@
-"""Everything about a training that is settled before anything large is loaded: making a setup
+"""Everything about a training that is decided before anything large is loaded. Making a setup
 checks recipe, data, tokenizer, model, teacher, device and ranks against each other.
 """
 
@@ -41,7 +41,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 
 def computing_type(recipe: Recipe, device: torch.device) -> Compute:
-    """The format of matrix products. Raises WrongInput where weights are of another."""
+    """The dtype of matrix products. Raises WrongInput if the weights need another one."""
     knobs = recipe.precision
     asked = "bf16" if knobs.compute == "auto" and knobs.master == "stochastic" else knobs.compute
     compute = resolve_compute(asked, device)
@@ -54,8 +54,8 @@ def computing_type(recipe: Recipe, device: torch.device) -> Compute:
 
 
 def check_memory(recipe: Recipe, kind: ModelKind, degrees: Degrees) -> None:
-    """Raises WrongInput where activations or weights cannot be kept, or layers not be compiled, as
-    asked.
+    """Raises WrongInput if the recipe's compilation, activation recomputation or weight offload is
+    not possible with this model and layout.
     """
     memory = recipe.memory
     if recipe.train.compile and degrees.tensor > 1:
@@ -79,7 +79,7 @@ def check_formats(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Raises WrongInput where float8 is asked for and cannot be had."""
+    """Raises WrongInput if float8 is asked for but not available."""
     if recipe.precision.float8 == "none":
         return
     sides = 2 if recipe.documents == "preference" else 1
@@ -102,7 +102,7 @@ def check_formats(
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """What is trained on what, for how long."""
+    """What is trained, on which data and for how many steps, fully resolved."""
 
     recipe: Recipe
     batch: BatchPlan
@@ -115,17 +115,17 @@ class TrainSetup:
     form, and nothing is measured on them.
     """
     origin: CommittedCheckpoint | None
-    """The checkpoint of another run that training starts from."""
+    """The checkpoint of another run that training starts from (`train.start_from`)."""
     begin: int
-    """Step at which training begins when nothing is resumed."""
+    """First step when nothing is resumed."""
     last: int
-    """Step at which it ends."""
+    """Total number of steps, at which training ends."""
     compute: Compute
     identity: dict[str, Any]
 
     @property
     def wrapping(self) -> WrapSettings:
-        """How the model is spread and run."""
+        """How the model is sharded, compiled and run."""
         recipe = self.recipe
         return WrapSettings(
             recipe.parallel, recipe.memory, recipe.precision, self.compute, recipe.train.compile
@@ -133,7 +133,7 @@ class TrainSetup:
 
     @property
     def order(self) -> SampleOrder:
-        """Which row is which sample."""
+        """The mapping from sample number to row number."""
         rows, data = self.rows, self.recipe.data
         return SampleOrder(
             rows.sizes,
@@ -146,7 +146,7 @@ class TrainSetup:
 
     @property
     def tokens_per_sample(self) -> int:
-        """Positions that one sample takes, padding included."""
+        """Token positions per sample, padding included."""
         data = self.recipe.data
         match self.recipe.documents:
             case "text" | "chat" | "labelled":
@@ -160,7 +160,7 @@ class TrainSetup:
 
 
 def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
-    """Raises WrongInput when recipe, data, tokenizer, model and ranks do not fit together."""
+    """Raises WrongInput if recipe, data, tokenizer, model and ranks do not fit together."""
     check_held_out(recipe, "train")
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     prepared = prepared_for(recipe)
@@ -206,7 +206,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
 
 
 def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh) -> None:
-    """Raises WrongInput where the layout, memory or adapter does not fit the model."""
+    """Raises WrongInput if layout, memory settings or adapter do not fit the model."""
     if model_spec.kind == "decoder":
         config = model_spec.config.to_hf()
         check_layout(recipe.parallel, mesh.world, config, recipe.data.seq_len)
@@ -221,7 +221,7 @@ def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh) -> None:
 
 
 def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:
-    """Raises WrongInput where the columns were made with another tokenizer."""
+    """Raises WrongInput if the columns were prepared with another tokenizer."""
     if tokenizer.identity() == prepared.tokenizer:
         return
     is_template = tokenizer.template_identity != prepared.template
@@ -233,8 +233,8 @@ def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenize
 
 
 def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
-    """The rows of a split. Training rows are weighted by source, and drawn by parts where there is
-    a window; held-out ones are all measured, so the last one is padded.
+    """The rows of a split. Training rows are weighted by source, and drawn part by part with
+    `data.window`. Held-out rows are all evaluated, so the last one is padded.
     """
     data, is_train = recipe.data, split == "train"
     return open_rows(
@@ -250,7 +250,7 @@ def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
 
 
 def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: int) -> None:
-    """Raises WrongInput where the rows do not fill a batch, or no step is left to do."""
+    """Raises WrongInput if there are too few rows for a batch, or no step left to train."""
     if rows < batch.global_batch:
         raise WrongInput(
             f"{recipe.folder.columns} has {rows} training rows of"
@@ -271,7 +271,7 @@ def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: 
 
 
 def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
-    """The checkpoint to start from, and the step that training begins at."""
+    """The checkpoint to start from, and the first step."""
     knobs = recipe.train
     if knobs.start_from is None:
         return None, knobs.start_step or 0
@@ -290,10 +290,10 @@ def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
 
 
 def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
-    """The folder of the teacher; None unless the objective needs one.
+    """The teacher's folder; None unless the objective needs one.
 
     Raises:
-        WrongInput: there is none, or its tokenizer gives other ids than the student's.
+        WrongInput: there is no such model, or its tokenizer gives other ids than the student's.
     """
     teacher = recipe.objective.teacher_source
     if teacher is None:
@@ -310,13 +310,13 @@ def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
 
 
 def teacher_vocabulary(folder: Path) -> int:
-    """The width of a teacher's logits, which a student that starts from nothing takes over."""
+    """The width of the teacher's logits, which a randomly initialised student adopts."""
     return DecoderConfig.from_hf(model_config(folder), str(folder)).vocab_size
 
 
 def check_teacher(folder: Path, student: ModelSpec, recipe: Recipe) -> None:
-    """Raises WrongInput where teacher and student have vocabularies of other sizes, or the teacher
-    fewer positions than a row has tokens.
+    """Raises WrongInput if teacher and student differ in vocabulary size, or the teacher has fewer
+    positions than a row has tokens.
     """
     config = DecoderConfig.from_hf(model_config(folder), str(folder))
     if config.vocab_size != student.config.vocab_size:

@@ -1,9 +1,9 @@
-"""The loop, and all that happens in an optimizer step, in order: fetch, forward and backward,
+"""The training loop and the whole of an optimizer step, in order: fetch, forward and backward,
 reduce, clip, update, hooks.
 
-The loss is a *sum* over target tokens and its gradient is summed over micro-batches and ranks in
-float32; both are divided once, by the target count of the whole global batch. So the split of a
-batch, padding and packing never change the result.
+The loss is a *sum* over target tokens, and its gradient is summed over micro-batches and ranks in
+float32; both are divided once, by the target count of the global batch. Gradient accumulation, the
+number of ranks, padding and packing therefore never change the result.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SPIKE_WARMUP = 20
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Numbers of one step, still on the device: reading one waits for the step."""
+    """Results of one step, still on the device: reading one synchronises with the device."""
 
     loss: Tensor
-    """Mean over the targets of the global batch, nats."""
+    """Mean over the targets of the global batch, in nats."""
     grad_norm: Tensor
-    """Norm of the whole gradient before clipping."""
+    """Norm of the global gradient before clipping."""
     skipped: Tensor
-    """1.0 when no weight was changed, since loss or gradient were not finite, or the gradient a
-    spike, else 0.0.
+    """1.0 if the step changed no weight because loss or gradient was not finite or the gradient
+    norm was a spike, else 0.0.
     """
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Further metrics of the objective, means over the targets of the global batch."""
@@ -58,10 +58,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What hooks are given."""
+    """What hooks receive after each step."""
 
     step: int
-    """Steps done, this one included."""
+    """Steps done, including this one."""
     samples: int
     """Sequences in this step, over all ranks."""
     tokens: int
@@ -69,41 +69,41 @@ class StepInfo:
     outcome: StepOutcome
     lr: float
     seconds: float
-    """From the start of the step to its end on the host, waiting for data included."""
+    """Host time of the step, waiting for data included."""
 
 
 class Hook(Protocol):
     """A side effect of training."""
 
     def after_step(self, info: StepInfo) -> bool:
-        """Called on every rank after every step; True ends training, and every rank must say the
+        """Called on every rank after every step. True ends training; all ranks must return the
         same.
         """
         ...
 
     def close(self) -> None:
-        """Called once, in reverse order, however training ends."""
+        """Called once, in reverse order of the hooks, however training ends."""
         ...
 
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """Where the loop stood when it ended."""
+    """The state of the loop when it ended."""
 
     step: int
     """Steps done."""
     outcome: StepOutcome | None
-    """Of the last step; None where none was done."""
+    """Of the last step; None if no step was done."""
     stopped: bool = False
-    """Whether a request to stop ended it."""
+    """Whether a request to stop ended the loop."""
 
 
 class DropoutSeeds:
-    """Seeds dropout before each micro-batch, so that a resumed run repeats its masks.
+    """Seeds dropout before each micro-batch, so that a resumed run repeats the same masks.
 
-    The native model's masks (those of adapters) are a function of seed, step and sample. The models
-    of transformers draw theirs from torch's generator, which is seeded here for each micro-batch:
-    they depend on how the batch is dealt over ranks, but not on where the run was resumed.
+    In the native model (its adapters) masks are a function of seed, step and sample. Transformers
+    models draw from torch's generator, which is seeded here for each micro-batch: their masks
+    depend on how the batch is divided among ranks, but not on where the run was resumed.
     """
 
     def __init__(self, model: AnyModel, seed: int, mesh: Mesh) -> None:
@@ -111,9 +111,9 @@ class DropoutSeeds:
         self._adapter = lora_state(model) if isinstance(model, Decoder) else None
 
     def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
-        """Micro-batch `index` of `step` (both from 0) is computed next."""
+        """Called before micro-batch `index` of `step` (both from 0) is computed."""
         if self._adapter is not None:
-            # A preference has two rows of tensors, each with masks of its own.
+            # A preference sample is two rows of the batch, each with a mask of its own.
             sides = len(batch.tokens) // len(batch.rows)
             rows = (batch.rows[:, None] * sides + torch.arange(sides)).flatten()  # [R]
             self._adapter.begin_batch(step, rows.to(self._mesh.device))
@@ -123,8 +123,8 @@ class DropoutSeeds:
 
 
 class StepControl:
-    """Where the micro-batches of a step come from, and what may stop the loop before it. This base
-    class only fetches, which is enough for trials and proofs.
+    """Supplies the micro-batches of a step and may stop the loop before it. This base class only
+    fetches, which is enough for trial steps and proofs.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class StepControl:
         self._fetch, self._dropout = fetch, dropout
 
     def fetch(self, step: int) -> Sequence[Batch]:
-        """This rank's micro-batches of `step`, on the host."""
+        """This rank's micro-batches of `step`, in host memory."""
         return self._fetch(step)
 
     def votes(self) -> Sequence[bool]:
-        """What this rank has to tell all others before a step."""
+        """Flags of this rank that are combined over all ranks before a step."""
         return ()
 
     def must_stop(self, votes: Sequence[bool]) -> bool:
-        """Whether the loop ends before this step; of each vote, whether any rank said so."""
+        """Whether to end the loop before this step. `votes`: each flag, true if any rank set it."""
         return False
 
     def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
@@ -151,8 +151,8 @@ class StepControl:
 
 
 class SpikeDetector:
-    """Tells spikes of the gradient norm from a running mean over the steps that were taken, on the
-    device: nothing waits for the host. `state` makes a resumed run decide alike.
+    """Detects spikes of the gradient norm against a running mean over the steps taken. It works on
+    the device without synchronising; `state` makes a resumed run decide the same way.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class SpikeDetector:
         self._seen = torch.tensor(state["seen"] if state else 0.0, device=device)
 
     def judge(self, norm: Tensor, not_finite: Tensor) -> Tensor:
-        """True where this step is not to be taken: because it is `not_finite`, or its norm is a
-        spike. The norms of all other steps go into the mean.
+        """True if this step must be skipped: it is `not_finite`, or its norm is a spike. The norms
+        of all other steps enter the running mean.
         """
         spike = (self._seen >= SPIKE_WARMUP) & (norm > self._factor * self._mean)
         skipped = not_finite | spike
-        # A plain mean over the first steps, then a decaying one.
+        # A plain mean over the first steps, then an exponentially decaying one.
         share = torch.where(
             self._seen < SPIKE_WARMUP, 1 / (self._seen + 1), torch.full_like(norm, 1 - SPIKE_DECAY)
         )
@@ -178,7 +178,7 @@ class SpikeDetector:
         return skipped
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint. Waits for the device."""
+        """The values to store in the checkpoint. Synchronises with the device."""
         return {"mean": float(self._mean), "seen": float(self._seen)}
 
 
@@ -187,7 +187,7 @@ class StepContext:
     """What all steps of a training share."""
 
     module: nn.Module
-    """The wrapped model, which is called."""
+    """The wrapped model, whose forward is called."""
     objective: Objective
     masters: Masters
     optimizer: Optimizer
@@ -196,7 +196,7 @@ class StepContext:
     compute: Compute = "fp32"
     clip_norm: float | None = None
     learning_rate: Callable[[int], float] | None = None
-    """Step (from 0) -> learning rate; None leaves the optimizer as it is."""
+    """Maps the step (from 0) to the learning rate; None leaves the optimizer's rate as it is."""
     spikes: SpikeDetector | None = None
     hooks: Sequence[Hook] = ()
     samples: int = 0
@@ -207,15 +207,15 @@ class StepContext:
     def __post_init__(self) -> None:
         self.row_sharing = row_sharing(self.mesh)
         self.gradient_factor = sum_factor(self.module, self.mesh)
-        """What turns the gradients that a wrapper leaves into sums over ranks."""
+        """Factor that turns the gradients left by the wrapper into sums over ranks."""
 
 
 def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
-    """Do the optimizer steps from `first` (so many are done) until `last` are done, a hook ends
-    training, or the control stops it. This function is the whole of a step, in its order.
+    """Run optimizer steps `first` to `last` - 1 (from 0; `first` are already done), unless a hook
+    ends training or the control stops it. The whole of a step is in this function, in order.
 
     Raises:
-        WrongInput: a step has no target in its global batch.
+        WrongInput: the global batch of a step has no target.
     """
     mesh, objective, optimizer = context.mesh, context.objective, context.optimizer
     masters, control = context.masters, context.control
@@ -223,8 +223,8 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
     for step in range(first, last):
         began = time.monotonic()
 
-        # Fetch this rank's micro-batches. The hosts agree on the targets of the global batch, and
-        # on whether to stop, without waiting for a device.
+        # Fetch this rank's micro-batches. The ranks sum the target count of the global batch and
+        # combine stop votes on the host, without synchronising with a device.
         batches = control.fetch(step)
         targets, votes = global_targets(objective, batches, mesh, *control.votes())
         if control.must_stop(votes):
@@ -248,7 +248,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         per_target = context.gradient_factor / targets
         norm = masters.norm() * per_target
 
-        # Clip; and decide, on the device, whether this step is taken.
+        # Clip, and decide on the device whether this step is taken.
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if context.spikes is not None:
             skipped = context.spikes.judge(norm, skipped)
@@ -257,7 +257,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
             scale = scale * (context.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         masters.scale(scale)
 
-        # Update. Fused kernels leave weights and state alone where `found_inf` is 1.
+        # Update. Fused optimizers leave weights and state unchanged where `found_inf` is 1.
         found_inf = masters.flag_for_optimizer(skipped.float())
         optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
         optimizer.step()
@@ -266,7 +266,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
             loss, norm, skipped.float(), dict(zip(metric_sums, means, strict=True))
         )
 
-        # Hooks: every one acts, whatever another one answers.
+        # Hooks: all of them run, even if one asks to end training.
         lr, seconds = float(optimizer.param_groups[0]["lr"]), time.monotonic() - began
         info = StepInfo(step + 1, context.samples, context.tokens, outcome, lr, seconds)
         answers = [hook.after_step(info) for hook in context.hooks]
@@ -276,7 +276,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
 
 
 def train_step(context: StepContext, step: int = 0) -> StepOutcome:
-    """Step `step` alone, outside of a training."""
+    """Run step `step` alone, outside of a training."""
     outcome = run_steps(context, step, step + 1).outcome
     assert outcome is not None, "the control stopped a step that was asked for"
     return outcome
@@ -285,20 +285,20 @@ def train_step(context: StepContext, step: int = 0) -> StepOutcome:
 def global_targets(
     objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool
 ) -> tuple[int, list[bool]]:
-    """Targets of the global batch, each counted once, and for each vote of `mine` whether any rank
-    says so. Between hosts; the same on all ranks.
+    """The number of targets in the global batch, each counted once, and for each flag of `mine`
+    whether any rank set it. A host collective; the same on all ranks.
     """
     total, *votes = mesh.agree(
         sum(objective.targets(batch) for batch in batches), *map(float, mine)
     )
-    # Ranks that share the rows of others (context, tensor, pipeline) have counted the same targets.
+    # Ranks that share rows (context, tensor, pipeline axes) have all counted the same targets.
     return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
 
 
 def accumulate_gradients(
     context: StepContext, step: int, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums of loss and metrics over this rank's micro-batches; their gradients are left with the
+    """Loss and metrics summed over this rank's micro-batches; the gradients are accumulated in the
     parameters.
     """
     module, objective, mesh = context.module, context.objective, context.mesh

@@ -1,5 +1,5 @@
-"""`ingot train`: builds everything in its visible order, turns the loop, exports the result.
-Closing is the reverse.
+"""`ingot train`: builds everything in order, runs the loop, exports the result, and closes
+everything in reverse order.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ from ingot.train.step import (
 
 
 def train(recipe: Recipe, *, fresh: bool = False) -> VerbOutcome:
-    """Train, or go on training, until the recipe's last step; then export `model/`. Every rank
-    calls it.
+    """Train, or resume training, until the recipe's last step, then export `model/`. Collective.
 
     Raises:
-        WrongInput: the recipe does not fit data, model, tokenizer, ranks, or the checkpoints that
-            are there.
-        Stopped: a signal came; with a committed checkpoint the same command goes on from there.
+        WrongInput: the recipe does not fit data, model, tokenizer, ranks or existing checkpoints.
+        Stopped: a signal was received; if a checkpoint was committed, the same command resumes.
     """
     here, run = ranks(), recipe.folder
     attempt = next_attempt(run.events)
@@ -99,7 +97,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> VerbOutcome:
 
 
 def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: bool) -> VerbOutcome:
-    """Train from where the checkpoints say to the end, and export; `began` is monotonic."""
+    """Train from the newest checkpoint to the end, and export; `began` is monotonic seconds."""
     recipe, mesh, events, signals = process.recipe, process.mesh, process.events, process.signals
     with ExitStack() as closing:
         setup = make_setup(recipe, mesh) if fresh else with_left_out(make_setup(recipe, mesh), mesh)
@@ -146,7 +144,7 @@ def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: boo
         complete(process.bucket, recipe.folder.checkpoints, reached, best, mesh)
         exported = take_best(setup, state, best, reached, mesh)
         mesh.from_main(lambda: export_run(setup, state, exported))
-        # From rank 0, since nodes may have a disk each.
+        # Computed on rank 0 only, since each node may have its own disk.
         return mesh.from_main(lambda: _outcome(recipe, first, reached, exported, seconds))
 
 
@@ -180,7 +178,7 @@ def _announce(
 
 
 def _stopped(step: int | None, signum: int) -> Stopped:
-    """`step` is the checkpoint that stands, None where there is none."""
+    """The error that reports a stop; `step` is the newest checkpoint, None if there is none."""
     name = signal.Signals(signum).name
     if step is None:
         return Stopped(

@@ -1,1 +1,1 @@
-"""`train.micro_batch: auto`: the micro-batch that fits, found by trial steps on random rows."""
+"""`train.micro_batch: auto`: finds the micro-batch that fits by trial steps on random rows."""

@@ -1,5 +1,5 @@
-"""How much memory there is to take, and how much was taken: on the accelerator, or of the host for
-a process on the CPU.
+"""Available memory and peak memory use: of the accelerator, or of the host for a process on the
+CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ V1 = (
 V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PEAK_RSS = "5"
-"""What the kernel forgets the peak of the resident memory by."""
+"""Value written to `clear_refs` to reset the kernel's peak resident set size."""
 
 
 class HostMemory(NamedTuple):
-    """Bytes that are used, and that there are, of this machine or of the container, whichever
-    leaves less.
-    """
+    """Bytes used and bytes in total, of the machine or of the container, whichever has less free."""
 
     used: int
     total: int
@@ -47,8 +45,8 @@ def host_memory(cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def _container(root: Path, limit: str, usage: str, stat: str, cache: str) -> HostMemory | None:
-    """What a control group is held to; the pages of files that it would give back are not counted
-    as used.
+    """Usage and limit of a control group. Page cache that the kernel can reclaim is not counted as
+    used.
     """
     with contextlib.suppress(OSError, ValueError):
         total, used = int((root / limit).read_text()), int((root / usage).read_text())
@@ -58,8 +56,8 @@ def _container(root: Path, limit: str, usage: str, stat: str, cache: str) -> Hos
 
 
 def room_bytes(device: torch.device, local_world: int) -> int:
-    """The most that this process may come to hold, what it holds already included; on a CPU the
-    processes share what is free.
+    """The most memory that this process may hold, including what it holds now; on a CPU the
+    processes of a node share what is free.
     """
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
@@ -68,8 +66,8 @@ def room_bytes(device: torch.device, local_world: int) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """From here on `peak_bytes` is about what comes; where the system cannot forget, it stays the
-    most of all time.
+    """Reset the peak that `peak_bytes` reports; where the system cannot, it remains the peak over
+    the life of the process.
     """
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
@@ -79,7 +77,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held since `forget_peak`."""
+    """The peak memory of this process since `forget_peak`."""
     if device.type == "cpu":
         with contextlib.suppress(OSError, StopIteration, ValueError):
             line = next(
@@ -90,7 +88,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is memory that lacked; torch says so of a CPU in words alone."""
+    """Whether an error means that memory ran out; on a CPU torch says so only in the message."""
     return isinstance(
         error, MemoryError | torch.OutOfMemoryError
     ) or "can't allocate memory" in str(error)

@@ -1,10 +1,10 @@
-"""`train.micro_batch: auto`: the largest micro-batch that fits, or on a CPU the fastest of those;
-found by open_trial, once per run folder.
+"""`train.micro_batch: auto`: the largest micro-batch that fits, or on a CPU the fastest one;
+searched with trial steps once per run folder.
 
-What is chosen decides about memory and time, never about results. Sizes rise in powers of two, each
-a step of the real trainee on made-up rows. Activations grow with the rows, so from two sizes
-follows what the next one would take, and none is tried that would
-not fit: a rank that runs out of memory leaves the others waiting.
+The choice affects memory and time, never results. Sizes grow in powers of two, each tried with
+steps of the real training state on random rows. Activation memory is linear in the rows, so the use
+of the next size is extrapolated from the last two, and a size that would not fit is not tried: a
+rank that runs out of memory would leave the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -38,30 +38,29 @@ from ingot.train.micro_batch.trial import Trial, let_go, open_trial, with_made_u
 from ingot.train.setup import make_setup
 
 MOST = {"cpu": 0.7}
-"""Share of the memory that may be taken, by type of device. A CPU's is shared with whatever else
-runs there.
+"""Largest share of memory that may be used, by device type. A CPU's memory is shared with other
+programs.
 """
 MOST_ELSEWHERE = 0.9
 TRIED_ROWS = 8
-"""Rows of a trial step, as far as there are so many: the optimizer then weighs alike for small
-sizes, and speeds compare.
+"""Rows of a trial step if a rank has that many: small sizes then take several micro-batches, so
+that the optimizer's cost weighs the same in each and speeds are comparable.
 """
 AS_FAST = 0.97
-"""A share of the best speed that counts as no slower: clocks differ by so much from one time to the
-next.
+"""A speed of at least this share of the best counts as equal; timings vary that much between runs.
 """
 OUT = 1e9
-"""The share that stands for memory that ran out."""
+"""Stands for the memory share of a size that ran out of memory."""
 NO_GAIN = 2
-"""Sizes in a row that were no faster than a smaller one, after which larger ones are not tried on a
-CPU.
+"""On a CPU, larger sizes are not tried after this many in a row that were no faster than a smaller
+one.
 """
 
 
 @dataclass(frozen=True)
 class TriedMicroBatch:
-    """What one size took. `share`: of the memory there is, on the rank where it is tightest; above
-    1 where it ran out.
+    """The measurement of one size. `share`: peak memory over available memory on the rank where it
+    is highest; above 1 if memory ran out.
     """
 
     micro_batch: int
@@ -71,7 +70,7 @@ class TriedMicroBatch:
 
 @dataclass(frozen=True)
 class FoundMicroBatch:
-    """The size, why it is this one, and what was tried."""
+    """The chosen size, the reason, and the sizes tried."""
 
     micro_batch: int
     why: str
@@ -79,11 +78,11 @@ class FoundMicroBatch:
 
 
 def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
-    """What `train.micro_batch: auto` means for this recipe on these devices; the number itself
-    where it is one. Every rank calls it.
+    """The number that `train.micro_batch: auto` means for this recipe on these devices; a given
+    number is returned unchanged. Collective.
 
-    Kept in `reports/micro_batch.json`: a training that goes on, or one like it, does not search
-    again.
+    Cached in `reports/micro_batch.json`, so that a resumed training, or one with the same settings,
+    does not search again.
 
     Raises:
         WrongInput: recipe, data, model and ranks do not fit together.
@@ -113,16 +112,16 @@ def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
 
 
 def with_fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> Recipe:
-    """The recipe with a number where it says `train.micro_batch: auto`."""
+    """The recipe with `train.micro_batch: auto` replaced by a number."""
     return _with_size(recipe, fitting_micro_batch(recipe, mesh))
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
-    """The sizes to try, rising: powers of two and all rows of a rank, each made smaller where that
-    takes no more micro-batches.
+    """The sizes to try, ascending: powers of two and the whole share of a rank, each lowered as far
+    as that leaves the number of micro-batches unchanged.
 
     Raises:
-        WrongInput: the mesh or the batch does not divide, whatever the size.
+        WrongInput: mesh or batch do not divide for any size.
     """
     per_rank = max(1, recipe.train.global_batch // degrees_of(recipe.parallel, world).data)
     powers = [2**power for power in range(per_rank.bit_length())]
@@ -150,8 +149,8 @@ def _with_size(recipe: Recipe, size: int) -> Recipe:
 def search(
     sizes: Sequence[int], probe: Callable[[int], TriedMicroBatch], most: float, *, largest: bool
 ) -> FoundMicroBatch:
-    """Try `sizes`, rising, until the next would take more than the share `most` of the memory; the
-    largest, or the fastest.
+    """Try `sizes` in ascending order until the next would exceed the share `most` of the memory;
+    choose the largest or the fastest.
 
     Raises:
         Failed: the smallest one ran out of memory.
@@ -197,8 +196,8 @@ def search(
 
 
 def _predicted(tried: Sequence[TriedMicroBatch], size: int) -> float:
-    """The share that `size` would take, by the line through the last two; 0 where that is not known
-    yet.
+    """The memory share of `size`, extrapolated linearly from the last two sizes; 0 while fewer than
+    two are known.
     """
     if len(tried) < 2:
         return 0.0
@@ -228,7 +227,7 @@ def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> FoundMicroBatch:
 
 
 def _probe(trial: Trial, size: int, room: int) -> TriedMicroBatch:
-    """Two steps of `size` rows at once; the second one is timed. The same numbers on every rank."""
+    """Two steps with micro-batches of `size` rows, the second one timed. Same result on all ranks."""
     mesh, staged = trial.mesh, trial.plan.recipe.parallel.pipeline > 1
     per_rank = trial.plan.batch.per_rank
     rows = per_rank if staged else min(per_rank, max(size, TRIED_ROWS))
@@ -249,10 +248,10 @@ def _probe(trial: Trial, size: int, room: int) -> TriedMicroBatch:
 
 
 def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
-    """How long the second of two steps took; None where memory ran out.
+    """Duration of the second of two steps in seconds; None if memory ran out.
 
     Raises:
-        Failed: it ran out on one rank of several, which cannot tell the others.
+        Failed: memory ran out in a job of several ranks, where the other ranks cannot be told.
     """
     try:
         with trial.dealing(batch) as take:
@@ -273,7 +272,7 @@ def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
 
 
 def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
-    """What decides how much a micro-batch takes, and how much there is."""
+    """The settings that determine how much memory a micro-batch takes, and how much there is."""
     knobs = (
         "model",
         "objective",
@@ -303,7 +302,7 @@ def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
 
 
 def _read(path: Path, key: str) -> int | None:
-    """The size that was found under `key`; None where there is none, or it was another case."""
+    """The cached size; None if there is none or it was found with other settings."""
     try:
         kept = json.loads(path.read_bytes())
         return int(kept["micro_batch"]) if kept["key"] == key and kept["schema"] == 1 else None

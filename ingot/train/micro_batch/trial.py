@@ -1,5 +1,5 @@
-"""Trial steps of the real training, on rows of random tokens in place of prepared data, to measure
-time and memory. Nothing of it is kept.
+"""Trial steps of the real training on random rows instead of prepared data, to measure time and
+memory. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ingot.train.step import DropoutSeeds, StepContext, StepControl, StepOutcome
 
 @dataclass(frozen=True)
 class Trial:
-    """A trainee that is tried."""
+    """A training state that is tried."""
 
     plan: TrainSetup
     mesh: Mesh
@@ -44,11 +44,11 @@ class Trial:
 
     @contextlib.contextmanager
     def dealing(self, batch: BatchPlan) -> Iterator[Callable[[int], StepOutcome]]:
-        """For a while: a function that takes step n (from 0) as training takes it, loading and the
-        count of targets included.
+        """A function that runs step n (from 0) as training would, including data loading and the
+        target count; valid inside the block. Collective.
 
-        Every rank calls it. `batch` may be dealt otherwise than the plan's; one at a time, since
-        loaders of the same rows share their checks.
+        `batch` may divide the batch differently from the setup. Open one at a time: loaders of the
+        same rows share their checks.
         """
         plan, trainee, mesh = self.plan, self.trainee, self.mesh
         with contextlib.closing(Loader(plan.rows, plan.order, batch, mesh.data.rank)) as loader:
@@ -67,17 +67,17 @@ class Trial:
 
 @contextlib.contextmanager
 def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
-    """Build what the plan says, as training would; torch's generators are left as they were.
-    `let_go` when nothing names the trial any more.
+    """Build the training state of a setup; torch's generators are restored afterwards. Call
+    `let_go` once nothing refers to the trial any more.
 
-    A reference model is not asked: what it thinks costs no time in a step.
+    No reference model is run: it takes no time in a training step.
     """
     table = (
         torch.zeros(max(len(plan.rows), len(plan.held_out)), 2)
         if plan.recipe.documents == "preference"
         else None
     )
-    # A seeded draw in a trial must not be missing in the training that follows.
+    # Restored so that random draws of a trial do not shift those of the training that follows.
     devices = (
         {"devices": [mesh.device.index], "device_type": mesh.device.type}
         if mesh.device.type != "cpu"
@@ -92,8 +92,8 @@ def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
 
 
 def let_go(*, compiled: bool) -> None:
-    """Give back memory that nothing uses any more, and what was compiled: shapes that were tried
-    would count as shapes that change.
+    """Free unused memory and the compiler's caches: shapes that were tried would make it assume
+    dynamic shapes.
     """
     if compiled:
         torch.compiler.reset()
@@ -103,13 +103,13 @@ def let_go(*, compiled: bool) -> None:
 
 
 COUNT = 1 << 16
-"""Rows that there are made up; more than any measurement asks for."""
+"""Number of made-up rows; more than any measurement uses."""
 DOCUMENTS = 4
-"""Documents in a packed row: enough that attention must keep them apart."""
+"""Documents in a packed row: enough to exercise the attention mask between documents."""
 
 
 class MadeUpRows(Rows):
-    """Rows of texts and chats; `documents` in each, of one length."""
+    """Random rows of text or chat, each with `documents` documents of equal length."""
 
     def __init__(self, seq_len: int, vocab_size: int, documents: int) -> None:
         _without_files(self, seq_len)
@@ -129,7 +129,7 @@ class MadeUpRows(Rows):
 
 
 class MadeUpSamples(Samples):
-    """Preferences, pairs and labelled texts, all as long as they may be."""
+    """Random preferences, pairs and labelled texts, all of the maximum length."""
 
     def __init__(
         self, kind: Documents, seq_len: int, target_len: int, vocab_size: int, classes: int
@@ -148,7 +148,7 @@ class MadeUpSamples(Samples):
             -1, self.seq_len
         )
         if self.kind == "preference":
-            # The first half is what was asked.
+            # The first half is the prompt.
             labels = np.full_like(tokens, IGNORE)
             half = self.seq_len // 2
             labels[:, half:-1] = np.where(live[:, half:-1] == 1, tokens[:, half + 1 :], IGNORE)
@@ -162,7 +162,7 @@ class MadeUpSamples(Samples):
 
 
 def _without_files(rows: PreparedSplit, seq_len: int) -> None:
-    """What is known of prepared data, of data that no file holds."""
+    """Set the attributes of prepared data that has no files."""
     rows.columns, rows.seq_len, rows.markers, rows.touched, rows.deferred = (
         Path("made up"),
         seq_len,
@@ -182,12 +182,12 @@ def _without_files(rows: PreparedSplit, seq_len: int) -> None:
 
 
 def _random(ids: Sequence[int], below: int, *shape: int) -> Ids:
-    """Numbers of `shape` for each row, the same wherever it is computed."""
+    """Random integers of `shape` for each row, the same on every rank."""
     return np.stack([np.random.default_rng(i).integers(0, below, shape) for i in ids])
 
 
 def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
-    """Rows of the kind that the recipe trains on."""
+    """Random rows of the kind that the recipe trains on."""
     data = recipe.data
     if recipe.documents in ("text", "chat"):
         return MadeUpRows(
@@ -201,8 +201,8 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
 
 
 def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
-    """A plan without prepared data and without weights: the recipe's model, drawn at random, its
-    batch, made-up rows.
+    """A setup without prepared data or stored weights: the recipe's model, randomly initialised,
+    and its batch, over random rows.
 
     Raises:
         WrongInput: recipe, model and ranks do not fit together.
@@ -241,17 +241,15 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
 
 
 def with_made_up_rows(plan: TrainSetup) -> TrainSetup:
-    """The same plan over made-up rows; it begins with the model's own weights, not with another
-    run's.
+    """The same setup over random rows; it starts from the model's own weights, not another run's
+    checkpoint.
     """
     rows = made_up_rows(plan.recipe, plan.model_spec.config.vocab_size)
     return replace(plan, rows=rows, held_out=rows, origin=None)
 
 
 def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:
-    """The run's tokenizer where it is there, else one that stands for it, and how many ids there
-    will be.
-    """
+    """The run's tokenizer, or a stand-in if there is none yet, and the size of the vocabulary."""
     if recipe.folder.tokenizer.is_dir():
         tokenizer = load_tokenizer(recipe.folder.tokenizer)
         return tokenizer, tokenizer.vocab_size
