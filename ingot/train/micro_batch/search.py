@@ -227,7 +227,9 @@ def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> FoundMicroBatch:
 
 
 def _probe(trial: Trial, size: int, room: int) -> TriedMicroBatch:
-    """Two steps with micro-batches of `size` rows, the second one timed. Same result on all ranks."""
+    """Two steps with micro-batches of `size` rows, the second one timed. Same result on all
+    ranks.
+    """
     mesh, staged = trial.mesh, trial.plan.recipe.parallel.pipeline > 1
     per_rank = trial.plan.batch.per_rank
     rows = per_rank if staged else min(per_rank, max(size, TRIED_ROWS))
