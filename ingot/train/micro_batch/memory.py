@@ -27,7 +27,9 @@ _PEAK_RSS = "5"
 
 
 class HostMemory(NamedTuple):
-    """Bytes used and bytes in total, of the machine or of the container, whichever has less free."""
+    """Memory in bytes, used and in total: of the machine, or of the container if it has
+    less free.
+    """
 
     used: int
     total: int
