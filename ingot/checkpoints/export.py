@@ -77,9 +77,15 @@ def export_model(
     config.pop("torch_dtype", None)
     if not isinstance(model, Decoder):
         # Models of transformers keep the start and end tokens of their own configuration.
-        generation = generation or {
-            "_from_model_config": True,
-            **{key: config[key] for key in GENERATED if config.get(key) is not None},
+        generation = {
+            **(
+                generation
+                or {
+                    "_from_model_config": True,
+                    **{key: config[key] for key in GENERATED if config.get(key) is not None},
+                }
+            ),
+            **model.config.learnt_start,
         }
     elif generation is None:
         config.update(special)

@@ -30,7 +30,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Model
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, parameter_count
 from ingot.config.values import Findings
-from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.chat_templates import find_template, for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 
 STATE_BYTES = 12
@@ -45,7 +45,8 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
         return None
     where, kind = f"model.source {recipe.model.source}", KIND_FOR_DOCUMENTS[recipe.documents]
     if kind != "decoder":
-        found.ask(check_model_type, values, kind, where)
+        ask = partial(check_model_type, unproved=recipe.model.unproved)
+        found.ask(ask, values, kind, where, at="model.source")
         return values
     positions = found.ask(_positions, values, where)
     if positions is not None:
@@ -112,9 +113,7 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
 
 def _ids(recipe: Recipe) -> int:
     """How many ids the tokenizer has; raises where it is none, or has no template for chats."""
-    tokenizer = load_tokenizer(resolve_tokenizer(recipe))
-    if recipe.tokenizer.template is not None:
-        tokenizer = with_template(tokenizer, find_template(recipe.tokenizer.template))
+    tokenizer = for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
     if recipe.documents in ("chat", "preference"):
         _ = tokenizer.chat_format
     return tokenizer.vocab_size

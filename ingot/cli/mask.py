@@ -41,7 +41,7 @@ from ingot.data.sources.find import find_source, is_local
 from ingot.data.sources.readers import parse_file
 from ingot.data.splits import Shares
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
-from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.chat_templates import for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -214,8 +214,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
                 " none yet; run that first"
             )
         return load_tokenizer(recipe.folder.tokenizer)
-    tokenizer, template = load_tokenizer(resolve_tokenizer(recipe)), recipe.tokenizer.template
-    return tokenizer if template is None else with_template(tokenizer, find_template(template))
+    return for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 show = typer.Typer(no_args_is_help=True, help="Show a recipe, its knobs, data, runs and models.")
 
@@ -111,8 +114,6 @@ def models() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ingot.config.family import native_families
-    from ingot.config.model_source import SUPPORTED as THROUGH_TRANSFORMERS
     from ingot.config.presets import PRESETS
     from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
     from ingot.config.shape import parameter_count
@@ -158,6 +159,19 @@ def models() -> int:
             f"{preset['vocab_size']:,}",
             str(preset.get("max_position_embeddings", "")),
         )
+    console = Console()
+    console.print(presets)
+    console.print(_loadable_types())
+    return 0
+
+
+def _loadable_types() -> Table:
+    """Model types: native ones, and those of transformers that are proved, not proved, refused."""
+    from rich.table import Table
+
+    from ingot.config.family import native_families
+    from ingot.config.model_types import PROVED, UNFIT, installed_types
+
     loadable = Table(
         "model_type",
         "kind",
@@ -167,12 +181,16 @@ def models() -> int:
     )
     for name, which in native_families().items():
         loadable.add_row(name, "decoder", which)
-    for name, kinds in THROUGH_TRANSFORMERS.items():
-        loadable.add_row(name, ", ".join(kinds), "through transformers")
-    console = Console()
-    console.print(presets)
-    console.print(loadable)
-    return 0
+    for kind, types in PROVED.items():
+        for name in types:
+            loadable.add_row(name, kind, "through transformers, proved")
+        others = installed_types(kind).keys() - {*types, *UNFIT[kind]}
+        unproved = "through transformers, with model.unproved=true"
+        loadable.add_row(", ".join(sorted(others)), kind, unproved)
+        for reason in dict.fromkeys(UNFIT[kind].values()):
+            refused = [name for name, why in UNFIT[kind].items() if why == reason]
+            loadable.add_row(", ".join(refused), kind, f"refused: {reason}")
+    return loadable
 
 
 def _millions(count: int) -> str:

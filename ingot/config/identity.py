@@ -43,6 +43,7 @@ ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 def training_identity(recipe: Recipe) -> dict[str, Any]:
     """Knob -> value, flat, for comparison and for naming what changed."""
     chosen = recipe.select(TRAINING_KNOBS)
+    del chosen["model"]["unproved"]  # a permission, which changes no number
     chosen["data.pack"] = recipe.pack
     if recipe.data.skip:
         chosen["data.skip"] = [list(span) for span in recipe.data.skip]

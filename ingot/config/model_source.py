@@ -14,14 +14,14 @@ from typing import Any, Literal
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.family import is_native, overridden
+from ingot.config.family import overridden
+from ingot.config.model_types import PROVED, UNFIT, HFKind, installed_types
 from ingot.config.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import Documents
 from ingot.config.sections.training import Model
 
 ModelKind = Literal["decoder", "seq2seq", "encoder"]
-HFKind = Literal["seq2seq", "encoder"]
 
 KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "text": "decoder",
@@ -32,45 +32,43 @@ KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
 }
 """The kind of model that each kind of document is for."""
 
-CLASSES: dict[str, str] = {
-    "t5": "T5ForConditionalGeneration",
-    "mt5": "MT5ForConditionalGeneration",
-    "bart": "BartForConditionalGeneration",
-    "marian": "MarianMTModel",
-    "pegasus": "PegasusForConditionalGeneration",
-    "bert": "BertForSequenceClassification",
-    "roberta": "RobertaForSequenceClassification",
-    "xlm-roberta": "XLMRobertaForSequenceClassification",
-    "camembert": "CamembertForSequenceClassification",
-    "distilbert": "DistilBertForSequenceClassification",
-    "electra": "ElectraForSequenceClassification",
-    "deberta-v2": "DebertaV2ForSequenceClassification",
-    "modernbert": "ModernBertForSequenceClassification",
-    "mpnet": "MPNetForSequenceClassification",
-}
-"""The class of transformers that each model type becomes."""
-SUPPORTED: dict[str, tuple[HFKind, ...]] = {
-    kind: ("encoder",) if name.endswith("ForSequenceClassification") else ("seq2seq",)
-    for kind, name in CLASSES.items()
-}
-"""Model types, and the kinds of model that each can be."""
-
 CONFIG, META = "config.json", "params.json"
+_MAY_BE_LEFT_OUT = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
+    *("pad_token_id", "decoder_start_token_id"),
+)
+"""What a configuration may be given though it does not have it."""
 
 
-def check_model_type(values: Mapping[str, Any], kind: HFKind, where: str) -> str:
-    """The `model_type` of a configuration that transformers builds. Raises WrongInput where ingot
-    does not train it, or its weights are quantised; `where` says where it stands.
+def check_model_type(
+    values: Mapping[str, Any], kind: HFKind, where: str, *, unproved: bool = False
+) -> str:
+    """The `model_type` of a configuration that transformers builds; `where` says where it stands.
+
+    Raises:
+        WrongInput: transformers has no such type of this kind, it can never be trained here, or
+            it is not proved and not `unproved` (`model.unproved`); or its weights are quantised.
     """
     model_type = str(values.get("model_type"))
-    supported = [name for name, kinds in SUPPORTED.items() if kind in kinds]
-    if model_type not in supported:
-        near = difflib.get_close_matches(model_type, supported, n=1, cutoff=0.0)[0]
-        what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
+    what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
+    if reason := UNFIT[kind].get(model_type):
         raise WrongInput(
-            f"{where}: model_type `{model_type}` is not supported as {what} (nearest: `{near}`);"
-            f" these are: {', '.join(supported)}"
+            f"{where}: model_type `{model_type}` is not supported as {what}: {reason}; take"
+            " another model (`ingot show models`)"
         )
+    if model_type not in PROVED[kind]:
+        if model_type not in installed_types(kind):
+            near = difflib.get_close_matches(model_type, PROVED[kind], n=1, cutoff=0.0)[0]
+            raise WrongInput(
+                f"{where}: model_type `{model_type}` is not supported as {what} (nearest:"
+                f" `{near}`); `ingot show models` names those that are"
+            )
+        if not unproved:
+            raise WrongInput(
+                f"{where}: model_type `{model_type}` is not proved: transformers builds it, but"
+                " that it trains and answers here as it does there was never tested; set"
+                " model.unproved=true to go on, or take another model (`ingot show models`)"
+            )
     if values.get("quantization_config") is not None:
         raise WrongInput(
             f"{where}: quantised weights are not supported; take the model that they were made from"
@@ -80,13 +78,12 @@ def check_model_type(values: Mapping[str, Any], kind: HFKind, where: str) -> str
 
 def kind_of(config: Mapping[str, Any]) -> ModelKind:
     """What a `config.json` describes."""
-    if config.get("is_encoder_decoder"):
-        return "seq2seq"
-    classifies = any(
+    if any(
         str(name).endswith("ForSequenceClassification")
         for name in config.get("architectures") or ()
-    )
-    return "encoder" if classifies and not is_native(config.get("model_type")) else "decoder"
+    ):
+        return "encoder"
+    return "seq2seq" if config.get("is_encoder_decoder") else "decoder"
 
 
 def model_config(folder: Path) -> dict[str, Any]:
@@ -156,12 +153,7 @@ def _unknown_source(source: str, knob: str) -> WrongInput:
 def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
     """The Hugging Face configuration of the source, with `model.config` laid over it."""
     config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
-    unknown = [
-        key
-        for key in model.config
-        if key not in config
-        and key not in ("rope_parameters", "rope_scaling", "rope_theta", "head_dim")
-    ]
+    unknown = [key for key in model.config if key not in config and key not in _MAY_BE_LEFT_OUT]
     if unknown:
         raise WrongInput(
             f"model.config: {', '.join(unknown)} is not in the configuration of {model.source}; see"
@@ -182,15 +174,17 @@ def starts_random(model: Model, folder: Path | None) -> bool:
     return model.init == "random" or folder is None
 
 
-def check_lengths(recipe: Recipe, positions: int) -> None:
-    """Raises WrongInput where rows are longer than a model of so many positions takes."""
-    longest = {"data.seq_len": recipe.data.seq_len}
+def check_lengths(recipe: Recipe, positions: int, written: int | None = None) -> None:
+    """Raises WrongInput where rows are longer than a model of so many positions takes; `written`:
+    the positions of a target, where they are others.
+    """
+    longest = {"data.seq_len": (recipe.data.seq_len, positions)}
     if recipe.documents == "pair":
-        longest["data.target_len"] = recipe.data.target_len
-    for knob, length in longest.items():
-        if length > positions:
+        longest["data.target_len"] = recipe.data.target_len, written or positions
+    for knob, (length, most) in longest.items():
+        if length > most:
             raise WrongInput(
-                f"{knob} {length} exceeds the model's {positions} positions; lower {knob} or set"
+                f"{knob} {length} exceeds the model's {most} positions; lower {knob} or set"
                 " model.config.max_position_embeddings"
             )
 

@@ -182,7 +182,7 @@ def _label_mismatch(recipe: Recipe, folder: Path) -> str:
     """
     if not recipe.labels or kind_of_folder(folder) != "encoder":
         return ""
-    names = read_hf_config(model_config(folder), "encoder", str(folder)).labels
+    names = read_hf_config(model_config(folder), "encoder", str(folder), unproved=True).labels
     nameless = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
     if len(names) == len(recipe.labels) and (same or nameless):

@@ -72,7 +72,7 @@ def open_model(
     if kind == "decoder":
         return folders.load_model(folder, device=device, dtype=dtype, check=check)
     return load_hf_model(
-        read_hf_config(config, kind, str(folder)),
+        read_hf_config(config, kind, str(folder), unproved=True),
         folder,
         device=device,
         dtype=dtype or torch.float32,
@@ -96,6 +96,7 @@ def _with_adapter(
             "encoder",
             str(base),
             labels=[str(label) for label in range(classes)],
+            unproved=True,
         )
         model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0, check=check)
     load_adapter(model, adapter, merge=True, check=check)

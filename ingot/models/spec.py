@@ -5,7 +5,7 @@ loaded, drawn, or just room for them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from ingot.config.model_source import (
     source_folder,
     starts_random,
 )
+from ingot.config.model_types import RELATIVE, WRAPS
 from ingot.config.recipe import Recipe
 from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.content import ALL, Share
@@ -44,7 +45,7 @@ def resolve_model_spec(
     recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0
 ) -> ModelSpec:
     """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by
-    name (`bos`, `eos`, `pad`).
+    name (`Tokenizer.ids_for_model`).
 
     A model that starts from nothing has as many embeddings as there are ids, `least` at the least.
 
@@ -66,8 +67,22 @@ def resolve_model_spec(
     if kind == "decoder":
         config = DecoderConfig.from_hf(values, f"model.source {source}")
     else:
-        config = read_hf_config(values, kind, f"model.source {source}", labels=recipe.labels)
-    check_lengths(recipe, config.max_position_embeddings)
+        if kind == "encoder" and values.get("pad_token_id") is None:
+            # Decoders that classify are told apart from padding by its id, and often name none.
+            pad = special.get("pad") if special.get("pad") is not None else special.get("eos")
+            values |= {} if pad is None else {"pad_token_id": pad}
+        start = _learnt_start(values, special) if kind == "seq2seq" else {}
+        values |= {key: value for key, value in start.items() if key != "forced_bos_token_id"}
+        config = read_hf_config(
+            values,
+            kind,
+            f"model.source {source}",
+            labels=recipe.labels,
+            unproved=recipe.model.unproved,
+        )
+        config = replace(config, learnt_start=start)
+    written = config.target_positions if isinstance(config, HFConfig) else None
+    check_lengths(recipe, config.max_position_embeddings, written)
     if ids > config.vocab_size:
         raise WrongInput(
             f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "
@@ -76,16 +91,33 @@ def resolve_model_spec(
     return ModelSpec(kind, config, folder, random)
 
 
+def _learnt_start(
+    values: Mapping[str, object], special: Mapping[str, int | None]
+) -> dict[str, int]:
+    """What generation begins with, as it is learnt: the language of targets, and where the decoder
+    reads a target's last token first, that one.
+    """
+    spoken, last = special.get("forced_bos"), special.get("target_end")
+    found = {} if spoken is None else {"forced_bos_token_id": spoken}
+    if values.get("model_type") in WRAPS and last is not None:
+        found["decoder_start_token_id"] = last
+    return found
+
+
 def _of_tokenizer(
     kind: ModelKind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]
 ) -> dict[str, int]:
     """What the configuration of a model that starts from nothing takes from its tokenizer."""
     if kind == "decoder":
         return {"vocab_size": ids}
-    named = {f"{name}_token_id": token for name, token in special.items() if token is not None}
+    named = {
+        f"{name}_token_id": token
+        for name in ("bos", "eos", "pad")
+        if (token := special.get(name)) is not None
+    }
     pad = named.setdefault("pad_token_id", named.get("eos_token_id", 0))
     # T5 begins to write with padding, BART with the end of what came before.
-    start = pad if values.get("model_type") in ("t5", "mt5") else named.get("eos_token_id", pad)
+    start = pad if values.get("model_type") in RELATIVE else named.get("eos_token_id", pad)
     return {
         "vocab_size": ids,
         **named,

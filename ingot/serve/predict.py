@@ -103,7 +103,7 @@ def _predict_locally(
         ((_, verdict),) = worker.step()
         return _label(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
     if isinstance(worker, Seq2SeqGenerator):
-        whole = min(SUMMARY_TOKENS, loaded.model.config.max_position_embeddings)
+        whole = min(SUMMARY_TOKENS, loaded.target_positions)
         tokens = whole if options.max_tokens is None else options.max_tokens
         (answer,) = worker.run(
             [Seq2SeqRequest(loaded.encode(prompt), tokens, sampling, options.stop, options.beams)]

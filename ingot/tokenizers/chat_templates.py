@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
+from ingot.config.recipe import Recipe
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -83,6 +84,32 @@ def required_tokens(name_or_path: str | None) -> tuple[str, ...]:
     """The special tokens that a tokenizer needs for this template; none for a file, or for None."""
     named = None if name_or_path is None else _by_name(name_or_path)
     return () if named is None else named.tokens
+
+
+def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the chat template and the languages that the recipe gives, in its
+    files too.
+
+    Raises:
+        WrongInput: it lacks what they need, or marks texts with a language and the recipe does not
+            say in which one targets are.
+    """
+    knobs = recipe.tokenizer
+    if knobs.template is not None:
+        tokenizer = with_template(tokenizer, find_template(knobs.template))
+    named = {"src_lang": knobs.source_language, "tgt_lang": knobs.target_language}
+    given = {key: name for key, name in named.items() if name is not None}
+    if given:
+        config = json.loads(text_of(tokenizer.files, CONFIG) or "{}") | given
+        text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+        tokenizer = Tokenizer({**tokenizer.files, CONFIG: text}, tokenizer.where)
+    if recipe.documents == "pair" and tokenizer.unnamed_language is not None:
+        raise WrongInput(
+            f"{tokenizer.where} marks sources and targets alike as `{tokenizer.unnamed_language}`;"
+            " set tokenizer.source_language and tokenizer.target_language to the tokens of their"
+            " languages"
+        )
+    return tokenizer
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:

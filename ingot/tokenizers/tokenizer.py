@@ -122,6 +122,14 @@ class Tokenizer:
     tokenizer's own post-processor adds, `[CLS]` and `[SEP]` for BERT. If it adds nothing after a
     text, EOS is used, since a target must have an end.
     """
+    target_frame: tuple[list[int], list[int]]
+    """The same around what a model is to write. It is another one only where texts are marked with
+    their language, as NLLB's and mBART's are (`src_lang` and `tgt_lang`).
+    """
+    unnamed_language: str | None
+    """The language that stands around sources and targets alike, since no `tgt_lang` says another;
+    None where there is none.
+    """
     files: dict[str, str | bytes]
     """The files by name: texts, and models as bytes."""
     library: str
@@ -162,7 +170,34 @@ class Tokenizer:
             if not isinstance(asked, bool)
             else [*self.before, *(before[1:] if before[:1] == [self.special.bos] else before)]
         )
-        self.frame = around, self._reference.after or self.after
+        frame = around, self._reference.after or self.after
+        self.frame, _ = self._marked(frame, config, "src_lang")
+        self.target_frame, self.unnamed_language = self._marked(self.frame, config, "tgt_lang")
+
+    def _marked(
+        self, frame: tuple[list[int], list[int]], config: Mapping[str, Any], knob: str
+    ) -> tuple[tuple[list[int], list[int]], str | None]:
+        """`frame` with the language that `knob` names in place of its own, or before it where it
+        has none; and the language that stays in it since `knob` names none.
+        """
+        kinds = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
+        plain = {self._reference.token_id(self.named[kind]) for kind in kinds if kind in self.named}
+        before, after = frame
+        own = [token for token in (*before, *after) if token not in plain]
+        name = config.get(knob)
+        if not isinstance(name, str):
+            return frame, str(self.token(own[0])) if own else None
+        language = self._reference.token_id(name)
+        if language is None or name not in self.special_texts:
+            raise WrongInput(
+                f"{self._where}: {knob} `{name}` is no special token of this tokenizer; set"
+                " tokenizer.source_language and tokenizer.target_language to the tokens of its"
+                " languages"
+            )
+        if not own:
+            return ([language, *before], after), None
+        swapped = [[language if token == own[0] else token for token in side] for side in frame]
+        return (swapped[0], swapped[1]), None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added. Look-alikes of special tokens stay text."""
@@ -269,6 +304,16 @@ class Tokenizer:
         special tokens, template), not of file bytes.
         """
         return self._identity
+
+    @property
+    def ids_for_model(self) -> dict[str, int | None]:
+        """What a model's configuration says of its tokenizer, by name: `bos`, `eos`, `pad`; where
+        targets begin with their language, `forced_bos`; and with which token a target ends.
+        """
+        before, after = self.target_frame
+        spoken = before[0] if before and self.target_frame != self.frame else None
+        ends = {"forced_bos": spoken, "target_end": after[-1] if after else None}
+        return {**asdict(self.special), **ends}
 
     @functools.cached_property
     def _identity(self) -> str:

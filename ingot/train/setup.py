@@ -4,7 +4,7 @@ checks recipe, data, tokenizer, model, teacher, device and ranks against each ot
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -169,7 +169,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     model_spec = resolve_model_spec(
         recipe,
         tokenizer.vocab_size,
-        asdict(tokenizer.special),
+        tokenizer.ids_for_model,
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:

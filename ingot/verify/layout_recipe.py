@@ -229,6 +229,7 @@ def _small_spec(model_spec: ModelSpec, seq_len: int) -> ModelSpec:
             model_spec.config.kind,
             "the small model",
             labels=model_spec.config.labels,
+            unproved=True,
         ),
         None,
         True,

@@ -26,7 +26,7 @@ from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Shares
 from ingot.tokenizers.backend import TokenBatch, split_batch
-from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.chat_templates import for_recipe
 from ingot.tokenizers.edge_cases import describe_difference
 from ingot.tokenizers.encoders import REFERENCE, EncoderChoice, choose_encoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
@@ -83,12 +83,7 @@ def verify_tokenizer(recipe: Recipe) -> Proof:
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
     if not recipe.trains_tokenizer:
-        tokenizer = load_tokenizer(resolve_tokenizer(recipe))
-        return (
-            tokenizer
-            if recipe.tokenizer.template is None
-            else with_template(tokenizer, find_template(recipe.tokenizer.template))
-        )
+        return for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
     if not recipe.folder.tokenizer.is_dir():
         raise WrongInput(
             f"{recipe.folder.tokenizer} holds no tokenizer, since none is learnt yet; run `ingot"

@@ -41,9 +41,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
-    (tmp_path / "mbart").mkdir()
-    values = {"model_type": "mbart", "is_encoder_decoder": True}
-    (tmp_path / "mbart" / "config.json").write_text(json.dumps(values))
+    (tmp_path / "switch").mkdir()
+    (tmp_path / "voxtral").mkdir()
+    for name, kind in (("switch", "switch_transformers"), ("voxtral", "voxtral")):
+        values = {"model_type": kind, "is_encoder_decoder": True}
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
     return tmp_path
 
 
@@ -64,7 +66,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "hub name": (("model.source=a/b",), "write hf:a/b for a model of the hub"),
     "no model folder": (("model.source=.",), "is not a model folder (config.json is missing)"),
     "configuration": (("model.config={hiden_size: 3}",), "model.config: hiden_size is not in"),
-    "type": (("model.source=mbart", "objective.kind=seq2seq"), "model_type `mbart` is not"),
+    "type": (("model.source=voxtral", "objective.kind=seq2seq"), "it hears, and only text is"),
+    "unproved": (
+        ("model.source=switch", "objective.kind=seq2seq"),
+        "model_type `switch_transformers` is not proved: transformers builds it",
+    ),
     "decoder type": (("model.config={model_type: gpt9}",), "model_type `gpt9` is not supported"),
     "positions": (("data.seq_len=4096",), "data.seq_len 4096 exceeds the model's 1024 positions"),
     "weights": (("model.init=weights",), "model.init weights: preset:llama-3m is a preset"),

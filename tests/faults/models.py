@@ -6,6 +6,41 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "wrapped-start",
+        "ingot/models/hf/models.py",
+        "if self.config.model_type in WRAPS:",
+        "if self.config.model_type in ():",
+        "mBART's decoder does not begin with its target's language",
+    ),
+    Fault(
+        "padding-behind-the-class",
+        "ingot/models/hf/models.py",
+        "if kind in FROM_THE_RIGHT:",
+        "if kind in ():",
+        "XLNet reads a text's class off padding",
+    ),
+    Fault(
+        "umt5-scale",
+        "ingot/models/hf/models.py",
+        'self.config.model_type == "umt5"',
+        "False",
+        "umT5's hidden states are not scaled before its head",
+    ),
+    Fault(
+        "target-in-the-source-language",
+        "ingot/data/tokenizing/encode.py",
+        "frames = tokenizer.frame, tokenizer.target_frame",
+        "frames = tokenizer.frame, tokenizer.frame",
+        "targets are marked with the language of their sources",
+    ),
+    Fault(
+        "unproved-without-leave",
+        "ingot/config/model_source.py",
+        "        if not unproved:",
+        "        if False:",
+        "a model type that nothing has proved is trained without a word",
+    ),
+    Fault(
         "packed-see-each-other",
         "ingot/models/native/attention.py",
         "return (segments[:, None, :, None] == segments[:, None, None, :]) & causal_mask(",

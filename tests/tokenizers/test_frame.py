@@ -13,8 +13,12 @@ import pytest
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ingot.data.tokenizing.encode import encode_framed
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data.tokenizing.encode import _pairs, encode_framed
+from ingot.models.spec import _learnt_start
 from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.chat_templates import for_recipe
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.settings import read_config
@@ -175,4 +179,71 @@ def test_real_bert() -> None:
     assert "BertNormalizer" in str(ours.lossy_reason)
     assert ours.encode("[CLS]a[SEP] [MASK]") == ours.encode("[ CLS ] a [ SEP ] [ MASK ]"), (
         "what looks special stays text"
+    )
+
+
+def languages(single: str, **config: str) -> dict[str, str]:
+    """A tokenizer that marks a text with its language, as transformers saves NLLB's and mBART's."""
+    files = framed_files("bytes", "template")
+    reference = Reference.from_str(files["tokenizer.json"])
+    reference.add_special_tokens(["eng_Latn", "deu_Latn"])
+    marks = [(name, reference.token_to_id(name)) for name in ("</s>", "eng_Latn")]
+    reference.post_processor = processors.TemplateProcessing(
+        single=single, pair=f"{single} $B", special_tokens=marks
+    )
+    settings = json.loads(files["tokenizer_config.json"]) | config
+    return {"tokenizer.json": reference.to_str(), "tokenizer_config.json": json.dumps(settings)}
+
+
+@pytest.mark.parametrize(
+    ("single", "before", "after"),
+    [
+        ("eng_Latn $A </s>", ["LANG"], ["</s>"]),
+        ("$A </s> eng_Latn", [], ["</s>", "LANG"]),
+        ("$A </s>", ["LANG"], ["</s>"]),
+    ],
+)
+def test_targets_are_marked_with_their_own_language(
+    single: str, before: list[str], after: list[str]
+) -> None:
+    ours = Tokenizer(languages(single, src_lang="eng_Latn", tgt_lang="deu_Latn"))
+    for frame, language in ((ours.frame, "eng_Latn"), (ours.target_frame, "deu_Latn")):
+        wanted = [[part.replace("LANG", language) for part in side] for side in (before, after)]
+        assert [[ours.token(token) for token in side] for side in frame] == wanted
+    assert ours.unnamed_language is None
+    ids = ours.ids_for_model
+    assert ids["target_end"] == ours.target_frame[1][-1]
+    assert ids["forced_bos"] == (ours.token_id("deu_Latn") if before else None)
+    one = Tokenizer(languages(single))
+    assert one.target_frame == one.frame
+    assert one.unnamed_language == ("eng_Latn" if "eng" in single else None)
+    assert one.ids_for_model["forced_bos"] is None
+    with pytest.raises(WrongInput, match=r"tgt_lang `french` is no special token"):
+        Tokenizer(languages(single, tgt_lang="french"))
+
+
+def test_a_recipe_names_the_languages(tmp_path: Path) -> None:
+    knobs = {
+        "name": "translation",
+        "data": {"train": [{"source": "pairs.jsonl"}]},
+        "objective": {"kind": "seq2seq"},
+    }
+    own = Tokenizer(languages("eng_Latn $A </s>"))
+    with pytest.raises(WrongInput, match=r"alike as `eng_Latn`; set tokenizer.source_language"):
+        for_recipe(Recipe.model_validate(knobs), own)
+    named = {"source_language": "eng_Latn", "target_language": "deu_Latn"}
+    made = for_recipe(Recipe.model_validate({**knobs, "tokenizer": named}), own)
+    made.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.target_frame == made.target_frame != made.frame == again.frame
+    columns, _ = _pairs(again, again.encode_batch, ['{"source": "one", "target": "eins"}'], "put: ")
+    assert columns[0][0].tolist() == again.encode_framed("put: one")
+    before, after = again.target_frame
+    assert columns[1][0].tolist() == [*before, *again.encode("eins"), *after]
+    assert _learnt_start({"model_type": "mbart"}, again.ids_for_model) == {
+        "forced_bos_token_id": again.token_id("deu_Latn"),
+        "decoder_start_token_id": again.token_id("</s>"),
+    }
+    assert "decoder_start_token_id" not in _learnt_start(
+        {"model_type": "bart"}, again.ids_for_model
     )

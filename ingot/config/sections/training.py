@@ -48,6 +48,11 @@ class Model(Section):
     """
     revision: str | None = None
     """Branch, tag or commit on the hub; the default branch when empty."""
+    unproved: bool = False
+    """Train also a model type of transformers that `ingot show models` does not name as proved:
+    nothing has shown that its loss, its answers and its export are transformers' own. Types that
+    are known to go wrong, and those that are not for text, stay refused.
+    """
     lora: Lora | None = None
     """Train an adapter and leave the weights as they are; `{}` for the defaults. Null trains all
     weights.
@@ -70,6 +75,12 @@ class TokenizerSettings(Section):
     """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`),
     or the path of a Jinja file. Empty: the tokenizer's own.
     """
+    source_language: str | None = None
+    """For models that mark a text with its language (NLLB, mBART): the token of the language that
+    sources are in, such as `eng_Latn`. Empty: the tokenizer's own.
+    """
+    target_language: str | None = None
+    """The same for targets, which a model that is trained or asked then writes."""
     encoder: Literal["auto", "reference"] = "auto"
     """What `prepare` encodes with. `auto`: the fastest library whose ids equal the reference's on a
     sample of your documents, one document

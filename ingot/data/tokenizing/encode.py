@@ -147,9 +147,11 @@ def _pairs(
 ) -> EncodedColumns:
     pairs = [from_pair(text) for text in texts]
     sides = [prefix + pair.source for pair in pairs], [pair.target for pair in pairs]
-    return [_framed(encode_batch, side, *tokenizer.frame) for side in sides], sum(
-        len(pair.target.encode()) for pair in pairs
-    )
+    frames = tokenizer.frame, tokenizer.target_frame
+    framed = [
+        _framed(encode_batch, side, *frame) for side, frame in zip(sides, frames, strict=True)
+    ]
+    return framed, sum(len(pair.target.encode()) for pair in pairs)
 
 
 def _labelled(
@@ -216,6 +218,8 @@ def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> di
     about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
     if documents in ("pair", "labelled"):
         about["frame"] = tokenizer.frame
+    if documents == "pair" and tokenizer.target_frame != tokenizer.frame:
+        about["target_frame"] = tokenizer.target_frame
     return about | {"prefix": prefix} if documents == "pair" else about
 
 

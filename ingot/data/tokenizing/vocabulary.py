@@ -25,7 +25,7 @@ from ingot.data.documents.kinds import plain_text
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 from ingot.tokenizers.bpe import TRAINER, train_bpe
-from ingot.tokenizers.chat_templates import find_template, required_tokens, with_template
+from ingot.tokenizers.chat_templates import find_template, for_recipe, required_tokens
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -48,21 +48,13 @@ def provide_tokenizer(
     if recipe.trains_tokenizer:
         inputs = fingerprint(_inputs(recipe, raw, cleaned))
     else:
-        given = _with_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
+        given = for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
         inputs = given.files_identity
     for folder in (recipe.folder.tokenizer, new):
         if _is_current(folder, inputs):
             return given or load_tokenizer(folder), folder
-    _save(new, given or _with_template(recipe, _learn(recipe, raw, cleaned)), inputs)
+    _save(new, given or for_recipe(recipe, _learn(recipe, raw, cleaned)), inputs)
     return given or load_tokenizer(new), new
-
-
-def _with_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
-    return (
-        tokenizer
-        if recipe.tokenizer.template is None
-        else with_template(tokenizer, find_template(recipe.tokenizer.template))
-    )
 
 
 def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, Any]:

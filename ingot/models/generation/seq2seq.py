@@ -100,7 +100,7 @@ def answer_batch(
     """Answer requests with the same `beams` (and above 1 the same `max_tokens`) together.
     `unwanted(row)`: whether to give that one up, asked at each token.
     """
-    device, beams = model.inner.lm_head.weight.device, requests[0].beams
+    device, beams = next(model.parameters()).device, requests[0].beams
     longest = max(len(request.prompt) for request in requests)
     tokens = torch.tensor(
         [
@@ -210,10 +210,10 @@ def _written(
 def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
     """Raises WrongInput when the model cannot serve the request."""
     check_text(request.prompt, config)
-    if not 1 <= request.max_tokens <= config.max_position_embeddings:
+    if not 1 <= request.max_tokens <= config.target_positions:
         raise WrongInput(
             f"max_tokens is {request.max_tokens}, but the model writes from 1 to"
-            f" {config.max_position_embeddings:,}; ask for one of these"
+            f" {config.target_positions:,}; ask for one of these"
         )
     if request.beams < 1:
         raise WrongInput(f"beams is {request.beams}; ask for at least 1")

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import CLASSES, HFKind, check_model_type
+from ingot.config.model_source import check_model_type
+from ingot.config.model_types import (
+    BEHIND_PADDING,
+    ENDS_AT_EOS,
+    LIKE_BART,
+    RELATIVE,
+    HFKind,
+    installed_types,
+)
 
-RELATIVE = ("t5", "mt5")
 RELATIVE_POSITIONS = 8192
-"""T5 and mT5 tell positions by distance and have no last one. Attention grows with the square of
+"""T5 and others tell positions by distance and have no last one. Attention grows with the square of
 the length; up to here it is let grow.
 """
 
@@ -28,18 +35,23 @@ class HFConfig:
     names.
 
     `vocab_size` counts what the tokenizer may give; `max_position_embeddings` the tokens that a
-    text may have. `first_position` is the number that the model gives to a text's first token:
-    RoBERTa and its kin count from behind padding's.
+    text may have, `target_positions` those that a decoder may write. `first_position` is the number
+    that the model gives to a text's first token: RoBERTa and its kin count from behind padding's.
     """
 
     model_type: str
     kind: HFKind
     vocab_size: int
     max_position_embeddings: int
+    target_positions: int
     first_position: int
     pad: int
     labels: tuple[str, ...]
     source: Mapping[str, Any] = field(repr=False, compare=False)
+    learnt_start: Mapping[str, int] = field(default_factory=dict)
+    """With what answers begin where the tokenizer of a training decides it, by the names of a
+    `generation_config.json`: that of the source is then another model's.
+    """
 
     def to_hf(self) -> dict[str, Any]:
         """The configuration to write into `config.json`."""
@@ -51,6 +63,13 @@ class HFConfig:
         configuration says, and unties them at loading.
         """
         return self.model_type in RELATIVE and self.source.get("tie_word_embeddings") is False
+
+    @property
+    def projects(self) -> bool:
+        """Whether a decoder's hidden states are had apart from the logits: chunks of them then
+        suffice for a loss.
+        """
+        return self.model_type in (*LIKE_BART, *RELATIVE)
 
     def build(self) -> Any:
         """transformers' model in float32 on the CPU, randomly initialised from torch's
@@ -68,37 +87,57 @@ class HFConfig:
 
 
 def read_hf_config(
-    values: Mapping[str, Any], kind: HFKind, where: str, labels: Sequence[str] = ()
+    values: Mapping[str, Any],
+    kind: HFKind,
+    where: str,
+    labels: Sequence[str] = (),
+    *,
+    unproved: bool = False,
 ) -> HFConfig:
     """Read `config.json`'s mapping. `labels`: names of an encoder's classes; its own where none are
-    given.
+    given. `unproved`: also a type that is not proved.
 
     Raises:
         WrongInput: another model type, a value that cannot be; `where` says where it stands.
     """
-    model_type = check_model_type(values, kind, where)
-    source = {**values, "architectures": [CLASSES[model_type]]}
+    model_type = check_model_type(values, kind, where, unproved=unproved)
+    source = {**values, "architectures": [installed_types(kind)[model_type]]}
     source |= {"is_encoder_decoder": True} if kind == "seq2seq" else _classes(values, labels)
     if model_type == "marian" and source.get("share_encoder_decoder_embeddings", True):
         source["decoder_vocab_size"] = source.get("vocab_size")
     if model_type in RELATIVE and source.get("decoder_start_token_id") is None:
         source["decoder_start_token_id"] = source.get("pad_token_id", 0)
     parsed = _parsed(source, where)
+    if not isinstance(getattr(parsed, "vocab_size", None), int):
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` has no vocabulary of its own (vocab_size); take"
+            " another model (`ingot show models`)"
+        )
     source["vocab_size"] = int(parsed.vocab_size)
     _check(parsed, where, kind)
-    pad = 0 if parsed.pad_token_id is None else int(parsed.pad_token_id)
+    pad = int(parsed.pad_token_id)
     first = _first_position(model_type, pad)
-    positions = (
-        max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0))
-        if model_type in RELATIVE
-        else int(parsed.max_position_embeddings) - first
-    )
+    positions, target = _positions(parsed, values, first)
     names = (
         tuple(str(parsed.id2label[index]) for index in range(parsed.num_labels))
         if kind == "encoder"
         else ()
     )
-    return HFConfig(model_type, kind, int(parsed.vocab_size), positions, first, pad, names, source)
+    return HFConfig(
+        model_type, kind, int(parsed.vocab_size), positions, target, first, pad, names, source
+    )
+
+
+def _positions(parsed: Any, values: Mapping[str, Any], first: int) -> tuple[int, int]:
+    """How many tokens a text may have, and how many a decoder may write."""
+    most = getattr(parsed, "max_position_embeddings", None)
+    if hasattr(parsed, "max_encoder_position_embeddings"):
+        return int(parsed.max_encoder_position_embeddings), int(
+            parsed.max_decoder_position_embeddings
+        )
+    if not isinstance(most, int) or most <= 0:  # told by distance: there is no last one
+        most = max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0))
+    return most - first, most - first
 
 
 def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +157,7 @@ def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]
 
 
 def _first_position(model_type: str, pad: int) -> int:
-    if model_type in ("roberta", "xlm-roberta", "camembert"):
+    if model_type in BEHIND_PADDING:
         return pad + 1
     return 2 if model_type == "mpnet" else 0
 
@@ -131,14 +170,19 @@ def _check(parsed: Any, where: str, kind: HFKind) -> None:
             f"{where}: a decoder with another vocabulary ({parsed.decoder_vocab_size:,} tokens)"
             f" than the encoder ({size:,}) is not supported"
         )
-    for name in ("pad_token_id", *(("decoder_start_token_id",) if kind == "seq2seq" else ())):
+    needed = ["pad_token_id"]
+    if kind == "seq2seq":
+        needed.append("decoder_start_token_id")
+    elif parsed.model_type in ENDS_AT_EOS:
+        needed.append("eos_token_id")
+    for name in needed:
         value = getattr(parsed, name, None)
-        if value is None and kind == "seq2seq":
+        if value is None:
+            what = "a sequence-to-sequence model" if kind == "seq2seq" else "a classifier of texts"
             raise WrongInput(
-                f"{where}: {name} is missing, which a sequence-to-sequence model needs; set"
-                f" model.config.{name}"
+                f"{where}: {name} is missing, which {what} needs; set model.config.{name}"
             )
-        if value is not None and not 0 <= value < size:
+        if not 0 <= value < size:
             raise WrongInput(
                 f"{where}: {name} {value} is not in the vocabulary of {size:,} tokens; set"
                 f" model.config.{name} to one that is"

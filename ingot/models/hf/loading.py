@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.model_source import CONFIG, HFKind
+from ingot.config.model_source import CONFIG
+from ingot.config.model_types import HFKind
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import stored_shapes, stored_tensors
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
@@ -39,6 +40,12 @@ OTHER_HEADS = (
     "pooler",
 )
 
+UNREAD = {
+    "xlnet": r"\.(mask_emb|r_s_bias|seg_embed)$",  # tokens to be guessed, pairs of texts
+    "led": r"_global\.(weight|bias)$",  # tokens that all others see, which nobody names here
+}
+"""Parameters that only other inputs use, by model type."""
+
 
 def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
     """Random weights as transformers draws them, in float32: the same for a seed on every rank and
@@ -50,13 +57,16 @@ def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
     if config.own_head:
         inner.lm_head.weight = nn.Parameter(inner.lm_head.weight.detach().clone())
         inner.all_tied_weights_keys.pop("lm_head.weight", None)
+    # What nothing reads, such as an embedding that is not tied: data parallel would wait for its
+    # gradient.
     shared = getattr(getattr(inner, "model", None), "shared", None)
     if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
-        shared.weight.requires_grad_(
-            False
-            # nothing reads it where embeddings are not tied, and data parallel would wait for its
-            # gradient
-        )
+        shared.weight.requires_grad_(False)
+    _set_start(config, inner)
+    unread = UNREAD.get(config.model_type, "(?!)")
+    for name, parameter in inner.named_parameters():
+        if re.search(unread, name):
+            parameter.requires_grad_(False)
     wrappers: dict[HFKind, type[Seq2Seq] | type[Encoder]] = {"seq2seq": Seq2Seq, "encoder": Encoder}
     return wrappers[config.kind](config, inner).to(device)
 
@@ -114,6 +124,7 @@ def load_hf_model(
         say(f"{folder}: {drawn}{f'; not used: {_some(unused)}' if unused else ''}")
     if isinstance(model, Seq2Seq):
         _read_generation(model, folder)
+        _set_start(config, model.inner)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     return model.to(device)
@@ -224,6 +235,11 @@ def _pattern(model: HFModel, attribute: str) -> re.Pattern[str]:
     nothing.
     """
     return re.compile("|".join(getattr(model.inner, attribute, None) or ["(?!)"]))
+
+
+def _set_start(config: HFConfig, inner: Any) -> None:
+    for name, token in config.learnt_start.items():
+        setattr(inner.generation_config, name, token)
 
 
 def _read_generation(model: Seq2Seq, folder: Path) -> None:

@@ -11,6 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ingot.config.model_types import (
+    ENDS_AT_EOS,
+    FROM_THE_RIGHT,
+    LIKE_BART,
+    POSITIONED,
+    RELATIVE,
+    WRAPS,
+)
 from ingot.models.hf.config import HFConfig
 from ingot.models.native.head import TokenFunction, apply_head
 
@@ -28,32 +36,44 @@ class Seq2Seq(nn.Module):
         shifted right behind its own start token.
         """
         mask = _mask(tokens, segments)
-        shifted = torch.cat(
-            (
-                labels.new_full((labels.shape[0], 1), self.inner.config.decoder_start_token_id),
-                labels[:, :-1],
-            ),
-            dim=1,
-        )
-        shifted = shifted.masked_fill(shifted < 0, self.config.pad)
         tokens = tokens.masked_fill(mask == 0, self.config.pad)
-        if hasattr(self.inner, "model"):  # BART and its kin
-            out: Tensor = self.inner.model(
+        shifted = self.decoder_input(labels)
+        if self.config.model_type in LIKE_BART:
+            out: Tensor = self.inner.base_model(
                 tokens, attention_mask=mask, decoder_input_ids=shifted, use_cache=False
             ).last_hidden_state
             return out
+        if self.config.model_type not in RELATIVE:
+            # Nobody knows what this type does between its last layer and its logits.
+            logits: Tensor = self.inner(
+                tokens, attention_mask=mask, decoder_input_ids=shifted, use_cache=False
+            ).logits
+            return logits
         source = self.inner.encoder(tokens, attention_mask=mask).last_hidden_state
         out = self.inner.decoder(
             shifted, encoder_hidden_states=source, encoder_attention_mask=mask, use_cache=False
         ).last_hidden_state
-        return (
-            out * self.inner.model_dim**-0.5
-            if getattr(self.inner.config, "scale_decoder_outputs", False)
-            else out
+        scaled = getattr(
+            self.inner.config, "scale_decoder_outputs", self.config.model_type == "umt5"
         )
+        return out * self.inner.model_dim**-0.5 if scaled else out
+
+    def decoder_input(self, labels: Tensor) -> Tensor:
+        """What the decoder reads to write `labels` `[B, T]`: the same a place to the right, behind
+        the start token, or behind the target's own last token where the model wraps it.
+        """
+        start = labels.new_full((len(labels), 1), self.inner.config.decoder_start_token_id)
+        if self.config.model_type in WRAPS:
+            written = labels >= 0
+            last = labels.gather(1, (written.sum(dim=1, keepdim=True) - 1).clamp_min(0))
+            start = torch.where(written[:, :1], last, start)
+        shifted = torch.cat((start, labels[:, :-1]), dim=1)
+        return shifted.masked_fill(shifted < 0, self.config.pad)
 
     def project(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> `[..., V]`."""
+        if not self.config.projects:
+            return hidden
         logits: Tensor = self.inner.lm_head(hidden)
         bias = getattr(self.inner, "final_logits_bias", None)
         return logits if bias is None else logits + bias[0]
@@ -79,7 +99,7 @@ class Seq2Seq(nn.Module):
         values = apply_head(
             hidden.flatten(0, 1),
             self.project,
-            self.inner.lm_head.out_features,
+            self.inner.lm_head.out_features if self.config.projects else hidden.shape[-1],
             labels.flatten(),
             token,
             flat,
@@ -99,11 +119,20 @@ class Encoder(nn.Module):
 
     def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
         """Float32 `[B, C]`; of rows without any token they mean nothing, but are finite."""
-        mask = _mask(tokens, segments)
+        mask, kind = _mask(tokens, segments), self.config.model_type
+        tokens = tokens.masked_fill(mask == 0, self.config.pad)
+        counted = positions + self.config.first_position
+        if kind in ENDS_AT_EOS and segments is not None:
+            empty = (segments == 0).all(dim=1)
+            tokens[:, 0] = torch.where(empty, self.inner.config.eos_token_id, tokens[:, 0])
+        if kind in FROM_THE_RIGHT:
+            width = tokens.shape[1]
+            places = torch.arange(width, device=tokens.device) + mask.sum(dim=1, keepdim=True)
+            tokens, mask = (part.gather(1, places % width) for part in (tokens, mask))
         logits: Tensor = self.inner(
-            tokens.masked_fill(mask == 0, self.config.pad),
+            tokens,
             attention_mask=mask,
-            position_ids=positions + self.config.first_position,
+            **({"position_ids": counted} if kind in POSITIONED else {}),
         ).logits
         return logits.float()
 

@@ -143,7 +143,7 @@ class Service:
                     f"model `{self.name}` gives no log-probabilities; leave `logprobs` out",
                     param="logprobs",
                 )
-            whole = min(limit, self.loaded.model.config.max_position_embeddings)
+            whole = min(limit, self.loaded.target_positions)
             return self._queue(
                 [
                     Seq2SeqRequest(prompt, max_tokens or whole, sampling, stop, beams)

@@ -151,6 +151,12 @@ class LoadedModel:
         """The class names of a classifier, in the order of its scores."""
         return self.model.config.labels if isinstance(self.model, Encoder) else ()
 
+    @property
+    def target_positions(self) -> int:
+        """How many tokens an answer of a sequence-to-sequence model may have."""
+        assert isinstance(self.model, Seq2Seq)
+        return self.model.config.target_positions
+
     def generator(self, max_rows: int) -> Generator:
         """The generator of a decoder; for other kinds use `worker`."""
         assert isinstance(self.model, Decoder)
@@ -260,4 +266,5 @@ def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel) -> f
     # Targets end as the tokenizer frames them. An id from the configuration may be an ordinary
     # token of a tokenizer that was trained here.
     special = set(tokenizer.special_ids.values())
-    return frozenset([*(token for token in named if token in special), *tokenizer.frame[1][-1:]])
+    ends = tokenizer.target_frame[1][-1:]
+    return frozenset([*(token for token in named if token in special), *ends])

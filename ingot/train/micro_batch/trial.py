@@ -8,7 +8,7 @@ import contextlib
 import gc
 import queue
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -215,7 +215,7 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     model_spec = resolve_model_spec(
         drawn,
         ids,
-        asdict(tokenizer.special),
+        tokenizer.ids_for_model,
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:

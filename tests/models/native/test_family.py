@@ -17,8 +17,8 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.doors import FAMILIES
 from ingot.config.family import native_families
-from ingot.config.model_source import SUPPORTED as THROUGH_TRANSFORMERS
 from ingot.config.model_source import model_config
+from ingot.config.model_types import PROVED
 from ingot.config.presets import PRESETS
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
@@ -404,8 +404,10 @@ def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: 
 def test_show_models_lists_every_model_type_and_preset() -> None:
     done = ingot("show", "models")
     assert done.returncode == 0, done.stderr
-    for name in (*native_families(), *THROUGH_TRANSFORMERS, *PRESETS):
+    for name in (*native_families(), *PROVED["seq2seq"], *PROVED["encoder"], *PRESETS):
         assert f" {name} " in done.stdout
+    for words in ("switch_transformers", "model.unproved=true", "refused: it hears", "voxtral"):
+        assert words in done.stdout
 
 
 def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""The model types of transformers that ingot trains through it: those that are proved, those that
+never can be trained, and what the installed transformers has besides. No torch: transformers is not
+imported, its table of classes is read as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+HFKind = Literal["seq2seq", "encoder"]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PROVED: dict[HFKind, tuple[str, ...]] = {
+    "seq2seq": _names(
+        "t5 mt5 umt5 longt5 bart mbart m2m_100 marian pegasus pegasus_x blenderbot "
+        "blenderbot-small led mvp plbart"
+    ),
+    "encoder": _names(
+        "bert roberta xlm-roberta camembert distilbert electra deberta deberta-v2 "
+        "modernbert mpnet albert xlnet data2vec-text ernie eurobert flaubert gte ibert "
+        "jina_embeddings_v3 longformer megatron-bert mobilebert nomic_bert rembert "
+        "roberta-prelayernorm roformer squeezebert xlm xlm-roberta-xl bart mbart mvp "
+        "plbart t5 mt5 umt5 llama mistral qwen2 qwen3 gpt2 gpt-sw3 gpt_bigcode gpt_neo "
+        "gpt_neox gptj opt bloom mpt falcon gemma gemma2 gemma3_text phi phi3 olmo olmo2 "
+        "olmo3 starcoder2 stablelm persimmon helium glm glm4 smollm3 seed_oss exaone4 "
+        "ministral3 arcee diffllama biogpt ctrl openai-gpt modernbert-decoder nemotron"
+    ),
+}
+"""The table of proved types: for each a small random model has transformers' own loss, gradients,
+answers and export, and padding changes nothing (tests/models/hf).
+"""
+
+_SPEECH = "it hears, and only text is trained"
+_SIGHT = "it reads pictures, pages or tables, and only text is trained"
+_PADDING = "its answer to a text changes with the padding beside it, so with the batch"
+_LENGTH = "its attention changes with the longest text of a batch"
+_TWO = "it has two vocabularies"
+
+UNFIT: dict[HFKind, dict[str, str]] = {
+    "seq2seq": {
+        **dict.fromkeys(
+            _names(
+                "audioflamingo3 glmasr granite_speech granite_speech_plus "
+                "moss_transcribe_diarize musicflamingo nemo_speechlm qwen2_audio "
+                "qwen3_asr seamless_m4t seamless_m4t_v2 vibevoice_asr voxtral "
+                "voxtral_realtime"
+            ),
+            _SPEECH,
+        ),
+        "t5gemma2": _SIGHT,
+        "bigbird_pegasus": _LENGTH,
+        "encoder-decoder": _TWO,
+        "fsmt": _TWO,
+        "prophetnet": "it learns several tokens ahead at once, which no objective here does",
+    },
+    "encoder": {
+        **dict.fromkeys(
+            _names(
+                "gemma3 layoutlm layoutlmv2 layoutlmv3 lilt markuplm modernvbert "
+                "perceiver qwen3_5 t5gemma2 tapas ultravbert"
+            ),
+            _SIGHT,
+        ),
+        **dict.fromkeys(("esm", "esmc"), "it reads proteins, and only text is trained"),
+        **dict.fromkeys(
+            ("canine", "convbert", "fnet", "funnel", "nystromformer", "t5gemma", "yoso"), _PADDING
+        ),
+        **dict.fromkeys(("big_bird", "bigbird_pegasus"), _LENGTH),
+        "mra": "its attention needs a CUDA kernel of its own, and is left out without it",
+        "xmod": "it wants a language with each text",
+    },
+}
+"""Types that would be wrong in silence, or that are not for text; why. They are always refused."""
+
+RELATIVE = ("t5", "mt5", "umt5", "longt5")
+"""T5 and its kin: `encoder`, `decoder` and `lm_head` side by side, positions told by distance."""
+LIKE_BART = tuple(name for name in PROVED["seq2seq"] if name not in RELATIVE)
+"""BART and its kin: a base model of encoder and decoder, and `lm_head` beside it."""
+POSITIONED = _names(
+    "bert roberta xlm-roberta camembert distilbert electra deberta-v2 modernbert mpnet"
+)
+"""Encoders that are told each token's position; the others count for themselves."""
+BEHIND_PADDING = _names(
+    "roberta xlm-roberta camembert data2vec-text ibert longformer roberta-prelayernorm "
+    "xlm-roberta-xl"
+)
+"""Encoders whose first token stands at the position after that which padding has."""
+ENDS_AT_EOS = ("bart", "mbart", "mvp", "plbart", "t5", "mt5", "umt5")
+"""Classifiers that read a text's class at its last `eos`; every text of a batch must have one."""
+FROM_THE_RIGHT = ("xlnet",)
+"""Classifiers that read the class at a row's last place: padding stands before the text."""
+WRAPS = ("mbart", "plbart")
+"""Decoders that begin with the last token of their target, which is its language, or `eos`."""
+
+
+@functools.cache
+def installed_types(kind: HFKind) -> dict[str, str]:
+    """Every model type of this kind in the installed transformers, and the class that it becomes;
+    empty where transformers is not installed.
+    """
+    task = "SEQ_TO_SEQ_CAUSAL_LM" if kind == "seq2seq" else "SEQUENCE_CLASSIFICATION"
+    return _tables().get(f"MODEL_FOR_{task}_MAPPING_NAMES", {})
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, str]]:
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return {}
+    source = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
+    tables: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source.read_bytes()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            pairs = [part for part in ast.walk(node.value) if isinstance(part, ast.Tuple)]
+            tables[node.targets[0].id] = {
+                key.value: value.value
+                for key, value in (pair.elts for pair in pairs if len(pair.elts) == 2)
+                if isinstance(key, ast.Constant)
+                and isinstance(value, ast.Constant)
+                and isinstance(key.value, str)
+                and isinstance(value.value, str)
+            }
+    return tables
