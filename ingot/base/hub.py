@@ -49,6 +49,27 @@ def fetch_config(name: str, revision: str | None = None) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision)).parent
 
 
+def ask_tokenizer(name: str, revision: str | None = None) -> Path:
+    """A folder with the tokenizer of the hub model `ORG/NAME`. The hub is asked once whether it
+    answers; without it what the cache holds is taken, if that is whole.
+
+    Raises:
+        WrongInput, Failed: as `fetch_model`.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    files = ("tokenizer.json", "tokenizer_config.json")
+    known = [try_to_load_from_cache(name, file, revision=revision) for file in files]
+    try:
+        with _in_words(name, revision):
+            HfApi().model_info(name, revision=revision, timeout=ASK_S)
+    except Failed:
+        if isinstance(known[0], str) and isinstance(known[1], str):
+            return Path(known[0]).parent
+        raise
+    return fetch_model(name, revision, tokenizer_only=True)
+
+
 @contextlib.contextmanager
 def _in_words(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (

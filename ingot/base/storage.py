@@ -10,6 +10,7 @@ import errno
 import functools
 import glob
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -42,8 +43,8 @@ def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
     """A binary stream of a local or remote file; bytes as stored, nothing decompressed."""
     if not is_remote(path):
         return Path(path).open("rb")
-    stream: IO[bytes] = _remote().open(os.fspath(path), "rb").open()
-    return stream
+    # Streams of fsspec are no whole streams: they read no line of a limited length.
+    return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)
 
 
 def find_files(pattern: str) -> list[str]:

@@ -8,19 +8,15 @@ listed as not checked, never passed in silence.
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
 from ingot.base.reports import read_record
-from ingot.base.storage import is_remote, open_read
+from ingot.cli.arguments import read_with_origins
+from ingot.cli.check_sources import FarSources, check_evaluation, check_sources
 from ingot.cli.check_training import (
     check_model,
     check_other_model,
@@ -28,18 +24,9 @@ from ingot.cli.check_training import (
     check_training,
     need,
 )
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
-from ingot.config.recipe import NO_SOURCE, Recipe
-from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.evaluation import TaskSettings
+from ingot.config.load import RecipeErrors, without_errors
+from ingot.config.recipe import Recipe
 from ingot.config.values import Findings, Values
-from ingot.data.documents.kinds import DocumentExtractor
-from ingot.data.documents.records import BadRecord
-from ingot.data.sources.find import find_source, is_local, recipe_sources, records_of
-from ingot.data.sources.hub import revision_of
-from ingot.data.sources.readers import parse_file
-from ingot.data.sources.records import read_records
-from ingot.data.sources.source_file import SourceFile
 from ingot.launch.job import launcher_of
 from ingot.launch.run_job import job_of
 from ingot.launch.staging import unreachable_inputs
@@ -48,47 +35,90 @@ from ingot.pipeline.plan import submission_problems
 from ingot.pipeline.steps import STEPS, step_named
 
 ALL = tuple(step.verb for step in STEPS)
-LOOKED_AT = 100
-"""Records of each source that are read: so many without the columns, and none with them, are wrong
-names of columns.
-"""
-ELSEWHERE = ("hf", "wikipedia", "bigquery")
-"""Schemes of sources that lie elsewhere, whose records are read when they are ingested."""
+
+
+READS: dict[str, tuple[str, ...]] = {
+    "held out": ("data", "train", "checkpoint", "evaluate"),
+    "sources": ("data", "objective", "output", "name"),
+    "model": ("model", "objective", "data"),
+    "tokenizer": ("model", "objective", "data", "tokenizer"),
+    "cleaning": ("data", "launch", "pipeline"),
+    "training": ("model", "objective", "data", "train", "parallel", "launch", "pipeline"),
+    "evaluated": ("evaluate",),
+    "tasks": ("evaluate", "objective", "data", "launch", "pipeline"),
+    "gate": ("gate", "evaluate", "objective", "data"),
+    "serving": ("serve", "registry", "cloud"),
+    "places": ("launch", "cloud", "pipeline", "data", "evaluate", "model", "output", "name"),
+}
+"""The sections that each check reads: where one of them is wrong, the check is left out."""
 
 
 def findings(
-    recipe: Recipe, values: Values, verbs: Sequence[str] = ALL, *, submitted: bool = False
+    recipe: Recipe,
+    values: Values,
+    verbs: Sequence[str] = ALL,
+    *,
+    submitted: bool = False,
+    wrong: Collection[str] = (),
 ) -> Findings:
     """Everything that can be told of `verbs` now. `submitted`: as a pipeline of Vertex AI, whose
-    steps run on machines of their own.
+    steps run on machines of their own. `wrong`: sections that say something else than the recipe's
+    files.
     """
-    found = Findings(values)
+    found, far, given = Findings(values), FarSources(), set(verbs)
     here = not submitted
-    for verb in verbs:
-        for message, knob in recipe.missing_held_out(verb):
-            found.add(message, knob)
-    if {"ingest", "prepare"} & set(verbs) and read_record(recipe.folder.steps, "ingest") is None:
-        _check_sources(recipe, found)
-    model = check_model(recipe, found) if {"prepare", "train"} & set(verbs) else None
-    if "prepare" in verbs:
+
+    def asks(what: str, *of: str) -> bool:
+        return bool(given & set(of)) and not set(READS[what]) & set(wrong)
+
+    if asks("held out", *ALL):
+        for verb in verbs:
+            for message, knob in recipe.missing_held_out(verb):
+                found.add(message, knob)
+    if asks("sources", "ingest", "prepare") and not read_record(recipe.folder.steps, "ingest"):
+        check_sources(recipe, found, far)
+    if asks("tasks", "evaluate"):
+        check_evaluation(recipe, found, far, here=here)
+    model = check_model(recipe, found) if asks("model", "prepare", "train") else None
+    if asks("tokenizer", "prepare"):
         check_tokenizer_fits(recipe, model, found)
-        if here:
-            _check_cleaning(recipe, found)
-    if "train" in verbs:
+    if asks("cleaning", "prepare") and here:
+        _check_cleaning(recipe, found)
+    if asks("training", "train"):
         check_training(recipe, model, found, here=here)
-    if "evaluate" in verbs:
-        _check_evaluation(recipe, found, here=here)
-    if "gate" in verbs:
+    if asks("evaluated", "evaluate") and recipe.evaluate.model is not None:
+        found.ask(check_other_model, recipe.evaluate.model, "evaluate.model")
+    if asks("gate", "gate"):
         _check_gate(recipe, found)
-    if {"serve", "deploy", "register"} & set(verbs):
+    if asks("serving", "serve", "deploy", "register"):
         _check_serving(recipe, found, here=here)
-    if submitted:
-        for problem in submission_problems(recipe):
-            found.add(problem)
-    else:
-        _check_places(recipe, verbs, found)
+    if asks("places", *ALL, "deploy"):
+        if submitted:
+            for problem in submission_problems(recipe):
+                found.add(problem)
+        else:
+            _check_places(recipe, verbs, found)
+    far.finish(found)
     found.wrong = list(dict.fromkeys(found.wrong))
     return found
+
+
+def read_checked(
+    arguments: Sequence[str], verb: str, verbs: Sequence[str] = ALL, *, submitted: bool = False
+) -> tuple[Recipe, Values]:
+    """The recipe, and its raw values with the places that set them, not yet checked.
+
+    Raises:
+        WrongInput: what the recipe's own rules refuse, and all that can be known beside it.
+    """
+    try:
+        return read_with_origins(arguments, verb)
+    except RecipeErrors as error:
+        recipe, wrong = without_errors(error.values)
+        if recipe is None:
+            raise
+        found = findings(recipe, error.values, verbs, submitted=submitted, wrong=wrong)
+        raise WrongInput("\n".join([str(error), *found.wrong])) from None
 
 
 def check(
@@ -112,48 +142,6 @@ def check(
     return found.wrong
 
 
-def _check_sources(recipe: Recipe, found: Findings) -> None:
-    """Whether sources are there, and the first records of each file have the columns."""
-    if not recipe.data.train:
-        found.add(NO_SOURCE, "data.train")
-    for split, sources in recipe_sources(recipe).items():
-        for number, source in enumerate(sources):
-            knob = f"data.{split}.{number}.source"
-            if source.scheme == "hf" and not found.ask(
-                revision_of, source.source.split(":")[1], knob, at=knob
-            ):
-                continue
-            if source.scheme in ELSEWHERE or is_remote(source.source):
-                found.skip(f"{source.source} lies elsewhere and is read by `ingot ingest`", knob)
-                continue
-            files = found.ask(find_source, source, knob, at=knob)
-            if files and is_local(source):
-                extractor = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
-                found.ask(_look_into, files[0], extractor, at=knob)
-
-
-def _look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
-    """Raises WrongInput where none of the first records of a file has what a document needs."""
-    if file.format == "megatron":
-        return
-    bad: BadRecord | None = None
-    with ExitStack() as stack:
-        kind = records_of(file)
-        items = (
-            kind.read(file, extractor)
-            if kind is not None
-            else parse_file(
-                stack.enter_context(open_read(file.path)), file.path, file.format, extractor
-            )
-        )
-        for item in itertools.islice(items, LOOKED_AT):
-            if not isinstance(item, BadRecord):
-                return
-            bad = bad or item
-    if bad is not None and bad.keys:
-        raise extractor.missing_error(f"{file.path}:{bad.row}", bad.keys)
-
-
 def _check_cleaning(recipe: Recipe, found: Findings) -> None:
     """What cleaning and the engine need on this machine."""
     engine = recipe.data.engine
@@ -167,51 +155,6 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
             found.add("data.engine.kind spark needs Java; apt install openjdk-17-jre-headless")
     if engine.kind == "beam" and engine.python is None:
         need(found, "apache_beam", "data.engine.kind beam", "run `make beam`")
-
-
-def _check_evaluation(recipe: Recipe, found: Findings, *, here: bool) -> None:
-    """The model that is evaluated, and for each task its items, its package and its kind of
-    model.
-    """
-    given = recipe.evaluate.model
-    if given is not None:
-        found.ask(check_other_model, given, "evaluate.model")
-    kind = KIND_FOR_DOCUMENTS[recipe.documents]
-    on_this_machine = here and recipe.at("evaluate").launch.kind == "local"
-    for number, task in enumerate(recipe.tasks):
-        knob = f"evaluate.tasks.{number}"
-        if task.model_kinds and kind not in task.model_kinds and given is None:
-            found.add(
-                f"evaluate.tasks, {task.name}: {task.kind} is for {' or '.join(task.model_kinds)}"
-                f" models, and objective.kind {recipe.objective.kind} trains one of kind {kind};"
-                " remove the task",
-                knob,
-            )
-        if task.package is not None and on_this_machine:
-            module, get_it = task.package
-            if importlib.util.find_spec(module) is None:
-                found.add(
-                    f"evaluate.tasks, {task.name}: {task.kind} needs {module}, which is not"
-                    f" installed; {get_it}",
-                    knob,
-                )
-        for source in task.sources:
-            _check_items(task, source, knob, found)
-
-
-def _check_items(task: TaskSettings, source: str, knob: str, found: Findings) -> None:
-    """Whether the items of a task are there and the first has the columns."""
-    split = str(getattr(task, "split", "validation"))
-    settings = SourceSettings(source=source, split=split)
-    if settings.scheme in ELSEWHERE or is_remote(source):
-        found.skip(f"{source} lies elsewhere and is read by `ingot evaluate`", f"{knob}.source")
-    elif not task.item_columns:
-        if not settings.scheme and not Path(source).exists():
-            found.add(f"evaluate.tasks, {task.name}: {source} does not exist; check the path", knob)
-    else:
-        place, names = f"evaluate.tasks, {task.name}.source", getattr(task, "columns", None)
-        first = partial(read_records, names=names, split=split, limit=1)
-        found.ask(first, source, place, task.item_columns, at=f"{knob}.source")
 
 
 def _check_gate(recipe: Recipe, found: Findings) -> None:

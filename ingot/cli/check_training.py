@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput, differing
-from ingot.base.hub import fetch_config
+from ingot.base.hub import ask_tokenizer, fetch_config
 from ingot.base.storage import is_remote
+from ingot.cloud.machines import MACHINES
 from ingot.config.family import sizes
 from ingot.config.model_source import (
     KIND_FOR_DOCUMENTS,
@@ -25,16 +27,31 @@ from ingot.config.model_source import (
     source_config,
     starts_random,
 )
+from ingot.config.model_types import BEHIND_PADDING
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Model
-from ingot.config.shape import batch_plan, check_layout, check_pipeline, parameter_count
+from ingot.config.shape import (
+    BatchPlan,
+    batch_plan,
+    check_float8_fits,
+    check_layout,
+    check_pipeline,
+    least_parameters,
+    lora_parameters,
+    parameter_count,
+)
 from ingot.config.values import Findings
-from ingot.tokenizers.chat_templates import find_template, for_recipe
+from ingot.tokenizers.chat_templates import find_template, for_recipe, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
 
 STATE_BYTES = 12
 """Bytes of a checkpoint for each trained parameter with Adam: the weight and two moments."""
+EXPORT_BYTES = 4
+FLOAT8_CAPABILITY = 8.9
+OLDER = ("nvidia-tesla-", "nvidia-a100")
+"""How accelerators are called that have no float8."""
 ADAPTER, RANDOM = "adapter_config.json", "starts from random weights"
 
 
@@ -47,6 +64,8 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
     if kind != "decoder":
         ask = partial(check_model_type, unproved=recipe.model.unproved)
         found.ask(ask, values, kind, where, at="model.source")
+        if (most := _encoder_positions(values)) is not None:
+            found.ask(check_lengths, recipe, most)
         return values
     positions = found.ask(_positions, values, where)
     if positions is not None:
@@ -80,6 +99,15 @@ def _positions(config: Mapping[str, Any], where: str) -> int:
         ) from None
 
 
+def _encoder_positions(values: Mapping[str, Any]) -> int | None:
+    """How many tokens an encoder takes whose configuration says so; T5's kind has no last one."""
+    most, pad = values.get("max_position_embeddings"), values.get("pad_token_id")
+    if not isinstance(most, int) or most <= 0:
+        return None
+    behind_padding = values.get("model_type") in BEHIND_PADDING
+    return most - (1 + pad if behind_padding and isinstance(pad, int) else 0)
+
+
 def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
     """The tokenizer, against data and model."""
     template = recipe.tokenizer.template
@@ -104,19 +132,68 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
     given, knob = recipe.model.source, "model.source"
     if recipe.tokenizer.source is not None:
         given, knob = recipe.tokenizer.source, "tokenizer.source"
+    tokenizer = found.ask(_tokenizer, recipe, given, at=knob)
+    return None if tokenizer is None else tokenizer.vocab_size
+
+
+def _tokenizer(recipe: Recipe, given: str) -> Tokenizer:
+    """The tokenizer of the recipe; raises where it is none, or has no template for chats."""
     if given.startswith("hf:"):
-        found.skip(f"the tokenizer of {given} is read by `ingot prepare`", knob)
-        return None
-
-    return found.ask(_ids, recipe, at=knob)
-
-
-def _ids(recipe: Recipe) -> int:
-    """How many ids the tokenizer has; raises where it is none, or has no template for chats."""
-    tokenizer = for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
+        revision = recipe.model.revision if given == recipe.model.source else None
+        folder = ask_tokenizer(given.removeprefix("hf:"), revision)
+    else:
+        folder = resolve_tokenizer(recipe)
+    tokenizer = for_recipe(recipe, load_tokenizer(folder))
     if recipe.documents in ("chat", "preference"):
         _ = tokenizer.chat_format
-    return tokenizer.vocab_size
+    return tokenizer
+
+
+def _check_teacher(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
+    """Whether a teacher has the student's ids and the positions of a row."""
+    source, knob = recipe.objective.teacher_source, "objective.teacher"
+    config = found.ask(check_other_model, source, knob, at=knob) if source else None
+    if source is None or config is None:
+        return
+    theirs = found.ask(sizes, config, f"{knob} {source}", at=knob)
+    if theirs is None:
+        return
+    own = recipe.model.config.get("vocab_size") if model and model[RANDOM] else None
+    own = model["vocab_size"] if model and not model[RANDOM] else own
+    if isinstance(own, int) and own != theirs.vocab:
+        found.add(
+            f"{knob} {source} has a vocabulary of {theirs.vocab:,} tokens, the student"
+            f" {recipe.model.source} one of {own:,}; distillation compares them token by token:"
+            " choose two of the same vocabulary",
+            knob,
+        )
+    if theirs.positions < recipe.data.seq_len:
+        found.add(
+            f"data.seq_len {recipe.data.seq_len} exceeds the {theirs.positions} positions of"
+            f" {knob} {source}; lower it"
+        )
+    found.ask(_check_teachers_tokenizer, recipe, source, at=knob)
+
+
+def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
+    """Raises WrongInput where the teacher's tokenizer cannot be the student's."""
+    hub = source.startswith("hf:")
+    folder = ask_tokenizer(source[3:]) if hub else named_folder(source, "objective.teacher")
+    theirs, knob = load_tokenizer(folder), f"objective.teacher {source}"
+    if recipe.trains_tokenizer:
+        if recipe.tokenizer.vocab_size != theirs.vocab_size:
+            raise WrongInput(
+                f"{knob} has a tokenizer of {theirs.vocab_size:,} ids, and one of"
+                f" {recipe.tokenizer.vocab_size:,} would be trained for the student; set"
+                f" tokenizer.source to {source}"
+            )
+        return
+    own = _tokenizer(recipe, recipe.tokenizer.source or recipe.model.source)
+    if with_template(own, "").identity() != with_template(theirs, "").identity():
+        raise WrongInput(
+            f"the tokenizer of {knob} is not the student's, so their distributions are over other"
+            f" tokens; set tokenizer.source to {source}, or choose another teacher"
+        )
 
 
 def check_training(
@@ -132,12 +209,11 @@ def check_training(
     dropout = lora.dropout if lora else 0.0
     staged = partial(check_pipeline, compiled=recipe.train.compile, dropout=dropout)
     found.ask(staged, recipe.parallel, recipe.memory)
-    for knob, source in (
-        ("objective.teacher", recipe.objective.teacher_source),
-        ("objective.reference", recipe.objective.reference_source),
-    ):
-        if source is not None:
-            found.ask(check_other_model, source, knob, at=knob)
+    _check_teacher(recipe, model, found)
+    reference, knob = recipe.objective.reference_source, "objective.reference"
+    if reference is not None:
+        found.ask(check_other_model, reference, knob, at=knob)
+    _check_float8(recipe, batch, found, here=here)
     if lora is not None and lora.adapter and not (Path(lora.adapter) / ADAPTER).is_file():
         found.add(f"model.lora.adapter {lora.adapter} has no {ADAPTER}; give PEFT's folder")
     start = recipe.train.start_from
@@ -149,14 +225,58 @@ def check_training(
         _check_disk(recipe, model, found)
 
 
-def check_other_model(source: str, knob: str) -> None:
-    """Raises WrongInput where a model that training learns from is none, Failed where the hub that
-    has it does not answer.
+def check_other_model(source: str, knob: str) -> dict[str, Any]:
+    """The configuration of a model that is not trained. Raises WrongInput where it is none, Failed
+    where the hub that has it does not answer.
     """
     if source.startswith("hf:"):
-        fetch_config(source.removeprefix("hf:"))
-    else:
-        model_config(named_folder(source, knob))
+        return model_config(fetch_config(source.removeprefix("hf:")))
+    return model_config(named_folder(source, knob))
+
+
+def _check_float8(recipe: Recipe, batch: BatchPlan | None, found: Findings, *, here: bool) -> None:
+    """Whether recipe and machine can train in float8."""
+    kind, placed = recipe.precision.float8, recipe.at("train").launch
+    if kind == "none":
+        return
+    if batch is not None:
+        tokens = (2 if recipe.documents == "preference" else 1) * recipe.data.seq_len
+        lengths = {"data.seq_len": batch.micro_batch * tokens // recipe.parallel.context}
+        found.ask(check_float8_fits, kind, lengths, recipe.model.lora is not None)
+    if recipe.precision.compute == "fp32":
+        found.add(f"precision.float8 {kind} goes with precision.compute bf16, not fp32; set one")
+    lacking = ""
+    if placed.kind == "local" and here:
+        need(found, "torchao", "precision.float8", "pip install 'ingot[float8]'")
+        best = _best_capability()
+        if best is not None and best < FLOAT8_CAPABILITY:
+            lacking = f"this machine has {f'one of {best}' if best else 'no GPU'}"
+    elif placed.kind in ("gce", "vertex"):
+        machine = MACHINES.get(placed.machine.type or "")
+        has = placed.machine.accelerator or (machine and machine.accelerator) or "none"
+        if has == "none" or has.startswith(OLDER):
+            lacking = f"the machines of launch.machine have {has}"
+    if lacking:
+        found.add(
+            f"precision.float8 {kind} needs a GPU of compute capability {FLOAT8_CAPABILITY} or"
+            f" more (Ada, Hopper and newer), and {lacking}; set precision.float8 to none"
+        )
+
+
+def _best_capability() -> float | None:
+    """The highest compute capability of this machine's GPUs, 0 where there is none; None where
+    that cannot be told.
+    """
+    if Path("/dev/kfd").exists():  # AMD's
+        return None
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    ask = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True).stdout
+        return max((float(line) for line in said.splitlines() if line.strip()), default=0.0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
@@ -167,13 +287,19 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     begun = recipe.folder.checkpoints.exists() and any(recipe.folder.checkpoints.iterdir())
-    if model is None or recipe.model.lora or begun or recipe.documents in ("pair", "labelled"):
+    if model is None or begun:
         return
     config = dict(model)
     if model[RANDOM] and recipe.trains_tokenizer:
         config["vocab_size"] = recipe.model.config.get("vocab_size", recipe.tokenizer.vocab_size)
-    weights = parameter_count(config)
-    needed = weights * (STATE_BYTES * (recipe.checkpoint.keep + 1) + 4)
+    try:
+        is_decoder = KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
+        weights = parameter_count(config) if is_decoder else least_parameters(config)
+        lora = recipe.model.lora
+        trained = lora_parameters(config, lora.rank) if lora and is_decoder else weights
+    except (KeyError, TypeError, ValueError, WrongInput):  # which is told of the model itself
+        return
+    needed = trained * STATE_BYTES * (recipe.checkpoint.keep + 1) + weights * EXPORT_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         has, takes = differing(

@@ -178,12 +178,11 @@ def submit(
     follows what runs already.
     """
     from ingot.base.progress import say
-    from ingot.cli.arguments import read_with_origins
-    from ingot.cli.check import check
+    from ingot.cli.check import check, read_checked
     from ingot.pipeline import submit as pipeline
     from ingot.pipeline.plan import VERBS
 
-    recipe, values = read_with_origins(arguments, "submit")
+    recipe, values = read_checked(arguments, "submit", VERBS, submitted=True)
     if cancel:
         for id in pipeline.cancel(recipe):
             print(id)

@@ -136,14 +136,13 @@ for _verb, _help in OTHERS.items():
 def _launch(
     verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
 ) -> int:
-    from ingot.cli.arguments import read_with_origins
-    from ingot.cli.check import ALL, check
+    from ingot.cli.check import ALL, check, read_checked
     from ingot.launch.job import Job
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
 
-    recipe, values = read_with_origins(arguments, verb)
     verbs = ALL if verb == "run" else (verb,)
+    recipe, values = read_checked(arguments, verb, verbs)
     # Whoever started us with --handled has checked.
     wrong = [] if handled else check(recipe, values, verbs, dry_run=dry_run)
     recipe = recipe.at(verb)

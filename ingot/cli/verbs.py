@@ -13,7 +13,7 @@ from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import VerbOutcome, read_record
-from ingot.cli.arguments import read_recipe, read_with_origins
+from ingot.cli.arguments import read_recipe
 from ingot.cli.console import show_report
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
@@ -120,13 +120,12 @@ def is_rank() -> bool:
 
 
 def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
+    from ingot.cli.check import check, read_checked
     from ingot.pipeline.local import print_summary, run
 
-    recipe, values = read_with_origins(arguments, "run")
+    recipe, values = read_checked(arguments, "run")
     prepare_environment(recipe)
     if verbs := _to_do(recipe):
-        from ingot.cli.check import check
-
         check(recipe, values, verbs)
     print_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
     return EXIT_DONE

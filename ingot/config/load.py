@@ -5,6 +5,7 @@ stands.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ STEP_KNOBS = {
 """The knobs of `launch` that a step of `pipeline.steps` can have its own value of, and their names
 there.
 """
+LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
+"""What stands for the sections that every recipe needs, where theirs cannot be read."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -80,12 +83,44 @@ def load_recipe(
     return checked(read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb))
 
 
+class RecipeErrors(WrongInput):
+    """What the recipe's own rules refuse, and the raw values that they refuse."""
+
+    def __init__(self, error: ValidationError, values: Values) -> None:
+        super().__init__(explain_errors(error, values))
+        self.values = values
+
+
 def checked(values: Values) -> Recipe:
-    """The recipe of raw values. Raises WrongInput as `load_recipe` does."""
+    """The recipe of raw values. Raises RecipeErrors, a WrongInput, as `load_recipe` does."""
     try:
         return Recipe.model_validate(values.tree)
     except ValidationError as error:
-        raise WrongInput(explain_errors(error, values)) from None
+        raise RecipeErrors(error, values) from None
+
+
+def without_errors(values: Values) -> tuple[Recipe | None, set[str]]:
+    """The recipe with the default of each section that is wrong, and the names of those sections;
+    no recipe where what is wrong is in no section.
+    """
+    tree, wrong = dict(values.tree), set[str]()
+    for _ in Recipe.model_fields:
+        try:
+            return Recipe.model_validate(tree), wrong
+        except ValidationError as error:
+            named = {
+                word.partition(".")[0]
+                for detail in error.errors(include_url=False)
+                for word in (*map(str, detail["loc"][:1]), *re.findall(r"[a-z_.]+", detail["msg"]))
+                if detail["loc"] == () or word == str(detail["loc"][0])
+            }
+        more = {name for name in named if name in tree or name in LEAST} - wrong
+        if not more:
+            break
+        wrong |= more
+        tree = {name: value for name, value in tree.items() if name not in more}
+        tree |= {name: LEAST[name] for name in more if name in LEAST}
+    return None, wrong
 
 
 def read_values(

@@ -19,6 +19,11 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 neighbours in rank.
 """
 
+FLOAT8_MULTIPLE = 16
+"""Kernels take matrices whose sides are multiples of this."""
+KNOWN_LAYERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "bert", "roberta", "xlm-roberta")
+"""Model types of transformers whose layers are plain attention and two matrices, none shared."""
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -237,6 +242,23 @@ def check_pipeline(
         )
 
 
+def check_float8_fits(kind: str, lengths: Mapping[str, int], adapted: bool) -> None:
+    """What float8 cannot be used for on any machine. `lengths`: tokens of a micro-batch on one
+    rank, by the knob that says so. Raises WrongInput.
+    """
+    if adapted:
+        raise WrongInput(
+            f"precision.float8 {kind} trains the matrices that model.lora leaves as they are; set"
+            " one of the two to none"
+        )
+    for knob, tokens in lengths.items():
+        if tokens % FLOAT8_MULTIPLE:
+            raise WrongInput(
+                f"precision.float8 {kind} wants micro-batches of a multiple of {FLOAT8_MULTIPLE}"
+                f" tokens on each rank, {knob} makes {tokens:,}; change it or train.micro_batch"
+            )
+
+
 def _some(numbers: Sequence[int]) -> str:
     return ", ".join(str(number) for number in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
 
@@ -264,6 +286,34 @@ def parameter_count(config: Mapping[str, Any]) -> int:
     )
     norms = 2 * read.hidden + read.qk_norm * 2 * read.head_dim
     return embeddings + read.layers * (_matrices(read) + biases + norms) + read.hidden
+
+
+def lora_parameters(config: Mapping[str, Any], rank: int) -> int:
+    """Weights of an adapter of this rank beside every linear layer of such a decoder."""
+    read = sizes(config)
+    queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
+    sides = 4 * read.hidden + 2 * queries + 2 * keys + 3 * (read.hidden + read.feed_forward)
+    return rank * read.layers * sides
+
+
+def least_parameters(config: Mapping[str, Any]) -> int:
+    """Weights that a model of transformers with encoder layers has at the least: those of its
+    embeddings, and of the matrices of its layers where its kind says how many there are.
+    """
+
+    def first(*names: str) -> int:
+        return next((value for name in names if isinstance(value := config.get(name), int)), 0)
+
+    hidden = first("embedding_size", "d_model", "hidden_size")
+    embeddings = first("vocab_size") * hidden
+    if config.get("model_type") not in KNOWN_LAYERS:
+        return embeddings
+    encoder = first("num_layers", "encoder_layers", "num_hidden_layers")
+    decoder = first("num_decoder_layers", "decoder_layers") if "d_model" in config else 0
+    wide = first("d_ff", "encoder_ffn_dim", "intermediate_size")
+    heads = first("num_heads") * first("d_kv") or hidden
+    attention, forward = 4 * hidden * heads, 2 * hidden * wide
+    return embeddings + encoder * (attention + forward) + decoder * (2 * attention + forward)
 
 
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:

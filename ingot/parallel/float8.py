@@ -17,12 +17,11 @@ from torch import nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.shape import FLOAT8_MULTIPLE, check_float8_fits
 from ingot.models.device import Compute, device_name, has_float8
 from ingot.parallel.shard import layers
 
 Float8 = Literal["tensorwise", "rowwise"]
-MULTIPLE = 16
-"""Kernels take matrices whose sides are multiples of this."""
 EMULATED = False
 """Round to float8 and multiply in the wider type; only tests do, on devices that have no such
 products.
@@ -44,11 +43,7 @@ def check_float8(
             f"precision.float8 {kind} needs torchao; run `pip install ingot[float8]`, or set"
             " precision.float8 to none"
         )
-    if adapted:
-        raise WrongInput(
-            f"precision.float8 {kind} trains the matrices that model.lora leaves as they are; set"
-            " one of the two to none"
-        )
+    check_float8_fits(kind, {}, adapted)
     if EMULATED:
         return
     if not has_float8(device):
@@ -61,12 +56,7 @@ def check_float8(
             f"precision.float8 {kind} goes with precision.compute bf16, not {compute}; set one of"
             " the two"
         )
-    for knob, tokens in lengths.items():
-        if tokens % MULTIPLE:
-            raise WrongInput(
-                f"precision.float8 {kind} wants micro-batches of a multiple of {MULTIPLE} tokens on"
-                f" each rank, {knob} makes {tokens:,}; change it or train.micro_batch"
-            )
+    check_float8_fits(kind, lengths, adapted)
 
 
 def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = True) -> None:
@@ -83,13 +73,13 @@ def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = 
 
     config = replace(Float8LinearConfig.from_recipe_name(kind), emulate=EMULATED)
     left: dict[tuple[int, int], str] = {}
-    taken = 0
+    taken, multiple = 0, FLOAT8_MULTIPLE * tensor
 
     def fits(module: nn.Module, name: str) -> bool:
         nonlocal taken
         assert isinstance(module, nn.Linear)
         shape = (module.out_features, module.in_features)
-        if any(size % (MULTIPLE * tensor) for size in shape):
+        if any(size % multiple for size in shape):
             left[shape] = name
             return False
         taken += 1
@@ -100,11 +90,8 @@ def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = 
     odd = ", ".join(f"{name} {list(shape)}" for shape, name in left.items())
     if not taken:
         raise WrongInput(
-            f"precision.float8 {kind} wants matrices whose sides are multiples of"
-            f" {MULTIPLE * tensor}, this model has none ({odd}); set precision.float8 to none"
+            f"precision.float8 {kind} wants matrices whose sides are multiples of {multiple}, this"
+            f" model has none ({odd}); set precision.float8 to none"
         )
     if left and loud:
-        say(
-            f"float8: sides that are no multiples of {MULTIPLE * tensor} stay in the wider type:"
-            f" {odd}"
-        )
+        say(f"float8: sides that are no multiples of {multiple} stay in the wider type: {odd}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,15 @@ import pytest
 import yaml
 
 from ingot.base.errors import WrongInput
+from ingot.base.remote.service import EMULATOR
+from ingot.cli import check_sources, check_training
 from ingot.cli.arguments import read_with_origins
 from ingot.cli.check import check, findings
+from ingot.config.presets import preset
 from ingot.config.values import Findings
 from tests.cli.commands import ingot as command
+from tests.data.sources.test_gs import Server
+from tests.small import TINY_MODEL
 
 GOOD: dict[str, Any] = {
     "name": "checked",
@@ -182,7 +188,154 @@ def test_what_cannot_be_asked_is_not_passed_in_silence(place: Path) -> None:
     assert any("hf:org/model cannot be fetched" in line for line in given.unknown)
     assert any("hf:org/texts cannot be reached" in line for line in given.unknown)
     task = "evaluate.tasks=[{kind: hellaswag}]"
-    assert any("hf:Rowan/hellaswag lies elsewhere" in line for line in found(task).unknown)
+    assert any("hf:Rowan/hellaswag cannot be reached" in line for line in found(task).unknown)
+
+
+def test_the_first_records_in_a_bucket_are_looked_at(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server({"in/x.jsonl": (place / "texts.jsonl").read_bytes()})
+    monkeypatch.setenv(EMULATOR, server.address)
+    bucket = "gs://bucket/in"
+    try:
+        good, column, absent = (
+            found(f"data.train=[{{source: {bucket}/{source}}}]", verbs=("ingest",))
+            for source in ("x.jsonl", "x.jsonl, text: body", "no.jsonl")
+        )
+        tasks = f"evaluate.tasks=[{{kind: choice, source: {bucket}/x.jsonl}}]"
+        items = found(tasks, verbs=("evaluate",))
+    finally:
+        server.server_close()
+    assert (good.wrong, good.unknown) == ([], [])
+    (told,) = column.wrong
+    assert told.startswith("`data.train=")
+    assert "/in/x.jsonl:1 has no column `body`; it has text" in told
+    assert "no.jsonl: no such file" in absent.wrong[0]
+    assert "has no column `question`; it has text" in items.wrong[0]
+    nobody = found(f"data.train=[{{source: {bucket}/x.jsonl}}]", verbs=("ingest",))
+    assert nobody.wrong == []
+    assert "the service cannot be reached from here" in nobody.unknown[0]
+
+
+def test_one_that_gives_no_answer_is_not_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_sources, "LOOK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv(EMULATOR, f"http://127.0.0.1:{mute.getsockname()[1]}")
+        (told,) = found("data.train=[{source: gs://buck/x.jsonl}]", verbs=("ingest",)).unknown
+    assert "gs://buck/x.jsonl gave no answer within 0.2 s" in told
+
+
+def write_model(place: Path, name: str, **config: Any) -> str:
+    (place / name).mkdir()
+    (place / name / "config.json").write_text(json.dumps(config))
+    return f"model.source={name}"
+
+
+def test_positions_of_encoders_and_of_what_writes(place: Path) -> None:
+    roberta = {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1}
+    bart = {"model_type": "bart", "is_encoder_decoder": True, "max_position_embeddings": 64}
+    labelled = ("objective={kind: classify, labels: [a, b]}", "data.train=[]")
+    pairs = ("objective.kind=seq2seq", "data.target_len=65")
+
+    def positions(*overrides: str) -> list[str]:
+        told = found(*overrides, verbs=("train",)).wrong
+        return [line for line in told if "positions" in line]
+
+    encoder, writer = write_model(place, "roberta", **roberta), write_model(place, "bart", **bart)
+    assert positions(encoder, *labelled[:1]) == []
+    (told,) = positions(encoder, labelled[0], "data.seq_len=65")
+    assert "data.seq_len 65 exceeds the model's 64 positions" in told
+    (told,) = positions(writer, *pairs)
+    assert "data.target_len 65 exceeds the model's 64 positions" in told
+    assert positions("model.source=preset:t5-mini", "objective.kind=seq2seq") == [], "T5 has none"
+
+
+def test_a_teacher_must_fit(place: Path, prepared_root: Path) -> None:
+    source = TINY_MODEL | {"model_type": "llama", "max_position_embeddings": 32}
+    write_model(place, "teacher", vocab_size=320, **source)
+    write_model(place, "student", vocab_size=300, **source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(prepared_root / "runs/small/data/tokenizer" / name, place / "teacher")
+    distill = "objective={kind: distill, teacher: teacher}"
+    told = found(distill, "model.source=student", verbs=("train",)).wrong
+    assert any(
+        "teacher has a vocabulary of 320 tokens, the student student one of 300" in line
+        for line in told
+    )
+    assert any(
+        "data.seq_len 64 exceeds the 32 positions of objective.teacher" in line for line in told
+    )
+    told = found(distill, "data.seq_len=32", "tokenizer.vocab_size=400", verbs=("train",)).wrong
+    assert any("a tokenizer of 320 ids, and one of 400 would be trained" in line for line in told)
+    fitting = ("data.seq_len=32", "tokenizer.source=teacher")
+    assert found(distill, *fitting, verbs=("train",)).wrong == []
+    shutil.copytree(place / "teacher", place / "other")
+    own = json.loads((place / "other" / "tokenizer.json").read_text())
+    ids = own["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (place / "other" / "tokenizer.json").write_text(json.dumps(own))
+    (told,) = found(distill, "data.seq_len=32", "tokenizer.source=other", verbs=("train",)).wrong
+    assert "is not the student's, so their distributions are over other tokens" in told
+
+
+def test_float8_is_asked_of_the_machine_that_trains(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*overrides: str) -> list[str]:
+        lines = found("precision.float8=rowwise", *overrides, verbs=("train",)).wrong
+        return [line for line in lines if "float8" in line and "torchao" not in line]
+
+    monkeypatch.setattr(check_training, "_best_capability", lambda: 0.0)
+    assert "8.9 or more (Ada, Hopper and newer), and this machine has no GPU" in told()[0]
+    monkeypatch.setattr(check_training, "_best_capability", lambda: 8.0)
+    assert "this machine has one of 8.0" in told()[0]
+    monkeypatch.setattr(check_training, "_best_capability", lambda: 9.0)
+    assert told() == []
+    assert "goes with precision.compute bf16, not fp32" in told("precision.compute=fp32")[0]
+    assert "data.seq_len makes 63" in told("data.seq_len=63", "train.micro_batch=1")[0]
+    gce = ("launch.kind=gce", *CLOUD)
+    assert "have nvidia-tesla-a100" in told(*gce, "launch.machine.type=a2-highgpu-1g")[0]
+    assert told(*gce, "launch.machine.type=a3-highgpu-8g") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        (("model.source=preset:llama-3m",), "4 M weights"),
+        (("model.source=big", "model.lora={}"), "8,030 M weights"),
+        (("model.source=preset:t5-mini", "objective.kind=seq2seq"), "M weights"),
+        (("model.source=preset:bert-mini", "objective={kind: classify, labels: [a, b]}"), "M weig"),
+    ],
+)
+def test_room_on_the_disk_is_asked_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], weights: str
+) -> None:
+    write_model(place, "big", **preset("llama-8b"))
+    usage = shutil.disk_usage(place)._replace(free=10**7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    (line,) = [line for line in found(*overrides, verbs=("train",)).wrong if "free" in line]
+    assert "output runs has 0.0 GB free, and 2 + 1 checkpoints and the export of" in line
+    assert weights in line
+
+
+def test_what_does_not_validate_is_told_with_all_else(place: Path) -> None:
+    wrong = ("train.steps=-1", "model.source=nosuch", "data.train.0.source=no.jsonl", "sead=3")
+    done = command("run", "recipe.yaml", *wrong, "gate.metric=x/y", cwd=place)
+    assert done.returncode == 2
+    for told in (
+        "`train.steps` is -1",
+        "unknown knob `sead`",
+        "model.source nosuch is neither",
+        "data.train.0.source no.jsonl: no such file",
+        "gate.metric x/y is measured by none",
+    ):
+        assert told in done.stderr
+    done = command("run", "recipe.yaml", "model.sourse=nosuch", "data.train.0.text=b", cwd=place)
+    assert "unknown knob `model.sourse`" in done.stderr
+    assert "has no column `b`" in done.stderr
+    assert "positions" not in done.stderr, "nothing is told of a model that stands for another"
 
 
 def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
@@ -199,14 +352,6 @@ def test_launch_tells_the_same(place: Path) -> None:
     refused = command("launch", *wrong, cwd=place)
     assert refused.returncode == 2
     assert not (place / "runs").exists()
-
-
-def test_room_on_the_disk_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(place)._replace(free=10**8)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    (line,) = found().wrong
-    assert "2 + 1 checkpoints and the export of" in line
-    assert "output runs has 0.1 GB free" in line
 
 
 def test_it_is_refused_in_words_of_all(place: Path) -> None:

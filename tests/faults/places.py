@@ -478,4 +478,28 @@ FAULTS = [
         "a file of a later state of the replica is taken for that of the state that is pulled",
         "tests/base/remote/test_transfer.py",
     ),
+    Fault(
+        "told-of-what-stands-in",
+        "ingot/cli/check.py",
+        "and not set(READS[what]) & set(wrong)",
+        "",
+        "what is told of a recipe that is wrong is of defaults that stand for its sections",
+        "tests/cli/test_check.py",
+    ),
+    Fault(
+        "adapter-needs-no-room",
+        "ingot/cli/check_training.py",
+        "(recipe.checkpoint.keep + 1) + weights * EXPORT_BYTES",
+        "(recipe.checkpoint.keep + 1)",
+        "the disk is full when the model is exported, after all of training",
+        "tests/cli/test_check.py",
+    ),
+    Fault(
+        "bucket-reads-no-line",
+        "ingot/base/storage.py",
+        'return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)',
+        'return _remote().open(os.fspath(path), "rb").open()',
+        "items of an evaluation in a bucket are told to be no lines",
+        "tests/cli/test_check.py",
+    ),
 ]

@@ -9,12 +9,11 @@ task.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import FileEntry
@@ -280,6 +279,5 @@ class _TaskReader:
 def _open_buffered(path: str) -> IO[bytes]:
     """A stream with a buffer that holds many lines."""
     if is_remote(path):
-        # Streams of fsspec are no whole streams: they read no line of a limited length.
-        return io.BufferedReader(cast("io.RawIOBase", open_read(path)), BUFFER_BYTES)
+        return open_read(path)
     return Path(path).open("rb", buffering=BUFFER_BYTES)

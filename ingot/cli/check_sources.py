@@ -1,0 +1,241 @@
+"""Whether sources and the items of evaluations are there, and their first records have the columns
+that the recipe needs. A part of `check.py`; no torch.
+
+What lies elsewhere (`hf:`, `gs://`) is looked at by processes of its own, all at once, which are
+ended when they take too long: run as a program, this module looks at one such source and writes
+what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ingot.base.errors import IngotError, WrongInput
+from ingot.base.remote.service import EMULATOR
+from ingot.base.storage import is_remote, open_read
+from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.recipe import NO_SOURCE, Recipe
+from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.evaluation import TaskSettings
+from ingot.config.values import Findings
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord
+from ingot.data.sources.find import find_source, is_local, recipe_sources, records_of
+from ingot.data.sources.hub import revision_of
+from ingot.data.sources.readers import parse_file
+from ingot.data.sources.records import read_records
+from ingot.data.sources.source_file import SourceFile
+
+LOOKED_AT = 100
+"""Records of each source that are read: so many without the columns, and none with them, are wrong
+names of columns.
+"""
+UNREAD = ("wikipedia", "bigquery")
+"""Schemes of sources whose records are read only when they are ingested."""
+LOOK_S, REACH_S = 10.0, 1.0
+"""How long all that lies elsewhere may take together, and one connection to a bucket's service."""
+GOOGLE = "https://storage.googleapis.com"
+
+
+class FarSources:
+    """Sources that lie elsewhere, looked at by processes of their own from `look` on."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._started: list[tuple[subprocess.Popen[str], str, str]] = []
+
+    def look(self, place: str, at: str, **asked: Any) -> None:
+        """Begin to look at the source `place`, which the knob `at` names."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asked))
+        process.stdin.close()
+        process.stdin = None
+        self._started.append((process, place, at))
+
+    def finish(self, found: Findings) -> None:
+        """Note what they found; one that has no answer by now is ended."""
+        for process, source, knob in self._started:
+            left = max(0.1, LOOK_S - (time.monotonic() - self._began))
+            try:
+                said = json.loads(process.communicate(timeout=left)[0] or "null")
+            except (subprocess.TimeoutExpired, ValueError):
+                said = None
+            finally:
+                process.kill()
+                process.wait()
+            if said is None:
+                found.skip(f"{source} gave no answer within {LOOK_S:g} s; its records", knob)
+            elif "wrong" in said:
+                found.add(said["wrong"], knob)
+            elif "unknown" in said:
+                found.skip(f"the records of {source}: {said['unknown']}", knob)
+
+
+def check_sources(recipe: Recipe, found: Findings, far: FarSources) -> None:
+    """Whether sources are there, and the first records of each have the columns."""
+    if not recipe.data.train:
+        found.add(NO_SOURCE, "data.train")
+    for split, sources in recipe_sources(recipe).items():
+        for number, source in enumerate(sources):
+            knob = f"data.{split}.{number}.source"
+            if _reached(source, knob, found):
+                how = {"documents": recipe.documents, "labels": recipe.labels, "knob": knob}
+                far.look(source.source, knob, settings=source.model_dump(), **how)
+            elif _is_near(source):
+                found.ask(_look, source, recipe, knob, at=knob)
+
+
+def _is_near(source: SourceSettings) -> bool:
+    return source.scheme not in ("hf", *UNREAD) and not is_remote(source.source)
+
+
+def _reached(source: SourceSettings, knob: str, found: Findings) -> bool:
+    """Whether a source that lies elsewhere can be looked at; why not is noted."""
+    if _is_near(source):
+        return False
+    name = source.source
+    if source.scheme in UNREAD:
+        found.skip(f"{name} lies elsewhere and is read when it is used", knob)
+    elif source.scheme == "hf":
+        if found.ask(revision_of, name.split(":")[1], knob, at=knob):
+            if importlib.util.find_spec("datasets") is not None:
+                return True
+            found.skip(f"the records of {name}, since `datasets` is not installed here", knob)
+    elif name.startswith(("gs://", "gcs://")) and not _answers(os.environ.get(EMULATOR) or GOOGLE):
+        found.skip(f"{name} lies elsewhere, and the service cannot be reached from here", knob)
+    else:
+        return True
+    return False
+
+
+def _answers(address: str) -> bool:
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=REACH_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _look(source: SourceSettings, recipe: Recipe, knob: str) -> None:
+    files = find_source(source, knob)
+    if is_local(source):
+        extractor = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
+        look_into(files[0], extractor)
+
+
+def look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
+    """Raises WrongInput where none of the first records of a file has what a document needs."""
+    if file.format == "megatron":
+        return
+    bad: BadRecord | None = None
+    with ExitStack() as stack:
+        kind = records_of(file)
+        items = (
+            kind.read(file, extractor)
+            if kind is not None
+            else parse_file(
+                stack.enter_context(open_read(file.path)), file.path, file.format, extractor
+            )
+        )
+        for item in itertools.islice(items, LOOKED_AT):
+            if not isinstance(item, BadRecord):
+                return
+            bad = bad or item
+    if bad is not None and bad.keys:
+        raise extractor.missing_error(f"{file.path}:{bad.row}", bad.keys)
+
+
+def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: bool) -> None:
+    """For each task its items, its package and its kind of model."""
+    given = recipe.evaluate.model
+    kind = KIND_FOR_DOCUMENTS[recipe.documents]
+    on_this_machine = here and recipe.at("evaluate").launch.kind == "local"
+    for number, task in enumerate(recipe.tasks):
+        knob = f"evaluate.tasks.{number}"
+        if task.model_kinds and kind not in task.model_kinds and given is None:
+            found.add(
+                f"evaluate.tasks, {task.name}: {task.kind} is for {' or '.join(task.model_kinds)}"
+                f" models, and objective.kind {recipe.objective.kind} trains one of kind {kind};"
+                " remove the task",
+                knob,
+            )
+        if task.package is not None and on_this_machine:
+            module, get_it = task.package
+            if importlib.util.find_spec(module) is None:
+                found.add(
+                    f"evaluate.tasks, {task.name}: {task.kind} needs {module}, which is not"
+                    f" installed; {get_it}",
+                    knob,
+                )
+        for source in task.sources:
+            _check_items(task, source, knob, found, far)
+
+
+def _check_items(
+    task: TaskSettings, source: str, knob: str, found: Findings, far: FarSources
+) -> None:
+    """Whether the items of a task are there and the first has the columns."""
+    split = str(getattr(task, "split", "validation"))
+    settings = SourceSettings(source=source, split=split)
+    place, names = f"evaluate.tasks, {task.name}.source", getattr(task, "columns", None)
+    if not _is_near(settings):
+        if _reached(settings, f"{knob}.source", found) and task.item_columns:
+            columns = {"columns": task.item_columns, "names": names, "split": split}
+            far.look(source, f"{knob}.source", source=source, knob=place, **columns)
+    elif not task.item_columns:
+        if not settings.scheme and not Path(source).exists():
+            found.add(f"evaluate.tasks, {task.name}: {source} does not exist; check the path", knob)
+    else:
+        first = partial(read_records, names=names, split=split, limit=1)
+        found.ask(first, source, place, task.item_columns, at=f"{knob}.source")
+
+
+def _look_far(asked: dict[str, Any]) -> None:
+    """Look at one source as `FarSources.look` was asked to. Raises as what reads it does."""
+    if "columns" in asked:
+        columns, names, split = asked["columns"], asked["names"], asked["split"]
+        read_records(asked["source"], asked["knob"], columns, names=names, split=split, limit=1)
+        return
+    source = SourceSettings.model_validate(asked["settings"])
+    extractor = DocumentExtractor.for_source(source, asked["documents"], asked["labels"])
+    look_into(find_source(source, asked["knob"])[0], extractor)
+
+
+def _main() -> None:
+    said = {}
+    try:
+        _look_far(json.load(sys.stdin))
+    except WrongInput as error:
+        said = {"wrong": str(error)}
+    except IngotError as error:
+        said = {"unknown": str(error)}
+    except Exception as error:  # whatever a client makes of its connection
+        said = {"unknown": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # a client's threads may still be at work
+
+
+if __name__ == "__main__":
+    _main()

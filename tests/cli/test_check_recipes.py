@@ -1,0 +1,88 @@
+"""One wrong thing in each documented recipe is told before the first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.cli.check import findings, read_checked
+from ingot.config.presets import preset
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LLAMA = "model.source=llama"
+"""A folder with the configuration of a Llama of 8 B, in the place of one on the hub."""
+CLOUD = "cloud={bucket: buck, project: p, repository: r}"
+WRONG: list[tuple[str, tuple[str, ...], str]] = [
+    ("quickstart", ("model.source=preset:llama-30m",), "preset:llama-30m is unknown"),
+    ("quickstart", ("data.seq_len=4096",), "exceeds the model's 1024 positions"),
+    ("quickstart", ("gate.metric=rouge/rougeL",), "is measured by none of evaluate.tasks"),
+    ("quickstart", ("data.validation.fraction=0",), "needs held-out documents"),
+    ("adapt_smollm2", (LLAMA, "parallel.tensor=3", "launch.processes=3"), "parallel.tensor"),
+    ("bart_large", ("model.source=preset:bert-mini",), "model_type `bert`"),
+    ("chat_smollm2", ("data.train.0.source=texts.jsonl", LLAMA), "texts.jsonl:1"),
+    ("continue_llama", ("data.seq_len=200000", LLAMA), "seq_len 200000 exceeds the model's 131072"),
+    ("distill_llama", (LLAMA, "objective.teacher=small"), "has a vocabulary of 512 tokens"),
+    ("distill_llama", ("objective.teacher=nosuch",), "objective.teacher nosuch is neither"),
+    ("dpo_llama", ("model.source=preset:llama-3m",), "model.lora trains an adapter of weights"),
+    ("lora_llama", ("model.lora.adapter=nosuch",), "model.lora.adapter nosuch has no"),
+    ("pretrain_llama", ("data.train=[{source: texts.jsonl, text: body}]",), "no column `body`"),
+    ("pretrain_llama_8b", ("launch.processes=7", "launch.kind=local"), "processes"),
+    (
+        "roberta_large",
+        ("evaluate.tasks=[{}, {kind: classification}, {kind: hellaswag}]",),
+        "is for decoder",
+    ),
+    ("sft_llama", ("tokenizer.template=chatml2",), "tokenizer.template chatml2 is neither"),
+    ("sft_llama_8b", ("train.start_from=nosuch",), "train.start_from nosuch does not exist"),
+    ("t5_small", ("evaluate.tasks=[{kind: rouge, source: no.jsonl}]",), "no.jsonl: no such file"),
+    ("t5_xxl", ("precision.float8=rowwise",), "precision.float8 is for decoders"),
+    ("places/gce_1x1", ("launch.machine.type=n1-standard-5", CLOUD), "n1-standard-5 is not known"),
+    (
+        "places/vertex",
+        ("pipeline.steps.evaluate.machine.accelerator=k80", CLOUD),
+        "accelerator k80 is not known",
+    ),
+    ("places/slurm", ("launch.slurm.cpus=1", "launch.processes=8"), "launch.slurm.cpus 1 is fewer"),
+    ("places/ssh", ("launch.ssh.hosts=[]",), "launch.ssh.hosts"),
+    ("places/tpu", ("launch.tpu.type=v5litepod", CLOUD), "launch.tpu.type v5litepod is none"),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a text"}))
+    for name, values in (("llama", preset("llama-8b")), ("small", preset("llama-3m"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def told(name: str, *overrides: str) -> list[str]:
+    files = [str(RECIPES / f"{name}.yaml")]
+    if name.startswith("places/"):
+        files.insert(0, str(RECIPES / "quickstart.yaml"))
+    try:
+        return findings(*read_checked([*files, *overrides], "run")).wrong
+    except WrongInput as error:
+        return str(error).split("\n")
+
+
+def test_every_documented_recipe_has_its_wrong_thing() -> None:
+    recipes = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert recipes == {name for name, *_ in WRONG if "/" not in name}
+
+
+@pytest.mark.parametrize(("name", "overrides", "message"), WRONG, ids=str)
+def test_it_is_told_before_the_first_step(
+    place: Path, name: str, overrides: tuple[str, ...], message: str
+) -> None:
+    before: Any = told(name, *[each for each in overrides if each == LLAMA])
+    lines = [line for line in told(name, *overrides) if message in line]
+    assert lines, told(name, *overrides)
+    assert lines[0] not in before
