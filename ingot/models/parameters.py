@@ -75,8 +75,17 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     """Room for every parameter that is still on `meta`, in place of it; nothing is written
     there.
     """
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_dtensor(tensor):
+            return torch.empty_like(tensor, device=device)
+        # `empty_like` of a tensor on `meta` imports sympy, which takes most of a second.
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
+        model._apply(empty)
 
 
 BLOCK_ELEMENTS = 2**22

@@ -15,12 +15,21 @@ from tests.chaos.zygote import Zygote
 
 
 @pytest.mark.parametrize(
-    "action", [SAVE, EXPORT, REGISTER, LINES, RECORD], ids=lambda action: action.name
+    "action",
+    [
+        *(SAVE, LINES, RECORD),
+        *(
+            pytest.param(action, marks=pytest.mark.drawn("a crash of what follows training"))
+            for action in (EXPORT, REGISTER)
+        ),
+    ],
+    ids=lambda action: action.name,
 )
 def test_crashed_after_every_call(action: Action, forks: Zygote, tmp_path: Path) -> None:
     crash_after_every_call(forks, rehearse(forks, action, tmp_path)).check()
 
 
+@pytest.mark.drawn("a crash or a kill in training")
 def test_crashed_while_training(forks: Zygote, tmp_path: Path) -> None:
     """The metrics of every step before a checkpoint are as sure as the checkpoint."""
     crash_after_every_call(forks, rehearse(forks, TRAIN, tmp_path), 6).check()

@@ -21,10 +21,18 @@ BOTH: list[Moment] = ["before", "after"]
 
 
 ACTIONS = [SAVE, SAVE_BEHIND, EXPORT, REGISTER, LINES, RECORD, TRAIN, DATA]
+MARKS = {
+    TRAIN: pytest.mark.drawn("a crash or a kill in training"),
+    DATA: pytest.mark.drawn("a kill while data is made"),
+}
 DRAWN, SEED = 3, 15
 
 
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.name)
+@pytest.mark.parametrize(
+    "action",
+    [pytest.param(action, marks=MARKS.get(action, ())) for action in ACTIONS],
+    ids=lambda action: action.name,
+)
 def test_killed_at_a_call_and_run_again(action: Action, forks: Zygote, tmp_path: Path) -> None:
     kill_at_every_call(forks, rehearse(forks, action, tmp_path), BOTH, DRAWN, SEED).check()
 

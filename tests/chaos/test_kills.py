@@ -186,6 +186,7 @@ def kill_often(
     return killer.phases
 
 
+@pytest.mark.drawn("a crash or a kill in training")
 def test_killed_once_in_each_phase_it_ends_as_if_it_had_not_been(
     root: Path, tmp_path: Path
 ) -> None:

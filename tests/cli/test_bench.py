@@ -23,6 +23,7 @@ def recipe_file(root: Path) -> str:
     return str(path)
 
 
+@pytest.mark.drawn("bench")
 def test_rows_on_prepared_data_with_one_process_two_and_too_many(root: Path) -> None:
     done = ingot(
         "bench",

@@ -109,6 +109,7 @@ def _container(place: Place, name: str) -> Iterator[Any]:
         server.wait(30)
 
 
+@pytest.mark.drawn("a server of the command")
 def test_a_model_is_registered_deployed_and_verified_against_a_real_server(
     place: Place, model_folder: Path
 ) -> None:

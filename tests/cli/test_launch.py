@@ -33,6 +33,7 @@ def place(root: Path) -> Path:
     return root
 
 
+@pytest.mark.drawn("a training behind a launcher")
 def test_a_training_in_the_foreground_leaves_a_handle(place: Path) -> None:
     done = ingot("launch", "train", "r.yaml", cwd=place, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -47,6 +48,7 @@ def test_a_training_in_the_foreground_leaves_a_handle(place: Path) -> None:
     assert "train was started in a terminal, where its messages are" in logs.stderr
 
 
+@pytest.mark.drawn("a training behind a launcher")
 def test_a_detached_training_is_found_followed_cancelled_and_goes_on(place: Path) -> None:
     arguments = ("launch", "train", "r.yaml", "launch.detach=true")
     started = ingot(*arguments, "train.steps=100000", cwd=place, OMP_NUM_THREADS="1")

@@ -124,14 +124,24 @@ def quick_commands() -> list[str]:
     ]
 
 
-# What it proves, tests/verify/test_resume.py proves on a smaller training.
-SLOW = "ingot verify resume recipes/quickstart.yaml"
+PROVED_ELSEWHERE = {
+    # By tests/verify/test_resume.py on a smaller training.
+    "ingot verify resume": pytest.mark.slow,
+    "ingot verify layout": pytest.mark.drawn("a proof as the README has it"),
+    "ingot verify export": pytest.mark.drawn("a proof as the README has it"),
+    "ingot bench": pytest.mark.drawn("bench"),
+    "torchrun": pytest.mark.drawn("ranks of torchrun"),
+}
+"""Commands that take long, and whose work other tests prove."""
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.slow] * (command == SLOW))
+        pytest.param(
+            command,
+            marks=[mark for begin, mark in PROVED_ELSEWHERE.items() if command.startswith(begin)],
+        )
         for command in quick_commands()
     ],
 )

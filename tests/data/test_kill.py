@@ -73,7 +73,7 @@ def comparable(made: Recipe) -> dict[str, str]:
     }
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn("a kill while data is made")
 @pytest.mark.parametrize("moment", [0.05, 0.5, 0.85])
 def test_killed_and_run_again(
     tmp_path: Path, undisturbed: tuple[dict[str, str], float], moment: float

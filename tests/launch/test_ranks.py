@@ -210,6 +210,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not waiting_on(argv), 10.0)
 
 
+@pytest.mark.drawn("ranks of torchrun")
 def test_ranks_that_torchrun_started_share_a_step(root: Path) -> None:
     """A person's or a cluster's own torchrun: its variables make ranks of its processes, and it
     starts none again.

@@ -321,6 +321,7 @@ class Waiting:
         return handle
 
 
+@pytest.mark.drawn("a launcher of ssh that goes")
 def test_the_nodes_end_with_their_launcher_and_are_found_again(
     root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +359,7 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(
     assert launcher.status(waiting.handle) == "failed"
 
 
+@pytest.mark.drawn("a launcher of ssh that goes")
 def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
     root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +386,7 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
     gone(root)
 
 
+@pytest.mark.drawn("a launcher of ssh that goes")
 def test_a_launcher_lives_whatever_the_clock_says(
     root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def compiled_once(case: Case) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.drawn("compiled layers")
 def test_equal_layers_are_compiled_once() -> None:
     compiled_once(Case(steps=2))
 
@@ -53,6 +54,7 @@ def test_compiled_layers_save_memory_as_others_do(memory: dict[str, Any]) -> Non
     compiled_once(Case(steps=2, memory=memory))
 
 
+@pytest.mark.drawn("compiled layers")
 def test_compiled_layers_are_sharded() -> None:
     case = Case(parallel={"shard": 2}, steps=2)
     for plain, compiled in run_ranks(

@@ -95,6 +95,7 @@ def test_a_step_that_fails_ends_with_the_verbs_exit_code(
     assert not open_bucket(REPLICA).list("reports/steps/ingest.json")
 
 
+@pytest.mark.drawn("a container for the second time")
 def test_the_second_time_it_is_unchanged_unless_the_cache_is_off(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_query_is_asked_again_each_time(knob: str, tmp_path: Path) -> None:
     assert container._options("ingest", _as_read(sent(tmp_path)), "one") == []
 
 
+@pytest.mark.drawn("a container for the second time")
 def test_new_rows_are_seen_and_equal_ones_do_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

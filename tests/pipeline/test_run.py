@@ -217,6 +217,7 @@ def test_stopped_in_training_it_saves_and_says_so(copied: Path) -> None:
     assert not _left_behind(copied)
 
 
+@pytest.mark.drawn("a server of the command")
 def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> None:
     run = _start(copied, "serve.prompt=x", "serve.prompt_tokens=1000")
     wait_until(lambda: len(_left_behind(copied)) == 2, 60)

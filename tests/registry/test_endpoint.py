@@ -250,6 +250,7 @@ def test_an_answer_that_is_lost_changes_nothing(place: Place) -> None:
     assert len(place.google.requests("EndpointService.DeployModel")) == 2
 
 
+@pytest.mark.drawn("a kill in deploying")
 def test_killed_after_any_call_the_next_one_finishes(place: Place) -> None:
     two(place)
     for number in range(1, 100):
@@ -280,6 +281,7 @@ def test_killed_after_any_call_the_next_one_undoes(place: Place) -> None:
     assert 12 < number < 60
 
 
+@pytest.mark.drawn("a kill in deploying")
 def test_a_first_deployment_killed_after_any_call_is_finished(place: Place) -> None:
     place.registered("one", "a")
     for number in range(1, 100):

@@ -37,6 +37,7 @@ def check_attempts(found: Goodput) -> None:
     assert [loss.steps for loss in found.incidents] == [30 - two.first]
 
 
+@pytest.mark.drawn("a crash or a kill in training")
 def test_the_parts_of_a_training_that_died_are_its_wall_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,4 @@
-"""A server in a process of its own, as `ingot serve` runs it. `python -m tests.serve.running FOLDER
-SETTINGS GRACE` is that process.
-"""
+"""A server in a process of its own, as `ingot serve` runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
+from tests.forks import Process, start_call
+
 START_S = 120.0
 
 
@@ -30,7 +29,7 @@ class Running:
     """A server that listens."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     key: str | None
 
@@ -93,22 +92,9 @@ def running(
                     "api_key": "env:THE_KEY",
                 },
             )
-        arguments = [
-            sys.executable,
-            "-m",
-            "tests.serve.running",
-            str(folder),
-            json.dumps({"port": 0, **settings}),
-            str(grace_s),
-        ]
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                arguments,
-                cwd=ROOT,
-                env={**os.environ, **(environ or {})},
-                stderr=stream,
-                stdout=stream,
-            )
+        process = start_call(
+            serve_tiny, folder, {"port": 0, **settings}, grace_s, log, environment=environ
+        )
         try:
             yield Running(_address(process, log), process, log, key)
         finally:
@@ -121,10 +107,10 @@ def running(
                 raise
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+def _address(process: Process, log: Path) -> str:
     until = time.monotonic() + START_S
     while True:
-        text = log.read_text()
+        text = log.read_text() if log.exists() else ""
         if found := re.search(r"^serving tiny at (\S+)$", text, re.MULTILINE):
             return found[1].replace("0.0.0.0", "127.0.0.1")
         assert process.poll() is None, text
@@ -132,23 +118,19 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
         time.sleep(0.05)
 
 
-def main() -> int:
-    import torch
-
+def serve_tiny(folder: Path, settings: dict[str, Any], grace_s: float, log: Path) -> None:
+    """The server's process; it ends as `ingot serve` does, and says so."""
     from ingot.base.errors import IngotError
     from ingot.config.sections.deployment import Serve
-    from ingot.serve import server as run
+    from ingot.serve import server
 
-    torch.set_num_threads(1)
-    run.GRACE_S = float(sys.argv[3])
+    with log.open("wb") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    server.GRACE_S = grace_s
     try:
-        run.serve(Path(sys.argv[1]), Serve(**json.loads(sys.argv[2])), "tiny")
+        server.serve(folder, Serve(**settings), "tiny")
     except IngotError as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        sys.exit(error.exit_code)
     print("the server has ended", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,10 +16,12 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
 from ingot.serve.server import serve
-from tests.serve.running import ROOT, running
+from tests.forks import start_call
+from tests.serve.running import running, serve_tiny
 from tests.serve.tiny import make_folder
 
 
+@pytest.mark.drawn("a server that is asked to stop")
 def test_a_signal_lets_requests_finish_and_the_exit_is_clean(folder: Path) -> None:
     """One streams, one waits in the queue, one connection is idle: all end well, and nothing new is
     taken.
@@ -65,6 +65,7 @@ def test_a_signal_lets_requests_finish_and_the_exit_is_clean(folder: Path) -> No
             httpx.get(f"{server.url}/health")
 
 
+@pytest.mark.drawn("a server that is asked to stop")
 def test_what_takes_too_long_after_a_signal_is_told_so(folder: Path) -> None:
     body = {"prompt": "the", "max_tokens": 8000}
     with (
@@ -102,19 +103,14 @@ def test_a_taken_port_is_one_line(folder: Path, tmp_path: Path) -> None:
             match=f"port {port} on 127.0.0.1 is taken; stop what listens there, or set serve.port",
         ):
             serve(folder, Serve(port=port), "tiny")
-        arguments = [
-            sys.executable,
-            "-m",
-            "tests.serve.running",
-            str(folder),
-            json.dumps({"port": port}),
-            "1",
-        ]
-        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        log = tmp_path / "log"
+        assert start_call(serve_tiny, folder, {"port": port}, 1.0, log).wait(120) == 1
+    assert len(log.read_text().splitlines()) == 1
 
 
-def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(folder: Path) -> None:
+def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(
+    folder: Path, tmp_path: Path
+) -> None:
     """Neither listens while it loads, so both may hold the port then; the second one to listen must
     see it.
     """
@@ -122,18 +118,11 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(folder: Path
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-        arguments = [
-            sys.executable,
-            "-m",
-            "tests.serve.running",
-            str(folder),
-            json.dumps({"port": port}),
-            "1",
-        ]
-        process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        log = tmp_path / "log"
+        process = start_call(serve_tiny, folder, {"port": port}, 1.0, log)
         other.listen()
-        _, told = process.communicate(timeout=120)
-    assert (process.returncode, told) == (
+        code = process.wait(120)
+    assert (code, log.read_text()) == (
         1,
         (
             f"port {port} on 127.0.0.1 is taken; stop what listens there, or set serve.port (0"

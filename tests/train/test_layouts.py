@@ -60,6 +60,7 @@ def told(recipe: Recipe) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_seen_while_training_is_that_of_one_process(
     name: str, prepared_root: Path, tmp_path: Path

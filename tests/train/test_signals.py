@@ -108,6 +108,7 @@ def test_while_loading_there_is_nothing_to_save(
     assert newest_valid(recipe.folder.checkpoints) is None
 
 
+@pytest.mark.drawn("a signal beside the steps")
 def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     recipe = small_recipe(
         root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False
@@ -154,6 +155,7 @@ def test_within_a_step_its_state_is_committed(where: str, phase: Phase, root: Pa
     assert f"with checkpoint {found.step} committed" in messages
 
 
+@pytest.mark.drawn("a signal beside the steps")
 def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
     """What was measured, and all that followed, is as if nobody had stopped it."""
     knobs: dict[str, Any] = {
@@ -196,6 +198,7 @@ def _metrics(recipe: Recipe) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.drawn("a signal beside the steps")
 def test_while_exporting_the_checkpoint_stands(root: Path) -> None:
     recipe = small_recipe(root, train__steps=2)
     code, messages = Slow(recipe, root, "ingot.checkpoints.export.export_model").ended(

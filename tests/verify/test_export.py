@@ -493,6 +493,7 @@ def test_of_long_rows_the_end_is_looked_at_too(
     assert verify_export(recipe_of(trained, "sft")).holds
 
 
+@pytest.mark.drawn("a server of the command")
 def test_the_command_with_a_server_of_its_own(trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, "sft")
     file = tmp_path / "recipe.yaml"
@@ -535,6 +536,7 @@ sys.exit(guarded(wait, debug=False))
 """
 
 
+@pytest.mark.drawn("a server of the command")
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

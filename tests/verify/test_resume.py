@@ -52,6 +52,7 @@ def test_what_resumes_exactly_is_proved(
     assert not recipe.folder.metrics.exists()
 
 
+@pytest.mark.drawn("a planted fault of resuming")
 @pytest.mark.parametrize(
     ("fault", "first"),
     [
@@ -72,6 +73,7 @@ def test_a_planted_fault_is_seen(fault: Callable[[], None], first: str, root: Pa
     assert found["steps lost"][0]
 
 
+@pytest.mark.drawn("a planted fault of resuming")
 def test_a_generator_that_is_not_restored_is_seen(tmp_path: Path) -> None:
     recipe = apart(
         make_ready(tmp_path / "ready"),

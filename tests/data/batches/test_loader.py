@@ -18,7 +18,7 @@ from ingot.data.batches.loader import Batch, BatchBuffers, Loader, fixed_batches
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, Ids, PackedRow, Rows, open_rows
 from tests.data.batches.test_rows import write
-from tests.data.examples import examples
+from tests.exhaustive import examples
 
 
 @pytest.fixture

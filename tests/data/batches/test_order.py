@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ingot.base.errors import WrongInput
 from ingot.config.identity import changes, training_identity
 from ingot.data.batches.order import SampleOrder
-from tests.data.examples import examples
 from tests.data.small import recipe
+from tests.exhaustive import examples
 
 SEEDS = st.integers(0, 2**63 - 1)
 # The golden-ratio steps are never further than this from a source's exact share, in samples.

@@ -17,7 +17,7 @@ from ingot.base.markers import FileEntry, entry_of
 from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import ColumnPart, PreparedData, PreparedSource, write_prepared
-from tests.data.examples import examples
+from tests.exhaustive import examples
 from tests.markers import changed
 
 Documents = list[list[int]]

@@ -36,7 +36,7 @@ from ingot.data.columns.manifest import (
 )
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import RowTables, pack
-from tests.data.examples import examples
+from tests.exhaustive import examples
 
 Record = dict[str, list[int]]
 CLOSING = 2

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ingot.config.identity import changes, training_identity
 from ingot.data.batches.order import SampleOrder
-from tests.data.examples import examples
 from tests.data.small import recipe
+from tests.exhaustive import examples
 
 SEEDS = st.integers(0, 2**63 - 1)
 PARTS = st.lists(

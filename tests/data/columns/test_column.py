@@ -22,7 +22,7 @@ from ingot.data.columns.column import (
     idx_path,
     token_dtype,
 )
-from tests.data.examples import examples
+from tests.exhaustive import examples
 
 Found = TypeVar("Found")
 RECORDS = [[1, 2, 3], [4], [], [5, 65_000]]

@@ -33,8 +33,8 @@ from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
 from ingot.models.native.attention import document_mask
 from tests.data.batches.test_rows import write
-from tests.data.examples import examples
 from tests.data.small import recipe, sentences, write_jsonl
+from tests.exhaustive import examples
 from tests.lazy import lazy, require
 
 require(

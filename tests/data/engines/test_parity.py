@@ -138,6 +138,7 @@ def test_beam_makes_the_same_preferences(
     assert everything(made.folder.columns) == reference_of_preferences
 
 
+@pytest.mark.drawn("Spark")
 @needs_spark
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_spark_makes_the_same_files(
@@ -150,6 +151,7 @@ def test_spark_makes_the_same_files(
     assert everything(made.folder.columns) == reference
 
 
+@pytest.mark.drawn("Beam")
 @needs_beam
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_beam_makes_the_same_files(

@@ -22,7 +22,7 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.planning import best_fit
 from ingot.data.packing.tables import RowTables, pack
 from tests.data.batches.test_rows import Documents, write
-from tests.data.examples import examples
+from tests.exhaustive import examples
 from tests.markers import changed
 
 QUIET = Progress("pack", None, "MB", quiet=True)

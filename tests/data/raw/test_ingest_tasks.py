@@ -147,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.drawn("a kill while data is made")
 def test_killed_and_run_again(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", sentences(20_000))
     small = recipe(tmp_path, path, data__engine__workers=2)

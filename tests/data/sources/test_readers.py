@@ -25,7 +25,7 @@ from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources import readers as json_texts
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
-from tests.data.examples import examples
+from tests.exhaustive import examples
 
 TEXTS = ["one", 'two "quoted", with\nlines\tand tabs', "金 🔥", " spaces kept "]
 

@@ -13,8 +13,8 @@ from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import ParsedDocument
 from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.data.examples import examples
 from tests.data.test_prepare_examples import records
+from tests.exhaustive import examples
 from tests.tokenizers.small import bpe_files, chatty, unigram_files
 
 TOKENIZERS = {

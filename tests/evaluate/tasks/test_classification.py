@@ -130,6 +130,7 @@ def test_a_classifier_as_transformers_has_it(recipe: Recipe) -> None:
     )
 
 
+@pytest.mark.drawn("an evaluation by two ranks")
 def test_two_ranks_find_what_one_does(recipe: Recipe, tmp_path: Path) -> None:
     place(recipe, tmp_path / "other", seed=8)
     alone = measured(recipe, tmp_path / "other")

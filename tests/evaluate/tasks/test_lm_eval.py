@@ -142,6 +142,7 @@ def test_likelihoods_of_single_requests(root: Path, tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
 
 
+@pytest.mark.drawn("an evaluation by two ranks")
 def test_two_ranks_find_what_one_does(root: Path, tmp_path: Path) -> None:
     recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
     alone = measured(recipe, folder, "local_hellaswag", "local_writing")

@@ -394,6 +394,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.drawn("a real model")
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.timeout(900)
 def test_smollm2_gives_the_text_of_transformers(smollm2: Path) -> None:

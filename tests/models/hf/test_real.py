@@ -23,6 +23,7 @@ def english(test_data: Path, count: int) -> list[str]:
         return [json.loads(line)["text"] for line, _ in zip(lines, range(count), strict=False)]
 
 
+@pytest.mark.drawn("a real model")
 def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,6 +46,7 @@ def test_logits_and_loss_on_real_text(smollm2: Path, test_data: Path) -> None:
         )
 
 
+@pytest.mark.drawn("a real model")
 @pytest.mark.parametrize("export_type", ["bf16", "fp32"])
 def test_export_of_real_weights_loses_nothing(
     export_type: str, smollm2: Path, tmp_path: Path

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: some in `make test`, many in `make test-all`."""
+"""Whether this is `make test-all`, and how many examples a property is tried on by that."""
 
 from __future__ import annotations
 
