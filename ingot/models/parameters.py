@@ -80,9 +80,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         if is_dtensor(tensor):
             return torch.empty_like(tensor, device=device)
         # `empty_like` of a tensor on `meta` imports sympy, which takes most of a second.
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(empty)
