@@ -1,1 +1,1 @@
-"""Meshes and wrappers, applied to a model from outside in one visible order."""
+"""Device meshes, and wrappers that are applied to a model from outside in one visible order."""

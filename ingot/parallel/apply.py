@@ -1,10 +1,10 @@
-"""Every wrapper, in one order: the pipeline's cut, tensors, rows, memory, compile, then what
-crosses ranks with gradients.
+"""Applies every wrapper in one order: pipeline stages, float8, tensor parallelism, context
+parallelism, recomputation, activation offload, compilation, then sharding or data parallelism.
 
-The cut makes a model of each stage, which is then wrapped as a whole one would be. Tensor
-parallelism changes what a layer's parameters are, so it comes before the rest. Recomputation is
-inside of what is compiled, compilation inside of what gathers weights, so that hooks stay
-outside the graph. The model may be on `meta`: nothing here needs a weight.
+Stages come first: each is then wrapped as a whole model would be. Tensor parallelism changes the
+parameters of a layer, so it precedes the rest. Recomputation is inside the compiled region and the
+compiled region inside FSDP, so that FSDP's hooks stay outside the graph. The model may be on
+`meta`: nothing here reads a weight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers of a model, or of a stage of it, when they are first called; names stay
-    what they are.
+    """Compile the layers of a model, or of a pipeline stage, when they are first called; parameter
+    names do not change.
     """
     keep_compiled()
     for layer in layers(model):
@@ -46,8 +46,8 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def keep_compiled() -> None:
-    """Let what is compiled outlive restarts of the machine, unless the environment says where it is
-    kept: torch's own place is a temporary one.
+    """Keep the compiler's cache across reboots, unless the environment already sets its folder:
+    torch's default is a temporary one.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault(CACHE, str(base / "ingot" / "compiled"))
@@ -58,7 +58,7 @@ TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class WrapSettings:
-    """What of a recipe says how a model is wrapped."""
+    """The part of a recipe that determines how a model is wrapped."""
 
     parallel: Parallel = field(default_factory=Parallel)
     memory: MemorySettings = field(default_factory=MemorySettings)
@@ -68,10 +68,10 @@ class WrapSettings:
 
 
 def apply_wrappers(model: AnyModel, mesh: Mesh, how: WrapSettings) -> AnyModel:
-    """Spread the model over the mesh, in place, and return it: of a pipeline this rank's stages.
-    Parameters keep their names.
+    """Distribute the model over the mesh, in place, and return it; with pipeline parallelism, this
+    rank's stages. Parameters keep their names.
 
-    What can only be done with weights is `finish_wrapping`'s.
+    What needs the weights is left to `finish_wrapping`.
     """
     if isinstance(model, Decoder) and mesh.pipeline.world > 1:
         model = Pipeline(model, mesh, how.parallel, TYPES[how.compute])
@@ -81,7 +81,7 @@ def apply_wrappers(model: AnyModel, mesh: Mesh, how: WrapSettings) -> AnyModel:
 
 
 def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
-    """What is done to a model, or to a stage of it."""
+    """Wrap a model, or one pipeline stage."""
     spread = mesh.weights
     if how.precision.master == "stochastic":
         cast_weights(model, torch.bfloat16)
@@ -89,7 +89,7 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
         use_float8(model, how.precision.float8, tensor=mesh.tensor.world, loud=mesh.is_main)
     if isinstance(model, Decoder):
         if spread is not None and mesh.tensor.world > 1:
-            from ingot.parallel.tensor import apply_tensor_parallel  # and with it torch's own
+            from ingot.parallel.tensor import apply_tensor_parallel  # imports torch's, slow
 
             apply_tensor_parallel(model, spread["tensor"], sequence=how.parallel.sequence)
         if mesh.context.world > 1:
@@ -114,16 +114,16 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights in another type, frozen ones too; what a model of transformers computes and keeps
-    beside them stays.
+    """Convert all parameters to another dtype, frozen ones included; buffers of a transformers
+    model are left as they are.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:
-    """Plain copies whose gradients have the type of their weights are DDP's; all else that crosses
-    ranks is FSDP's, with one shard if need be.
+    """Whether to use FSDP2 (with one shard if there is none): for anything but plain replicas whose
+    gradients have the dtype of their weights, which DDP handles.
     """
     narrow = isinstance(model, Decoder) and how.compute != "fp32"
     if mesh.degrees.shard * mesh.degrees.tensor * mesh.degrees.pipeline > 1:
@@ -132,8 +132,8 @@ def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:
 
 
 def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """The module to call in training; `model` stays the owner of the parameters. DDP looks at the
-    weights, so it comes when they are there.
+    """The module to call in training; `model` still owns the parameters. Called once the weights
+    exist, since DDP broadcasts and checks them.
     """
     if mesh.replicas.world == 1 or is_fsdp(model) or isinstance(model, Pipeline):
         return model
@@ -143,8 +143,8 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def compute_weights_dtype(model: AnyModel, mesh: Mesh, how: WrapSettings) -> torch.dtype | None:
-    """The type to put weights in that this rank holds whole, so that they need not be turned into
-    it for each product; None to leave them.
+    """The dtype for weights that this rank holds whole, so that they are not cast for each product;
+    None leaves them unchanged.
     """
     sharded = any(is_fsdp(part) for part in local_stages(model))
     if (
@@ -158,13 +158,13 @@ def compute_weights_dtype(model: AnyModel, mesh: Mesh, how: WrapSettings) -> tor
 
 
 def weights_device(mesh: Mesh, how: WrapSettings) -> torch.device:
-    """Where a wrapped model is given its memory."""
+    """The device on which a wrapped model is allocated."""
     return torch.device("cpu") if how.memory.offload.weights else mesh.device
 
 
 def make_masters(model: AnyModel, mesh: Mesh, how: WrapSettings) -> Masters:
-    """What the optimizer changes in place of the model's weights, which have their memory
-    already.
+    """The masters that the optimizer updates in place of the model's weights. The model must
+    already be allocated.
     """
     return Masters(
         model,
@@ -177,21 +177,21 @@ def make_masters(model: AnyModel, mesh: Mesh, how: WrapSettings) -> Masters:
 
 
 def sum_factor(module: nn.Module, mesh: Mesh) -> float:
-    """What turns the gradients that a wrapper leaves into sums over all ranks.
+    """The factor that turns the gradients left by the wrapper into sums over all ranks.
 
-    The step needs sums (a mean of means is wrong where ranks hold unequal numbers of targets), and
-    DDP leaves averages. Multiplying back is exact for powers of two. A hook that sums instead would
-    run Python in the threads of the backend.
+    The step needs sums: a mean of means is wrong where ranks hold different numbers of targets. DDP
+    leaves averages; multiplying back is exact for powers of two. A communication hook that sums
+    instead would run Python in the backend's threads.
     """
     return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0
 
 
 def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractContextManager[None]:
-    """Copies of a gradient are summed over ranks with the last micro-batch only; the earlier ones
-    add up locally.
+    """Reduce gradients over replicas with the last micro-batch only; earlier ones accumulate
+    locally.
 
-    Where weights are sharded, each micro-batch's gradients are brought to their shards at once:
-    whole, they would not fit.
+    With sharded weights, each micro-batch's gradients are reduce-scattered at once, since whole
+    gradients would not fit in memory.
     """
     if is_fsdp(module):
         module.set_requires_gradient_sync(is_last or mesh.degrees.shard > 1)
@@ -204,13 +204,13 @@ def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractCo
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while."""
+    """Evaluation mode inside the block."""
     was_training = model.training
     model.eval()
     for part in local_stages(model):
         if is_fsdp(part):
-            # transformers' generation calls what is inside of the model, whose own weights would
-            # not be gathered for that
+            # Generation by transformers calls inner modules, for which FSDP would not gather the
+            # root's own weights.
             part.unshard()
     try:
         yield
@@ -218,5 +218,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
         for module in model.modules():
             if is_fsdp(module):
-                # what was gathered for this would be taken for the weights of the next step
+                # Otherwise the gathered copies would be taken for the next step's weights.
                 module.reshard()

@@ -1,10 +1,9 @@
-"""Attention of some queries over some of their keys, with what it takes to put several such results
-together, forward and backward.
+"""Attention of some queries over a block of keys, with what is needed to merge the results of
+several blocks, forward and backward.
 
-A part of softmax attention is worth as much as the sum of its exponentials says: two parts with
-outputs o1, o2 and log-sums l1, l2 make l = log(e^l1 + e^l2) and o = e^(l1-l) o1 + e^(l2-l) o2.
-Backward needs no putting together: with the log-sums of the whole each part's probabilities are
-right as they are, and gradients add up.
+Two blocks with outputs o1, o2 and log-sums l1, l2 (logs of the sums of exponentials) merge to
+l = log(e^l1 + e^l2) and o = e^(l1-l) o1 + e^(l2-l) o2. Backward needs no merging: with the log-sum
+over all keys each block's probabilities are already correct, and gradients add up.
 
 Shapes: B batch, H query heads, K key/value heads (H is a multiple of K), P queries, S keys, E head
 size.
@@ -20,16 +19,16 @@ from torch import Tensor
 
 from ingot.models.native.attention import causal_mask
 
-_NEVER = -1e30
-"""The score of what may not be seen. Not -inf: a query that sees no key of a part must weigh
-nothing, not make NaNs.
+_MASKED = -1e30
+"""The score of a masked key. Not -inf: a query that sees no key of a block must get weight zero,
+not NaN.
 """
-_AT_ONCE = 2**28
-"""Scores that exist at one time where they are computed as a matrix, a GiB in float32."""
+_MAX_SCORES = 2**28
+"""Largest number of scores held at once by the matmul kernel; a GiB in float32."""
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some keys: the output `[B, H, P, E]` and the log of the sum of exponentials
+    """Attention over a block of keys: output `[B, H, P, E]` and the log of the sum of exponentials
     `[B, H, P]`, float32.
     """
 
@@ -38,9 +37,9 @@ class PartialAttention(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """q `[B, H, P, E]`; k, v `[B, K, S, E]`; `mask` bool, broadcast to `[B, 1, P, S]`, True where a
-    query attends, None: everywhere; `causal` (P = S, without a mask): each query sees the keys up
-    to its own number.
+    """Attention of q `[B, H, P, E]` over k, v `[B, K, S, E]`. `mask` is bool, broadcast to
+    `[B, 1, P, S]`, True where a query attends; None for everywhere. `causal` (P = S, no mask): each
+    query sees the keys up to its own index.
     """
 
     def forward(
@@ -57,8 +56,8 @@ class BlockKernel(Protocol):
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, float32 or in their types, from that of the output over all
-        keys, whose result `whole` is.
+        """Gradients of q, k and v, in float32 or their own dtypes. `gradient` is that of the output
+        over all keys, `whole` that output with its log-sum.
         """
         ...
 
@@ -68,7 +67,7 @@ def kernel_for(device: torch.device) -> BlockKernel:
 
 
 def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAttention:
-    """The part over the keys of both."""
+    """Attention over the keys of both blocks."""
     if one is None:
         return other
     logsum = torch.logaddexp(one.logsum, other.logsum)
@@ -77,13 +76,13 @@ def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAtten
 
 
 class FlashKernel:
-    """torch's own kernel of a CPU, which never holds all scores."""
+    """torch's flash attention on CPU, which never materialises all scores."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention:
         out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_added(mask)
+            q, k, v, 0.0, causal, attn_mask=_additive_mask(mask)
         )
         return PartialAttention(out.float(), logsum)
 
@@ -107,26 +106,26 @@ class FlashKernel:
             whole.logsum,
             0.0,
             causal,
-            attn_mask=_added(mask),
+            attn_mask=_additive_mask(mask),
         )
         return dq, dk, dv
 
 
-def _added(mask: Tensor | None) -> Tensor | None:
-    """A mask as the kernel wants it: what to add to the scores."""
-    return None if mask is None else torch.where(mask, 0.0, _NEVER)
+def _additive_mask(mask: Tensor | None) -> Tensor | None:
+    """The mask in additive form, as the kernel takes it."""
+    return None if mask is None else torch.where(mask, 0.0, _MASKED)
 
 
 class MatmulKernel:
-    """Plain matrix products in float32, for any device; of the scores only those of some queries
-    exist at a time.
+    """Plain matrix products in float32 on any device; scores are materialised for a slice of the
+    queries at a time.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention:
         outs, logsums = [], []
-        for some, scores in _scores(q, k, _explicit(mask, causal, q)):
+        for some, scores in _scores(q, k, _explicit_mask(mask, causal, q)):
             outs.append(
                 (scores.softmax(-1).flatten(2, 3) @ v.float()).view(some.shape)
             )  # [B, H, C, E]
@@ -149,44 +148,44 @@ class MatmulKernel:
             torch.zeros_like(v, dtype=torch.float32),
             0,
         )
-        for some, scores in _scores(q, k, _explicit(mask, causal, q)):
+        for some, scores in _scores(q, k, _explicit_mask(mask, causal, q)):
             count, size = some.shape[2:]
             out, grad, logsum = (
                 each.narrow(2, first, count) for each in (whole.out, gradient, whole.logsum)
             )
             grad = _grouped(grad, k)
-            likely = (
+            probabilities = (
                 (scores - logsum.reshape(scores.shape[:-1])[..., None]).exp().flatten(2, 3)
             )  # [B, K, GC, S]
-            dv += likely.mT @ grad
+            dv += probabilities.mT @ grad
             mean = (grad * _grouped(out, k)).sum(-1, keepdim=True)
-            ds = likely * (grad @ v.float().mT - mean) * size**-0.5
+            ds = probabilities * (grad @ v.float().mT - mean) * size**-0.5
             dqs.append((ds @ k.float()).view(some.shape))
             dk += ds.mT @ _grouped(some, k)
             first += count
         return torch.cat(dqs, 2), dk, dv
 
 
-def _explicit(mask: Tensor | None, causal: bool, q: Tensor) -> Tensor | None:
+def _explicit_mask(mask: Tensor | None, causal: bool, q: Tensor) -> Tensor | None:
     return causal_mask(q.shape[2], None, q.device)[None, None] if causal else mask
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """`[B, H, C, E]` -> float32 `[B, K, GC, E]`: the queries that share a key/value head, one
-    behind the other.
+    """`[B, H, C, E]` -> float32 `[B, K, GC, E]`: the G query heads of a key/value head
+    concatenated.
     """
     return x.float().reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some queries `[B, H, C, E]` after the others, and their scores, float32 `[B, K, G, C, S]`."""
+    """Slices of the queries `[B, H, C, E]`, each with its scores, float32 `[B, K, G, C, S]`."""
     batch, heads, _, size = q.shape
-    count, first = max(1, _AT_ONCE // (batch * heads * k.shape[2])), 0
+    count, first = max(1, _MAX_SCORES // (batch * heads * k.shape[2])), 0
     for some in q.split(count, 2):
         scores = (_grouped(some, k) @ k.float().mT * size**-0.5).view(
             batch, k.shape[1], -1, some.shape[2], k.shape[2]
         )
         if mask is not None:
-            scores = scores.masked_fill(~mask[:, :, None, first : first + some.shape[2]], _NEVER)
+            scores = scores.masked_fill(~mask[:, :, None, first : first + some.shape[2]], _MASKED)
         first += some.shape[2]
         yield some, scores

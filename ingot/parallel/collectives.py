@@ -1,7 +1,7 @@
-"""Differentiable collectives. Which of them fits depends on how the ranks use the result, since
-that decides how gradients must be combined.
+"""Differentiable collectives. Which one is right depends on how the ranks use the result, since
+that decides how gradients are combined.
 
-A group of None is a rank alone: nothing happens.
+A group of None means a single rank: the tensor is returned unchanged.
 """
 
 from __future__ import annotations
@@ -15,42 +15,41 @@ from torch.distributed import ProcessGroup
 
 
 def sum_forward(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of `x` over a group; its gradient is handed on as it is.
+    """All-reduce `x` over a group; the gradient passes through unchanged.
 
-    For partial results whose sum every rank goes on with in the same way: each then has the whole
-    gradient already.
+    For partial results whose sum every rank uses in the same way, so that each rank already has the
+    whole gradient.
     """
     return x if group is None else _sum(x, group, True, False)
 
 
 def sum_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x` itself, the same on all ranks; its gradient is summed over the group.
+    """Identity forward for an `x` that is equal on all ranks; the gradient is all-reduced.
 
-    For what every rank goes on with in its own way: each then has a part of the gradient.
+    For a value that every rank uses in its own way, so that each has a part of the gradient.
     """
     return x if group is None else _sum(x, group, False, True)
 
 
 def sum_both(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of `x` over a group; its gradient is summed too.
+    """All-reduce `x` over a group, and its gradient too.
 
-    For ranks of which each makes its own loss from the sum: x is in the losses of all of them.
-    Where they all make the same loss,
-    it must be counted once: scale it by 1 over the size of the group.
+    For ranks that each compute a loss of their own from the sum: x is in the losses of all of them.
+    If they all compute the same loss, scale it by 1 / group size so that it counts once.
     """
     return x if group is None else _sum(x, group, True, True)
 
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[W, ...]` -> `[W, ...]`: row j goes to rank j of the group, row i of the result came from
-    rank i. W is the size of the group.
+    """All-to-all, `[W, ...]` -> `[W, ...]` for a group of W ranks: row j is sent to rank j, and row
+    i of the result was received from rank i.
     """
     out: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """The tensor of each rank, all of one shape. No gradient passes."""
+    """All-gather tensors of one shape. Carries no gradient."""
     everyone = [
         torch.empty_like(x, memory_format=torch.contiguous_format)
         for _ in range(dist.get_world_size(group))
@@ -83,7 +82,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # What came from rank i goes back to it: the exchange is its own mirror image.
+        # What came from rank i returns to it: an all-to-all is its own inverse.
         return _exchanged(gradient, ctx.group), None
 
 

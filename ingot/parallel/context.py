@@ -1,8 +1,7 @@
-"""Context parallelism: several ranks share each row, and only attention
-communicates.
+"""Context parallelism: several ranks share each row, and only attention communicates.
 
-Rows are cut by `ingot.parallel.rows`; the decoder is given an attention that sees the whole row.
-Nothing else in a decoder depends on more than one token.
+`ingot.parallel.rows` splits the rows; the decoder is given an attention that sees the whole row. No
+other part of a decoder depends on more than one token.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from ingot.parallel.rows import chunk_pair, chunk_size, join_rows
 
 @dataclass(frozen=True)
 class UlyssesAttention:
-    """Attention over rows that the ranks of a group share."""
+    """Attention over rows that the ranks of a group share, by exchanging tokens for heads (Jacobs
+    et al. 2023, arXiv 2309.14509). Shapes: T is a rank's part of a row, W the number of ranks.
+    """
 
     group: ProcessGroup
     world: int
@@ -48,8 +49,8 @@ class UlyssesAttention:
         return self._to_tokens(attn_fn(self._to_heads(q), self._to_heads(k), self._to_heads(v)))
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """`[B, H, T, E]`, some tokens of all heads -> `[B, H/W, WT, E]`, all tokens of some heads,
-        in the order of the row.
+        """`[B, H, T, E]`, this rank's tokens of all heads -> `[B, H/W, WT, E]`, all tokens of this
+        rank's heads, in row order.
         """
         return join_rows(exchange(torch.stack(x.chunk(self.world, 1)), self.group).unbind(), dim=2)
 
@@ -62,11 +63,11 @@ class UlyssesAttention:
 def context_attention(
     kind: Literal["ring", "ulysses"], group: ProcessGroup | None, rank: int, world: int
 ) -> AttnFnFactory:
-    """What replaces `make_attn_fns` in a decoder whose rows are shared by the `world` ranks of
-    `group`; `rank` is counted in the group.
+    """The replacement of `make_attn_fns` in a decoder whose rows are shared by the `world` ranks of
+    `group`; `rank` is the rank within it.
 
-    `ring` passes keys and values around and works for any number of heads; `ulysses` exchanges
-    tokens for heads, whose number must be divisible by `world`.
+    `ring` passes keys and values around and takes any number of heads; `ulysses` exchanges tokens
+    for heads and needs both head counts divisible by `world`.
     """
     if group is None or world == 1:
         return make_attn_fns

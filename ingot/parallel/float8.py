@@ -1,9 +1,9 @@
-"""Matrix products of the layers in float8 (Micikevicius et al. 2022, arXiv 2209.05433) by torchao;
-weights stay as they are, and so do their names.
+"""Float8 matrix products in the layers (Micikevicius et al. 2022, arXiv 2209.05433) with torchao;
+weights keep their dtype and names.
 
-Each operand is scaled anew for each product, by its largest number: one scale a matrix
-(`tensorwise`) or one a row (`rowwise`).
-Head and embeddings stay out: their products are the ones that lose most.
+Each operand is scaled dynamically for each product by its largest magnitude: one scale per matrix
+(`tensorwise`) or per row (`rowwise`). Head and embedding are excluded, since their products lose
+the most accuracy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ingot.parallel.shard import layers
 
 Float8 = Literal["tensorwise", "rowwise"]
 EMULATED = False
-"""Round to float8 and multiply in the wider type; only tests do, on devices that have no such
+"""Round to float8 but multiply in the wider type: used by tests only, on devices without float8
 products.
 """
 
@@ -31,12 +31,12 @@ products.
 def check_float8(
     kind: Float8, device: torch.device, compute: Compute, *, adapted: bool, lengths: dict[str, int]
 ) -> None:
-    """Whether this machine and recipe can train in float8. `lengths`: tokens of a micro-batch on
-    one rank, by the knob that says so.
+    """Check that this machine and recipe can train in float8. `lengths`: tokens of a micro-batch on
+    one rank, by the knob that determines them.
 
     Raises:
-        WrongInput: a device without such products, an adapter, another type of computation, torchao
-            missing, or odd lengths.
+        WrongInput: torchao is missing, the device has no float8 products, the recipe has an adapter
+            or computes in another dtype than bf16, or a length is not a multiple of 16.
     """
     if importlib.util.find_spec("torchao") is None:
         raise WrongInput(
@@ -60,14 +60,14 @@ def check_float8(
 
 
 def use_float8(model: nn.Module, kind: Float8, *, tensor: int = 1, loud: bool = True) -> None:
-    """Let the linear layers of the layers of a model (on `meta`), or of a stage of it, compute in
-    float8, in place.
+    """Convert the linear layers of a model's repeated layers (on `meta`), or of a pipeline stage,
+    to float8 products, in place.
 
-    Those whose sides, cut over `tensor` ranks, are no multiples of 16 stay as they are, which is
-    printed if `loud`.
+    Layers whose dimensions, split over `tensor` ranks, are not multiples of 16 are left unchanged
+    and listed if `loud`.
 
     Raises:
-        WrongInput: that is all of them.
+        WrongInput: no layer can be converted.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

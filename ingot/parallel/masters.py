@@ -1,12 +1,12 @@
-"""The weights as the optimizer knows them: plain local tensors, however the model's own are spread
-over ranks.
+"""The weights as the optimizer sees them: plain local tensors, however the model's own weights are
+sharded over ranks.
 
-They are float32; with stochastic rounding the model's own bf16, with float32 gradients. A share of
-them may live on the host.
+Masters are float32; with stochastic rounding they are the model's own bf16 weights, with float32
+gradients. A share of them may live in host memory.
 
-So the optimizer, clipping and the finite check are the same on one process and in every layout, and
-no kernel has to know a DTensor. A gradient is a *sum* over ranks and micro-batches all the way; the
-step divides once.
+Optimizer, clipping and the finite check are therefore the same on one process and in every layout,
+and no kernel needs to handle a DTensor. Gradients are *sums* over ranks and micro-batches
+throughout; the step divides once.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from ingot.parallel.mesh import Mesh
 
 HOST = torch.device("cpu")
 Axes = tuple[tuple[DeviceMesh, int], ...]
-"""The axes of meshes along which a parameter is cut."""
+"""The mesh axes along which a parameter is sharded."""
 
 
 @dataclass(frozen=True)
 class Master:
-    """One trained parameter, and what the optimizer changes in its place."""
+    """One trained parameter and the tensor that the optimizer updates in its place."""
 
     name: str
     parameter: nn.Parameter
     tensor: nn.Parameter
-    """This rank's part of it: the parameter itself or a view of its memory; a copy where the
-    parameter has another type or device.
+    """This rank's shard: the parameter itself or a view of its memory; a copy if the parameter has
+    another dtype or device.
     """
     counted: bool = True
-    """Whether the gradient's norm counts it here, and not with its twin on another stage."""
+    """Whether the gradient norm counts it on this rank, and not its tied copy on another stage."""
     cut_along: Axes = ()
-    """The axes of meshes along which the parameter is cut."""
+    """The mesh axes along which the parameter is sharded."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """A tensor of this rank's part, such as the optimizer's state, spread as the parameter
-        is.
+        """Wrap a tensor of this rank's shard, such as optimizer state, as a DTensor sharded like
+        the parameter.
         """
         return shard_like(self.parameter, tensor)
 
 
 class Masters:
-    """All parameters of a model that are trained.
+    """All trained parameters of a model.
 
     Args:
-        model: has its memory already, its weights and its wrappers.
+        model: already allocated, initialised and wrapped.
         shared: names of parameters that both ends of a pipeline hold: a tied embedding.
-        working: type that the model's own weights are put in where this rank holds them whole; the
-            masters stay float32. None: as they are.
-        stochastic: keep no float32 copies; the optimizer rounds what it makes of bf16 weights.
-        on_host: share of the trained numbers whose masters, and so the optimizer's state and work,
-            are the host's.
+        working: dtype for those of the model's own weights that this rank holds whole; the masters
+            stay float32. None leaves them unchanged.
+        stochastic: keep no float32 copies; the optimizer rounds its bf16 updates stochastically.
+        on_host: share of the trained parameters whose masters, with the optimizer's state and work,
+            are on the host.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Masters:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        away = _first_share(trained, on_host)
+        host_names = _first_share(trained, on_host)
         self._masters = [
-            self._of(name, parameter, exact=not stochastic, away=name in away)
+            self._of(name, parameter, exact=not stochastic, on_host=name in host_names)
             for name, parameter in trained.items()
         ]
         self.work_in(working)
@@ -96,24 +96,26 @@ class Masters:
     def __iter__(self) -> Iterator[Master]:
         return iter(self._masters)
 
-    def _of(self, name: str, parameter: nn.Parameter, *, exact: bool, away: bool) -> Master:
+    def _of(self, name: str, parameter: nn.Parameter, *, exact: bool, on_host: bool) -> Master:
         here = local_tensor(parameter.detach())
         dtype = torch.float32 if exact else here.dtype
-        if away:
+        if on_host:
             tensor = nn.Parameter(here.to(HOST, dtype, copy=True))
         elif not is_dtensor(parameter) and parameter.dtype == torch.float32 == (
             self._working or torch.float32
         ):
             tensor = parameter
         else:
-            tensor = nn.Parameter(here.to(dtype))  # the same memory where it has that type already
+            tensor = nn.Parameter(here.to(dtype))  # shares memory if the dtype is the same
         if dtype != torch.float32:
             tensor.grad_dtype = torch.float32
         counted = name not in self._shared or self.mesh.ends.is_main
         return Master(name, parameter, tensor, counted, _sharded_axes(parameter))
 
     def work_in(self, dtype: torch.dtype | None) -> None:
-        """Put the model's own weights in another type; float32 gives it the masters themselves."""
+        """Set the dtype of the model's own weights; float32 makes them share the masters'
+        memory.
+        """
         if dtype is None:
             return
         masters = {id(master.parameter): master.tensor for master in self._masters}
@@ -123,31 +125,31 @@ class Masters:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What `collect` gave, local and float32."""
+        """The gradients after `collect`: local, float32."""
         return [master.tensor.grad for master in self._masters if master.tensor.grad is not None]
 
     def accumulate(self) -> None:
-        """After each micro-batch: add up in float32 what a parameter of a smaller type would round
-        away.
+        """After each micro-batch: add the gradients of parameters in a narrower dtype into float32,
+        where small contributions are not rounded away.
         """
         for master in self._masters:
             if master.parameter.dtype != torch.float32 and master.parameter.grad is not None:
-                _add(master, local_tensor(_full_gradient(master.parameter)))
+                _accumulate(master, local_tensor(_full_gradient(master.parameter)))
 
     def collect(self) -> None:
         """After the last micro-batch: every master has its gradient, summed over all ranks that
-        have a part in it.
+        contribute to it.
         """
         for master in self._masters:
             if master.tensor is not master.parameter and master.parameter.grad is not None:
-                _add(master, local_tensor(_full_gradient(master.parameter)))
+                _accumulate(master, local_tensor(_full_gradient(master.parameter)))
             if master.name in self._shared and self.mesh.ends.world > 1:
                 if master.tensor.grad is None:
                     master.tensor.grad = torch.zeros_like(master.tensor, dtype=torch.float32)
                 self.mesh.ends.all_sum(master.tensor.grad)
 
     def norm(self) -> Tensor:
-        """Norm of the whole gradient, over all ranks; each number is counted once."""
+        """Norm of the global gradient over all ranks; each element is counted once."""
         groups: dict[Axes, list[Tensor]] = {}
         for master in self._masters:
             if master.counted and master.tensor.grad is not None:
@@ -161,7 +163,7 @@ class Masters:
         return self.mesh.pipeline.all_sum(total).sqrt()
 
     def scale(self, by: Tensor) -> None:
-        """Multiply all gradients, in place."""
+        """Multiply all gradients in place."""
         groups: dict[torch.device, list[Tensor]] = {}
         for gradient in self.gradients:
             groups.setdefault(gradient.device, []).append(gradient)
@@ -169,8 +171,8 @@ class Masters:
             torch._foreach_mul_(gradients, by.to(device))
 
     def flag_for_optimizer(self, flag: Tensor) -> Tensor:
-        """A flag on the device where the optimizer reads it: copied to the host, which waits for
-        the device, if any master lives there.
+        """The flag on the device where the optimizer reads it: copied to the host, which
+        synchronises, if any master lives there.
         """
         return (
             flag.to(HOST) if any(master.tensor.device == HOST for master in self._masters) else flag
@@ -178,8 +180,8 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the optimizer: the model's weights are what the masters are now, and gradients are
-        gone.
+        """After the optimizer step: copy the masters into the model's weights and drop all
+        gradients.
         """
         for master in self._masters:
             if master.tensor is not master.parameter:
@@ -191,8 +193,8 @@ class Masters:
 
 
 def _full_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter, spread as it is: what several ranks hold a part of the sum of is
-    summed.
+    """The gradient of a parameter, sharded as the parameter is; partial sums held by several ranks
+    are reduced.
     """
     grad = parameter.grad
     assert grad is not None
@@ -201,7 +203,7 @@ def _full_gradient(parameter: nn.Parameter) -> Tensor:
     return grad
 
 
-def _add(master: Master, grad: Tensor) -> None:
+def _accumulate(master: Master, grad: Tensor) -> None:
     master.parameter.grad = None
     if master.tensor.grad is None:
         master.tensor.grad = grad.to(master.tensor.device, torch.float32)
@@ -210,8 +212,8 @@ def _add(master: Master, grad: Tensor) -> None:
 
 
 def _first_share(trained: Mapping[str, Tensor], share: float) -> set[str]:
-    """Names of parameters, the first ones, that hold as nearly as can be this share of all numbers;
-    the same on all ranks that hold them.
+    """Names of the first parameters that together hold this share of all elements as nearly as
+    possible; the same on all ranks that hold them.
     """
     sizes = {name: parameter.numel() for name, parameter in trained.items()}
     before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))

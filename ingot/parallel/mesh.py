@@ -1,4 +1,4 @@
-"""Ranks are counted here and nowhere else: process groups, sums over them, who writes."""
+"""The device mesh: the only place where ranks are counted and process groups are made."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a job, or of one part of it, as one of them sees them, and this rank's device.
+    """The ranks of a job, or of one part of it, as seen by one of them, and that rank's device.
 
-    `mesh.data` are the ranks that each take a share of the batch and are alike otherwise,
+    `mesh.data` are the ranks that each take a share of the batch and are otherwise alike,
     `mesh.tensor` those that share this rank's matrices. A part of one rank never communicates.
     """
 
@@ -37,10 +37,11 @@ class Mesh:
     device: torch.device
     degrees: Degrees = field(default_factory=Degrees)
     group: dist.ProcessGroup | None = None
-    """The process group; None for a single rank, or for the whole job (the default group)."""
+    """The process group; None for a single rank or for the whole job (the default group)."""
     parts: Mapping[str, Mesh] = field(default_factory=dict)
     weights: DeviceMesh | None = None
-    """Axes `pipeline, replicate, shard, tensor`, for weights that are spread; None for one process.
+    """Mesh with the axes `pipeline, replicate, shard, tensor` for sharded weights; None for one
+    process.
     """
 
     @property
@@ -56,33 +57,33 @@ class Mesh:
         return self.ranks.is_main
 
     def part(self, name: str) -> Mesh:
-        """One of `PARTS`; this rank alone where its degree is 1."""
+        """One of `PARTS`; this rank alone if its degree is 1."""
         return self.parts.get(name) or (self if self.world == 1 else Mesh(Ranks(), self.device))
 
     @property
     def data(self) -> Mesh:
-        """The ranks that take a share of the batch each."""
+        """The ranks that each take a share of the batch (axes replicate and shard)."""
         return self.part("data")
 
     @property
     def context(self) -> Mesh:
-        """The ranks that share each row."""
+        """The ranks that share each row (context axis)."""
         return self.part("context")
 
     @property
     def tensor(self) -> Mesh:
-        """The ranks that share each matrix."""
+        """The ranks that share each matrix (tensor axis)."""
         return self.part("tensor")
 
     @property
     def pipeline(self) -> Mesh:
-        """The ranks that share the layers."""
+        """The ranks that share the layers (pipeline axis)."""
         return self.part("pipeline")
 
     @property
     def losses(self) -> Mesh:
-        """The ranks whose losses add up to that of the global batch: all but those that share
-        matrices, which have the same.
+        """The ranks whose losses add up to that of the global batch: all axes but tensor, whose
+        ranks compute the same loss.
         """
         return self.part("losses")
 
@@ -93,7 +94,7 @@ class Mesh:
 
     @property
     def replicas(self) -> Mesh:
-        """The ranks among which gradients are summed: shares of the batch, and of rows."""
+        """The ranks over which gradients are summed: axes replicate, shard and context."""
         return self.part("replicas")
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -103,15 +104,15 @@ class Mesh:
         return tensor
 
     def agree(self, *numbers: float) -> list[float]:
-        """The sums over all ranks of a few numbers of the host; waits for the other hosts, never
-        for a device.
+        """Sums of a few host numbers over all ranks; waits for the other hosts, never for a
+        device.
         """
         if self.world == 1:
             return list(numbers)
         return [float(value) for value in self.all_sum(torch.tensor(numbers, dtype=torch.float64))]
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
-        """The numbers of every rank's host, in the order of ranks; the same on all."""
+        """The numbers of every rank, in rank order; the same on all. On the host, as `agree`."""
         if self.world == 1:
             return [numbers]
         rows = torch.zeros(self.world, len(numbers), dtype=torch.float64)
@@ -120,7 +121,9 @@ class Mesh:
         return everyone
 
     def from_main(self, call: Callable[[], T]) -> T:
-        """What `call` gives on rank 0, on every rank; what it raises there is raised everywhere."""
+        """Call on rank 0 and return the result on every rank; an exception is raised on
+        every rank.
+        """
         if self.world == 1:
             return call()
         value_and_error: list[Any] = [None, None]
@@ -141,8 +144,8 @@ class Mesh:
         self.agree(0.0)
 
     def side_channel(self) -> Mesh:
-        """The same ranks with a process group of their own, so that a thread can communicate beside
-        the main one; for numbers and objects on the host only.
+        """The same ranks with a process group of their own, so that a background thread can
+        communicate independently of the main thread; for host numbers and objects only.
 
         Collective; each call makes another group. The result has no parts and no weights.
         """
@@ -166,13 +169,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "losses": ("pipeline", "replicate", "shard", "context"),
     "replicas": ("replicate", "shard", "context"),
 }
-"""The parts of a mesh, by the axes that their ranks differ in."""
+"""The parts of a mesh, by the axes along which their ranks differ."""
 
 
 @contextlib.contextmanager
 def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B008 (frozen)
-    """Join the other processes that torchrun started, and leave them at the end; alone where there
-    are none.
+    """Join the processes that torchrun started, and leave the group at the end; a mesh of one rank
+    if there are no others.
 
     Raises:
         WrongInput: the degrees do not fit the number of processes.
@@ -190,7 +193,7 @@ def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B0
     mesh = make_mesh(here, device, degrees)
     try:
         yield mesh
-        # No rank leaves while another one still communicates.
+        # No rank leaves while another still communicates.
         mesh.barrier()
     finally:
         if owns_group:
@@ -198,7 +201,7 @@ def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B0
 
 
 def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
-    """The mesh of a job whose processes have met; all of them call it."""
+    """The mesh of a job whose process group is initialised. Collective."""
     grid = np.arange(here.world).reshape([getattr(degrees, axis) for axis in AXES])
     parts = {}
     for name, axes in PARTS.items():
@@ -217,8 +220,8 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
 
 
 def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
-    """This rank's group of those that `members` lists, a row each; every rank makes all of them, in
-    one order. Alone where it is in none.
+    """This rank's group among the rows of `members`; a rank in no row is alone. Collective: every
+    rank makes all groups, in the same order.
     """
     mine = Mesh(Ranks(), device)
     for row in members.tolist():
@@ -234,8 +237,8 @@ def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
 
 
 def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh | None:
-    """For sharding, ranks that share rows count as more ranks that share weights; without, as more
-    copies.
+    """The mesh for sharded weights. Ranks of the context axis count as further shards where weights
+    are sharded, else as further replicas.
     """
     if degrees.world == 1:
         return None
@@ -257,9 +260,8 @@ def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh | None:
 def _never_free(group: object) -> None:
     """Leak one reference, so that a process group is never destroyed.
 
-    Its destructor waits for gloo's threads while it holds the GIL, and a gloo thread wants the GIL
-    to let go of a tensor
-    that Python has seen: whichever object frees the group last (DDP, the interpreter) could then
-    hang for ever.
+    Its destructor waits for gloo's threads while holding the GIL, and a gloo thread needs the GIL
+    to release a tensor that Python has seen: whichever object frees the group last (DDP, the
+    interpreter) could deadlock.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,10 +1,9 @@
-"""What backward needs of a layer waits in the host's memory: it goes out as it is made, and comes
-back a layer ahead of its use.
+"""Activation offload: what a layer saves for backward is copied to host memory as it is saved, and
+prefetched one layer ahead of its use in backward.
 
-Copies run on a stream of their own beside the computation, through pinned memory. On a CPU they are
-plain copies, so that all else of this
-runs there as well. Weights stay, and so does what a layer was given that needs no gradient: all
-layers share it.
+Copies run on a stream of their own through pinned memory; on a CPU they are plain copies, so that
+the same code runs there. Weights stay on the device, and so do inputs that need no gradient: all
+layers share them.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from ingot.models.parameters import is_dtensor, local_tensor, shard_like
 from ingot.parallel.shard import stacks
 
 SMALL_BYTES = 2**12
-"""Tensors below this stay: a copy would cost more than they do."""
+"""Smaller tensors stay on the device: copying costs more than it saves."""
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Let the layers of a model, or of a stage of it, keep what they save for backward on the host,
-    in place. Results stay the same, to the last bit.
+    """Make the layers of a model, or of a pipeline stage, keep what they save for backward in host
+    memory, in place. Results are bit-identical.
 
-    A layer's class is replaced by a subclass; around the whole call, and so outside of what is
-    compiled and of what gathers weights.
+    The class of each layer is replaced by a subclass that overrides `__call__`, so that offload
+    stays outside the compiled region and FSDP's hooks.
     """
-    road, made = CopyStream(), dict[type, type]()
+    copy_stream, made = CopyStream(), dict[type, type]()
     for stack in stacks(model):
         for layer in stack:
             kind = type(layer)
-            layer.__class__ = made.setdefault(kind, _offloading(kind, road))
+            layer.__class__ = made.setdefault(kind, _offloading(kind, copy_stream))
 
 
-def _offloading(kind: type, road: CopyStream) -> type:
+def _offloading(kind: type, copy_stream: CopyStream) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.__call__(self, *args, **kwargs)
-        with LayerOffload(self, road).packing(
+        with LayerOffload(self, copy_stream).saving(
             [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
@@ -59,16 +58,16 @@ def _offloading(kind: type, road: CopyStream) -> type:
 
 
 class CopyStream:
-    """The stream on which copies to and from the host run, and the layer call that used it last."""
+    """The stream for copies to and from the host, and the layer call that used it last."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
         self.last: weakref.ref[LayerOffload] | None = None
 
     @contextlib.contextmanager
-    def beside(self, device: torch.device) -> Iterator[torch.Stream | None]:
-        """Copies run beside what is computed from here on, after what was computed before; None on
-        a CPU, where nothing does.
+    def overlapping(self, device: torch.device) -> Iterator[torch.Stream | None]:
+        """Run copies on the stream, ordered after the work issued so far and concurrent with later
+        work; yields None on a CPU, where copies are synchronous.
         """
         if device.type == "cpu":
             yield None
@@ -81,89 +80,98 @@ class CopyStream:
 
 
 class OffloadedTensor:
-    """One saved tensor, copied to the host."""
+    """One saved tensor in host memory."""
 
-    def __init__(self, tensor: Tensor, road: CopyStream) -> None:
+    def __init__(self, tensor: Tensor, copy_stream: CopyStream) -> None:
         self.device = tensor.device
-        self.there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-        with road.beside(tensor.device) as stream:
-            self.there.copy_(tensor, non_blocking=True)
+        self.on_host = torch.empty_like(
+            tensor, device="cpu", pin_memory=tensor.device.type != "cpu"
+        )
+        with copy_stream.overlapping(tensor.device) as stream:
+            self.on_host.copy_(tensor, non_blocking=True)
             if stream is not None:
                 tensor.record_stream(stream)
 
 
 class LayerOffload:
-    """The tensors that one call of a layer saved for backward, on the host."""
+    """The tensors that one call of a layer saved for backward, in host memory."""
 
-    def __init__(self, layer: nn.Module, road: CopyStream) -> None:
-        self._layer, self._road, self._before, road.last = layer, road, road.last, weakref.ref(self)
+    def __init__(self, layer: nn.Module, copy_stream: CopyStream) -> None:
+        self._layer, self._copy_stream, self._previous, copy_stream.last = (
+            layer,
+            copy_stream,
+            copy_stream.last,
+            weakref.ref(self),
+        )
         self._loads: list[OffloadedTensor] = []
-        self._back: dict[int, Tensor] = {}
-        self._arrived: torch.Event | None = None
-        self._kept_here: set[int] | None = None
-        self._known: dict[Any, tuple[Tensor, int]] = {}
-        """Where a tensor is that was saved before in this call; tensors are held, so that their
-        memory is no other's meanwhile.
+        self._restored: dict[int, Tensor] = {}
+        self._restored_event: torch.Event | None = None
+        self._stays_on_device: set[int] | None = None
+        self._saved_index: dict[Any, tuple[Tensor, int]] = {}
+        """Index of each tensor saved before in this call. The tensors are held, so that their
+        memory is not reused meanwhile.
         """
 
     @contextlib.contextmanager
-    def packing(self, given: list[Tensor]) -> Iterator[None]:
-        """While the layer is called; `given` stays on the device."""
+    def saving(self, given: list[Tensor]) -> Iterator[None]:
+        """Active while the layer is called; the tensors in `given` stay on the device."""
         self._given = [_memory(tensor) for tensor in given]
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
-        self._known.clear()
+        self._saved_index.clear()
 
     def _pack(self, tensor: Tensor) -> Any:
         mine = local_tensor(tensor)
         if (
-            self._kept_here is None
+            self._stays_on_device is None
         ):  # only now: before the call, weights may not have been gathered yet
-            self._kept_here = {
+            self._stays_on_device = {
                 *self._given,
                 *(_memory(local_tensor(parameter)) for parameter in self._layer.parameters()),
             }
         if (
             type(mine) not in (Tensor, nn.Parameter)
             or mine.nbytes < SMALL_BYTES
-            or _memory(mine) in self._kept_here
+            or _memory(mine) in self._stays_on_device
         ):
             return tensor
         flat = mine.detach().view(-1) if mine.is_contiguous() else mine.detach()
         key = (_memory(flat), flat.storage_offset(), flat.shape, flat.stride(), flat.dtype)
-        if key not in self._known:
-            self._known[key] = flat, len(self._loads)
-            self._loads.append(OffloadedTensor(flat, self._road))
+        if key not in self._saved_index:
+            self._saved_index[key] = flat, len(self._loads)
+            self._loads.append(OffloadedTensor(flat, self._copy_stream))
         like = shard_like(tensor, mine.detach().to("meta")) if is_dtensor(tensor) else None
-        return self._known[key][1], mine.shape, like
+        return self._saved_index[key][1], mine.shape, like
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         number, shape, like = packed
         self.fetch()
-        before = self._before() if self._before is not None else None
+        before = self._previous() if self._previous is not None else None
         if before is not None:
             before.fetch()
-        if self._arrived is not None:
+        if self._restored_event is not None:
             current = torch.accelerator.current_stream()
-            current.wait_event(self._arrived)
-            self._back[number].record_stream(current)
+            current.wait_event(self._restored_event)
+            self._restored[number].record_stream(current)
         mine = (
-            self._back[number].view(shape) if self._back[number].ndim == 1 else self._back[number]
+            self._restored[number].view(shape)
+            if self._restored[number].ndim == 1
+            else self._restored[number]
         )
         return mine if like is None else shard_like(like, mine)
 
     def fetch(self) -> None:
-        """Begin to bring back all that is away, once."""
-        if self._back or not self._loads:
+        """Start copying everything back to the device, once."""
+        if self._restored or not self._loads:
             return
-        with self._road.beside(self._loads[0].device) as stream:
+        with self._copy_stream.overlapping(self._loads[0].device) as stream:
             for number, load in enumerate(self._loads):
-                self._back[number] = torch.empty_like(load.there, device=load.device).copy_(
-                    load.there, non_blocking=True
+                self._restored[number] = torch.empty_like(load.on_host, device=load.device).copy_(
+                    load.on_host, non_blocking=True
                 )
-            self._arrived = None if stream is None else stream.record_event()
+            self._restored_event = None if stream is None else stream.record_event()
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the model of a rank that holds some of the stages. The order in which they
-run is `ingot.parallel.schedules`'.
+"""Pipeline parallelism: the part of the model that a rank holds, as stages.
+`ingot.parallel.schedules` decides the order in which they run.
 
-Every rank of a pipeline has the same micro-batches and only hidden states cross ranks, so a
-schedule is handed numbers of micro-batches.
+Every rank of a pipeline has the same micro-batches, and only hidden states cross ranks, so a
+schedule is given the numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def assign_layers(layers: int, stages: int) -> list[int]:
-    """How many layers each stage gets: one to begin with, then one after the other to the stage
-    that has the least work.
+    """The number of layers in each stage: one each, then one at a time to the stage with the least
+    work.
 
-    The embedding counts as a layer of the first stage, the head as one of the last. Where several
-    have equally little, a later one takes the layer, since it holds fewer micro-batches at a time,
-    and the last one after all others, since heads are rather heavier.
+    The embedding counts as a layer of the first stage, the head as one of the last. Ties go to the
+    later stage, since it holds fewer micro-batches at a time, and to the last stage only after all
+    others, since a head tends to cost more than a layer.
     """
     counts = [1] * stages
     for _ in range(layers - stages):
@@ -42,10 +42,10 @@ def assign_layers(layers: int, stages: int) -> list[int]:
 
 
 def split_stages(model: Decoder, rank: int, degree: int, virtual: int) -> list[Decoder]:
-    """The stages of rank `rank` of a pipeline: `virtual` decoders with the modules of `model` (on
-    `meta`, adapters included) that are theirs.
+    """The stages of rank `rank` of a pipeline: `virtual` decoders with their modules of `model` (on
+    `meta`, adapters included).
 
-    A head that is tied to the embedding keeps a copy of it, under the same name.
+    The stage with a head tied to the embedding keeps a copy of it under the same name.
     """
     total = degree * virtual
     counts = assign_layers(model.config.num_hidden_layers, total)
@@ -58,7 +58,7 @@ def split_stages(model: Decoder, rank: int, degree: int, virtual: int) -> list[D
 
 
 def _stage(model: Decoder, which: StageEnds, first: int, count: int) -> Decoder:
-    """The modules of `model` that belong to the stage of layers `first` and up."""
+    """The stage with `count` layers of `model` from layer `first` on."""
     with torch.device("meta"):
         stage = Decoder(model.config)
     whole, trunk = model.model, stage.model
@@ -75,17 +75,15 @@ def _stage(model: Decoder, which: StageEnds, first: int, count: int) -> Decoder:
 
 
 class Pipeline(Decoder):
-    """The stages of a decoder that one rank holds, in the order of the model, each a `Decoder` of
-    its own; and how they run.
+    """The stages of a decoder that one rank holds, in model order, each a `Decoder` of its own, and
+    how they run.
 
-    Modules and parameters go by their names in the whole model, so that weights, checkpoints and
-    adapters need no map. It is not called
-    itself: `run` calls the stages.
+    Modules and parameters have their names of the whole model, so that weights, checkpoints and
+    adapters need no mapping. It is not callable; use `run`.
 
     Args:
-        model: the whole of it, on `meta`, adapters included; what does not belong to this rank is
-            let go.
-        hidden: type of the hidden states that go from stage to stage.
+        model: the whole model on `meta`, adapters included; modules of other ranks are dropped.
+        hidden: dtype of the hidden states passed from stage to stage.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, parallel: Parallel, hidden: torch.dtype) -> None:
@@ -107,8 +105,8 @@ class Pipeline(Decoder):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the stages as if they were this module's own; what holds the layers comes once
-        for each stage.
+        """The modules of the stages as if they were this module's own; the container of the layers
+        appears once per stage.
         """
         seen: set[nn.Module] = set() if memo is None else memo
         if self not in seen:
@@ -121,12 +119,12 @@ class Pipeline(Decoder):
         raise TypeError("a rank of a pipeline has no model to call; use `run`")
 
     def run(self, work: PipelineWork, *, backward: bool) -> None:
-        """All micro-batches forward, and backward too: gradients are left with the parameters,
-        summed over them (and over ranks by FSDP).
+        """Run all micro-batches forward, and backward if asked: gradients accumulate in the
+        parameters, summed over micro-batches (and over ranks by FSDP).
         """
         key = (work.shape, backward)
         if key not in self._made:
-            from ingot.parallel.schedules import make_schedule  # and with it torch's pipelining
+            from ingot.parallel.schedules import make_schedule  # imports torch's pipelining, slow
 
             self._made[key] = make_schedule(
                 list(self), self._mesh, self._parallel, self._sent, work.shape
@@ -140,15 +138,15 @@ class Pipeline(Decoder):
 
 
 def local_stages(model: nn.Module) -> list[nn.Module]:
-    """What wrappers are put around: the stages that this rank holds, or the model itself where it
-    is not cut.
+    """The modules to wrap: the stages that this rank holds, or the model itself without pipeline
+    parallelism.
     """
     return list(model) if isinstance(model, Pipeline) else [model]
 
 
 def tied_across_stages(model: nn.Module) -> frozenset[str]:
-    """Names of parameters that the first and the last stage both hold: a tied embedding. Their
-    gradients are summed, and counted once.
+    """Names of parameters that both the first and the last stage hold: a tied embedding. Their
+    gradients are summed, and counted once in the norm.
     """
     return (
         frozenset({EMBEDDING})
@@ -158,8 +156,8 @@ def tied_across_stages(model: nn.Module) -> frozenset[str]:
 
 
 def parameter_counts(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
-    """Parameters of the whole model, and how many of them are trained. Collective where the model
-    is cut.
+    """The number of parameters of the whole model, and of the trained ones. Collective over the
+    pipeline axis.
     """
     elsewhere = frozenset() if mesh.ends.is_main else tied_across_stages(model)
     here = [parameter for name, parameter in model.named_parameters() if name not in elsewhere]

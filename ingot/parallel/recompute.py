@@ -1,9 +1,9 @@
-"""Activations that are made again in backward rather than kept (activation checkpointing, Chen et
-al. 2016).
+"""Activation checkpointing: activations are recomputed in backward instead of kept (Chen et al.
+2016).
 
-A layer stays where it is and keeps its names: its class is replaced by a subclass whose forward is
-recomputed. That lies inside of what is compiled and of what gathers weights. Only runs of several
-layers are put together from outside, by the decoder's `run_layers`.
+A layer keeps its place and names: its class is replaced by a subclass with a checkpointed forward,
+which lies inside the compiled region and FSDP's hooks. Only runs of several layers are grouped from
+outside, through the decoder's `run_layers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ingot.models.native.decoder import Decoder, run_in_order
 from ingot.parallel.shard import stacks
 
 Checkpoint = Callable[..., Any]
-"""A function and what it is given -> what it makes of that, now and again in backward."""
+"""Calls a function with its arguments, now and again in backward."""
 
 KEPT = (
     "aten::mm",
@@ -49,25 +49,25 @@ KEPT = (
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",
 )
-"""What `selective` keeps: matrix products, with their sums over ranks, and attention, by the names
-that they have on CPUs and accelerators.
+"""Operators whose results `selective` keeps: matrix products with their sums over ranks, and
+attention, by their names on CPUs and accelerators.
 """
 
 
 def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
-    """Let the layers of a model, or of a stage of it, keep as little as asked, in place. Results
-    stay what they are, to the last bit.
+    """Apply activation checkpointing to the layers of a model, or of a pipeline stage, in place.
+    Results are bit-identical.
 
     Raises:
-        WrongInput: runs of several layers, in a model whose layers hand on more than one tensor.
+        WrongInput: runs of several layers in a model whose layers pass on more than one tensor.
     """
     if knobs.kind == "none":
         return
     if knobs.kind not in ("full", "selective"):
         raise ValueError(f"memory.recompute.kind {knobs.kind!r} is not none, selective or full")
-    # The native decoder draws nothing at random in its layers: masks of adapters are a hash of the
-    # sample.
-    again: Checkpoint = partial(
+    # The native decoder's layers need no generator state: dropout masks of adapters are a hash of
+    # the sample.
+    checkpoint_fn: Checkpoint = partial(
         _checkpoint,
         lora_state(model),
         use_reentrant=False,
@@ -85,23 +85,21 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
             knobs,
         )
         assert isinstance(model, Decoder)
-        model.run_layers = partial(checkpoint_in_runs, again, knobs.layers)
+        model.run_layers = partial(checkpoint_in_runs, checkpoint_fn, knobs.layers)
         return
     if knobs.kind == "selective":
-        again = partial(
-            again, context_fn=partial(create_selective_checkpoint_contexts, keep_matmuls)
+        checkpoint_fn = partial(
+            checkpoint_fn, context_fn=partial(create_selective_checkpoint_contexts, keep_matmuls)
         )
     made: dict[type, type] = {}
     for stack in stacks(model):
         for layer in stack[: knobs.layers if knobs.method == "block" else None]:
             kind = type(layer)
-            layer.__class__ = made.setdefault(kind, _recomputed(kind, again))
+            layer.__class__ = made.setdefault(kind, _recomputed(kind, checkpoint_fn))
 
 
 def check_runs(kind: ModelKind, knobs: Recompute) -> None:
-    """Raises WrongInput where runs of several layers of this kind of model cannot be recomputed as
-    one.
-    """
+    """Raises WrongInput if several layers of this kind of model cannot be recomputed as one run."""
     if knobs.method == "uniform" and knobs.layers > 1 and kind != "decoder":
         raise WrongInput(
             f"memory.recompute.layers {knobs.layers} with method=uniform is for decoders: the"
@@ -111,33 +109,33 @@ def check_runs(kind: ModelKind, knobs: Recompute) -> None:
 
 
 def checkpoint_in_runs(
-    again: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]
+    checkpoint_fn: Checkpoint, size: int, x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
-    """`size` layers at a time, of which only the first one's input is kept."""
+    """Checkpoint `size` layers at a time, keeping only the input of each run. x `[B, T, D]`."""
     for first in range(0, len(layers), size):
-        x = again(run_in_order, x, layers[first : first + size])
+        x = checkpoint_fn(run_in_order, x, layers[first : first + size])
     return x
 
 
 def _checkpoint(
     state: LoRAState | None, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """torch's, of a batch that is remembered: in a pipeline another one has begun before backward
-    comes.
+    """torch's `checkpoint` with the batch's rows remembered for adapter dropout: in a pipeline
+    another micro-batch has started before this one's backward.
     """
     if state is None or not state.dropout or torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)
     rows = state.rows
 
-    def on_the_same_rows(*inputs: Any, **named: Any) -> Any:
+    def with_saved_rows(*inputs: Any, **named: Any) -> Any:
         with state.back_at(rows):
             return function(*inputs, **named)
 
-    return checkpoint(on_the_same_rows, *args, **kwargs)
+    return checkpoint(with_saved_rows, *args, **kwargs)
 
 
 def keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What `selective` does with the result of an operator."""
+    """The policy of `selective`: save the operators in `KEPT`, recompute the others."""
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else ""
     return (
         CheckpointPolicy.MUST_SAVE
@@ -146,13 +144,13 @@ def keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Chec
     )
 
 
-def _recomputed(kind: type, again: Checkpoint) -> type:
-    """A subclass that recomputes. A subclass and not a wrapper of each layer: equal layers then are
-    compiled once.
+def _recomputed(kind: type, checkpoint_fn: Checkpoint) -> type:
+    """A subclass with a checkpointed forward. A subclass rather than a wrapper around each layer,
+    so that equal layers are compiled once.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return again(partial(kind.forward, self), *args, **kwargs)  # type: ignore[attr-defined]
+        return checkpoint_fn(partial(kind.forward, self), *args, **kwargs)  # type: ignore[attr-defined]
 
     return type(
         f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}

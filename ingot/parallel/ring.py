@@ -1,16 +1,16 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): every rank keeps its queries, keys and values
-travel once around.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): every rank keeps its queries while keys and
+values travel once around the ring.
 
-In each of W steps a rank hands the keys and values that it holds to the next rank, and while those
-of the one before arrive, computes attention of its queries over what it has; the parts are put
-together by their log-sums. Backward is a second round: keys and values travel again, and their
-gradients one step behind them, each rank adding its own, until they are home.
+In each of W steps a rank sends the keys and values that it holds to the next rank, and computes
+attention of its queries over them while those of the previous rank arrive; the parts are merged by
+their log-sums. Backward is a second round: keys and values travel again, and their gradients follow
+one step behind, each rank adding its contribution, until they return to their owner.
 
-Who sees whom is what `dense` says of whole rows: no later token, none of another document, none
-outside the window. As a row is cut in 2W pieces (`ingot.parallel.rows`), most pairs of pieces are
-seen as a whole or not at all; only the others need a mask.
+The mask is that of dense attention over whole rows: no later token, no other document, nothing
+outside the window. Since a row is split into 2W pieces (`ingot.parallel.rows`), most pairs of
+pieces are attended to entirely or not at all; only the others need a mask.
 
-Shapes: T is this rank's share of a row, two pieces of P tokens each; the others as in
+Shapes: T is this rank's part of a row, two pieces of P tokens each; the others as in
 `ingot.parallel.blockwise`.
 """
 
@@ -33,13 +33,13 @@ from ingot.parallel.rows import chunk_size, join_rows
 class RingAttention:
     """Attention over rows that the ranks of a group share.
 
-    Opaque to the compiler: what is skipped changes with the documents of each batch, and it would
-    compile layers anew for each.
+    Excluded from compilation: the pairs that are skipped depend on the documents of each batch, and
+    layers would be recompiled for each.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, world: int) -> None:
         self.group, self.rank, self.world = group, rank, world
-        # Here, not as decorators: that would load the compiler (a second) wherever this file is
+        # Not as decorators: those would import the compiler (a second) wherever this file is
         # imported.
         self.attend: Callable[[RingSchedule, Tensor, Tensor, Tensor], Tensor] = (
             torch.compiler.disable(_ring_attend)
@@ -83,16 +83,16 @@ class RingAttention:
 
 
 class _RingAttnFn:
-    def __init__(self, round_: RingSchedule) -> None:
-        self._round = round_
+    def __init__(self, schedule: RingSchedule) -> None:
+        self._schedule = schedule
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._round.ring.attend(self._round, q, k, v)
+        return self._schedule.ring.attend(self._schedule, q, k, v)
 
 
 class BlockPair(NamedTuple):
-    """One of this rank's two pieces of queries attends to one of the two pieces of keys that are
-    here in a step; see `blocks.Kernel`.
+    """One of this rank's two pieces of queries attends to one of the two pieces of keys present in
+    a step; `mask` and `causal` as in `ingot.parallel.blockwise.BlockKernel`.
     """
 
     queries: int
@@ -102,7 +102,7 @@ class BlockPair(NamedTuple):
 
 
 class RingSchedule(NamedTuple):
-    """What a rank does in each step of a round; the same in all layers, forward and backward."""
+    """The block pairs of each step of a round; the same in all layers, forward and backward."""
 
     ring: RingAttention
     steps: list[list[BlockPair]]
@@ -117,19 +117,19 @@ def plan_ring(
     *,
     peek: bool,
 ) -> RingSchedule:
-    """In step s a rank holds the keys of the one s places before it.
+    """The schedule of a round. In step s a rank holds the keys of the rank s places before it.
 
     Args:
         size: P.
-        segments: the documents of all pieces of the row, each `[B, P]`.
-        peek: look into them, so that documents that do not meet cost nothing. An accelerator would
-            have to be waited for.
+        segments: the document numbers of all pieces of the row, each `[B, P]`.
+        peek: read them, so that pairs without a common document cost nothing. On an accelerator
+            that would synchronise.
     """
-    own = _numbers(ring.rank, ring.world)
+    own = _piece_numbers(ring.rank, ring.world)
     steps = []
     for step in range(ring.world):
-        here = _numbers((ring.rank - step) % ring.world, ring.world)
-        glances = []
+        here = _piece_numbers((ring.rank - step) % ring.world, ring.world)
+        pairs = []
         for queries, i in enumerate(own):
             for keys, j in enumerate(here):
                 same = (
@@ -137,19 +137,19 @@ def plan_ring(
                     if segments is None
                     else segments[i][:, None, :, None] == segments[j][:, None, None, :]
                 )  # [B, 1, P, P]
-                seen = _seen((i - j) * size, size, same, window, device, peek=peek)
+                seen = _pair_mask((i - j) * size, size, same, window, device, peek=peek)
                 if seen is not None:
-                    glances.append(BlockPair(queries, keys, *seen))
-        steps.append(glances)
+                    pairs.append(BlockPair(queries, keys, *seen))
+        steps.append(pairs)
     return RingSchedule(ring, steps)
 
 
-def _numbers(rank: int, world: int) -> tuple[int, int]:
-    """The pieces that a rank holds."""
+def _piece_numbers(rank: int, world: int) -> tuple[int, int]:
+    """The numbers of the two pieces that a rank holds."""
     return rank, 2 * world - 1 - rank
 
 
-def _seen(
+def _pair_mask(
     ahead: int,
     size: int,
     same: Tensor | None,
@@ -158,10 +158,10 @@ def _seen(
     *,
     peek: bool,
 ) -> tuple[Tensor | None, bool] | None:
-    """Mask and causal of a piece of queries that stands `ahead` tokens after a piece of keys; None
-    where no query attends.
+    """`mask` and `causal` of a piece of queries that starts `ahead` tokens after a piece of keys;
+    None if no query attends.
 
-    `same`: which query and key are of one document.
+    `same` `[B, 1, P, P]`: whether query and key belong to one document.
     """
     if ahead < 0 or (window is not None and ahead - size + 1 >= window):
         return None
@@ -178,47 +178,47 @@ def _seen(
     return (mask[None, None] if same is None else mask & same), False
 
 
-def _ring_attend(round_: RingSchedule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _ring_attend(schedule: RingSchedule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (each.to(torch.get_autocast_dtype(kind)) for each in (q, k, v))
-    out: Tensor = _Ring.apply(q, k, v, round_)  # type: ignore[no-untyped-call]
+    out: Tensor = _Ring.apply(q, k, v, schedule)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, round_: RingSchedule) -> Tensor:
-        ring, steps = round_
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: RingSchedule) -> Tensor:
+        ring, steps = schedule
         kernel, ours = kernel_for(q.device), q.chunk(2, 2)
         parts: list[PartialAttention | None] = [None, None]
         travelling = torch.stack((k, v))  # [2, B, K, T, E]
         with torch.autocast(q.device.type, enabled=False):
-            for step, glances in enumerate(steps):
+            for step, pairs in enumerate(steps):
                 arriving, under_way = _pass_on(ring, [travelling] if step + 1 < ring.world else [])
                 here = travelling.chunk(2, 3)
-                for queries, keys, mask, causal in glances:
+                for queries, keys, mask, causal in pairs:
                     parts[queries] = merge(
                         parts[queries],
                         kernel.forward(ours[queries], here[keys][0], here[keys][1], mask, causal),
                     )
                 _wait(under_way)
                 travelling = arriving[0] if arriving else travelling
-        # Neither is missing: every query sees itself in the first step.
+        # Neither part is None: every query sees itself in the first step.
         out, logsum = (
             torch.cat(halves, 2)
             for halves in zip(*(part for part in parts if part is not None), strict=True)
         )
         out = out.to(q.dtype)
-        ctx.round = round_
+        ctx.schedule = schedule
         ctx.save_for_backward(q, k, v, out, logsum)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, logsum = ctx.saved_tensors
-        ring, steps = ctx.round
+        ring, steps = ctx.schedule
         kernel = kernel_for(q.device)
         ours = list(zip(*(each.chunk(2, 2) for each in (gradient, q, out, logsum)), strict=True))
         dq = torch.zeros_like(q, dtype=torch.float32)
@@ -227,7 +227,7 @@ class _Ring(torch.autograd.Function):
             Tensor
         ] = []  # the gradient of the keys and values that were here a step ago, [2, B, K, T, E]
         with torch.autocast(q.device.type, enabled=False):
-            for step, glances in enumerate(steps):
+            for step, pairs in enumerate(steps):
                 arriving, under_way = _pass_on(
                     ring, ([travelling] if step + 1 < ring.world else []) + behind
                 )
@@ -235,7 +235,7 @@ class _Ring(torch.autograd.Function):
                     travelling.chunk(2, 3),
                     torch.zeros_like(travelling, dtype=torch.float32),
                 )
-                for queries, keys, mask, causal in glances:
+                for queries, keys, mask, causal in pairs:
                     grad, query, *seen = ours[queries]
                     found = kernel.backward(
                         grad,
@@ -261,8 +261,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _pass_on(ring: RingAttention, leaving: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
-    """Begin to send tensors to the next rank, and to receive as many of the same shapes from the
-    one before.
+    """Start sending tensors to the next rank, and receiving the same number and shapes from the
+    previous one.
     """
     arriving = [torch.empty_like(each) for each in leaving]
     after, before = (ring.rank + 1) % ring.world, (ring.rank - 1) % ring.world

@@ -1,8 +1,8 @@
-"""How a row is shared by the ranks of the context axis: who holds which of its tokens.
+"""How the ranks of the context axis share a row: which rank holds which tokens.
 
-A row is cut in 2W pieces for W ranks, and rank r holds pieces r and 2W-1-r: under a causal mask the
-work of a piece grows with its number, and each such pair has the same work. Labels were shifted
-before, so that nothing crosses the cuts but attention.
+A row is split into 2W pieces for W ranks, and rank r holds pieces r and 2W-1-r: under a causal mask
+the work of a piece grows with its number, and each such pair has the same work. Labels are already
+shifted, so only attention crosses the cuts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ingot.parallel.mesh import Mesh
 
 
 def split_rows(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int = 1) -> Tensor:
-    """What rank `rank` of `world` holds of `row`: `[B, T, ...]` -> `[B, S, ...]`.
+    """The part of `row` that rank `rank` of `world` holds: `[B, T, ...]` -> `[B, S, ...]`.
 
-    S is T / world, T being filled up on the right with `fill` where it does not divide into pieces,
-    or where S is no multiple of `multiple` (sequence parallelism shares S further). With a world of
-    1 only that is done.
+    S is T / world. T is first padded on the right with `fill` where it does not divide into pieces,
+    or where S is not a multiple of `multiple` (sequence parallelism splits S further); with a world
+    of 1, only this padding is done.
     """
     pieces = 2 * world if world > 1 else 1
     missing = -row.shape[1] % math.lcm(pieces, world * multiple)
@@ -35,8 +35,8 @@ def split_rows(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int 
 
 
 def chunk_size(share_length: int) -> int:
-    """Tokens of one chunk of a rank's two. Raises WrongInput for a length that `split_rows` does
-    not produce.
+    """Tokens in each of the two pieces of a rank. Raises WrongInput for a length that `split_rows`
+    does not produce.
     """
     if share_length % 2:
         raise WrongInput(
@@ -47,14 +47,14 @@ def chunk_size(share_length: int) -> int:
 
 
 def chunk_pair(row: Tensor, rank: int, world: int, dim: int) -> Tensor:
-    """Pieces `rank` and 2 `world` - 1 - `rank` of a row along `dim`, one behind the other."""
+    """Pieces `rank` and 2 `world` - 1 - `rank` of a row along `dim`, concatenated."""
     pieces = row.chunk(2 * world, dim)
     return torch.cat((pieces[rank], pieces[2 * world - 1 - rank]), dim)
 
 
 def join_rows(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The row, joined from the parts of all ranks in their order: the inverse of `split_rows`, but
-    its padding stays.
+    """The row joined from the parts of all ranks in rank order: the inverse of `split_rows`, except
+    that padding remains.
     """
     if len(shares) == 1:
         return shares[0]
@@ -73,7 +73,7 @@ class ContextRowSharing:
         return self.mesh.context.world
 
     def share(self, tensor: Tensor, fill: int) -> Tensor:
-        # Sequence parallelism cuts a part once more.
+        # Sequence parallelism splits this part once more.
         return split_rows(
             tensor, self.mesh.context.rank, self.world, fill, multiple=self.mesh.tensor.world
         )
@@ -83,5 +83,5 @@ class ContextRowSharing:
 
 
 def row_sharing(mesh: Mesh) -> ContextRowSharing | None:
-    """How this job shares rows; None where every rank has whole ones."""
+    """How this job shares rows; None if every rank has whole rows."""
     return None if mesh.context.world == mesh.tensor.world == 1 else ContextRowSharing(mesh)

@@ -1,10 +1,10 @@
-"""Schedules of a pipeline by torch's own: GPipe (Huang et al. 2019), 1F1B and its interleaved form
+"""Pipeline schedules, torch's own: GPipe (Huang et al. 2019), 1F1B and its interleaved form
 (Narayanan et al. 2021), and zero bubble (Qi et al. 2023), whose backward pass computes gradients of
-activations first and those of weights where a gap is left.
+activations first and those of weights where there is a gap.
 
-The loss is a sum, and nothing is scaled. Where weights are sharded, torch keeps a stage's gradients
-whole until the last micro-batch is done. `torch.distributed.pipelining` takes seconds to import, so
-only a model that is cut imports this file.
+The loss is a sum, and gradients are not scaled. With sharded weights torch keeps a stage's
+gradients unsharded until the last micro-batch is done. `torch.distributed.pipelining` takes seconds
+to import, so this file is imported only for a model with pipeline stages.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class PipelineWork(Protocol):
-    """The micro-batches of a step, all of one shape, and what is computed of them; the same on each
-    rank of a pipeline.
+    """The micro-batches of a step, all of one shape, and what is computed with them; the same on
+    each rank of a pipeline.
     """
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Their number, and of each its rows and tokens a row, as the model is given them."""
+        """Number of micro-batches, rows of each, and tokens per row, as the model receives them."""
         ...
 
     def values(self, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
-        """What a stage makes of micro-batch `number` from the hidden states of the one before; None
-        for the first.
+        """The output of a stage for micro-batch `number`, given the hidden states of the previous
+        stage (None for the first).
         """
         ...
 
     def loss(self, values: Tensor, number: int) -> Tensor:
-        """The sum that is differentiated, from what the last stage made."""
+        """The sum to differentiate, from the output of the last stage."""
         ...
 
 
 class NumberedStage(PipelineStage):
-    """A stage that looks up its micro-batch."""
+    """A pipeline stage that is given the number of its micro-batch and looks up the rest in
+    `work`.
+    """
 
     work: PipelineWork
     hidden: torch.dtype
@@ -68,8 +70,8 @@ class NumberedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
-            # FSDP adds up in the type that it sums in when backward has gone through a layer, which
-            # was before these gradients came.
+            # FSDP converts accumulated gradients to its reduce dtype when backward has passed a
+            # layer, which was before these weight gradients were computed.
             for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
                 for parameter in (
                     parameter
@@ -87,10 +89,10 @@ def make_schedule(
     hidden_type: torch.dtype,
     shape: tuple[int, int, int],
 ) -> tuple[Schedule, list[NumberedStage]]:
-    """The schedule of this rank's stages `modules` for `Work.shape` micro-batches, and the stages
-    as it runs them.
+    """The schedule of this rank's stages `modules` for micro-batches of `PipelineWork.shape`, and
+    the stages that it runs.
 
-    A schedule keeps buffers for what arrives, so there is one for each shape, and for evaluation.
+    A schedule holds receive buffers, so there is one per shape, and another for evaluation.
     """
     count, rows, tokens = shape
     kind = resolved_schedule(parallel, count)
@@ -131,9 +133,7 @@ def make_schedule(
 
 
 def _schedule_class(kind: str) -> Callable[..., Schedule]:
-    """torch's class of a schedule, looked up when it is asked for. Raises ValueError for an unknown
-    one.
-    """
+    """torch's class for a schedule. Raises ValueError for an unknown kind."""
     match kind:
         case "gpipe":
             return ScheduleGPipe
@@ -147,8 +147,8 @@ def _schedule_class(kind: str) -> Callable[..., Schedule]:
 
 
 def resolved_schedule(parallel: Parallel, count: int) -> PipelineSchedule:
-    """The schedule of a step of `count` micro-batches. With fewer than stages 1F1B is all warm-up,
-    which is GPipe.
+    """The schedule of a step of `count` micro-batches. With fewer micro-batches than stages, 1F1B
+    is all warm-up, which is GPipe.
     """
     kind = parallel.schedule
     if kind == "auto":

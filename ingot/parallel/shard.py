@@ -1,5 +1,5 @@
-"""Sharding of weights, gradients and optimizer state over ranks (ZeRO, Rajbhandari et al. 2020) by
-torch's FSDP2, gradients summed.
+"""Sharding of weights, gradients and optimizer state over ranks (ZeRO, Rajbhandari et al. 2020)
+with torch's FSDP2; gradients are summed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards a module's weights.
+    """Whether FSDP2 shards a module.
 
-    FSDP2 takes a second to import; where nobody has imported it, no module is one of its.
+    FSDP2 takes a second to import; if nothing has imported it, no module is sharded by it.
     """
     library = sys.modules.get("torch.distributed.fsdp")
     return library is not None and isinstance(module, library.FSDPModule)
@@ -38,16 +38,16 @@ def shard_weights(
     reduce: torch.dtype,
     offload: bool = False,
 ) -> None:
-    """Each layer becomes a unit that is gathered when it is used; what is left is gathered once a
-    step.
+    """Shard a model in place. Each layer is a unit that is gathered when it is used; all remaining
+    parameters are one unit, gathered once a step.
 
     Args:
-        mesh: axes `replicate, shard`; with one shard, gradients are only summed over the copies.
-        reshard: give a layer's gathered weights back after its forward pass, and gather them again
-            going backward.
-        compute: type in which weights are gathered; None for their own.
-        reduce: type in which gradients are summed.
-        offload: keep this rank's share in the host's memory.
+        mesh: axes `replicate, shard`; with one shard, gradients are only summed over replicas.
+        reshard: free a layer's gathered weights after its forward pass and gather them again in
+            backward.
+        compute: dtype in which weights are gathered; None for their own.
+        reduce: dtype in which gradients are summed.
+        offload: keep this rank's shards in host memory.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -75,8 +75,7 @@ def shard_weights(
             offload_policy=waiting,
             shard_placement_fn=placement,
         )
-    # A head that is tied to the embedding is in one unit with it; the root's unit is the last to be
-    # let go.
+    # A head tied to the embedding must be in one unit with it; the root's unit is freed last.
     fully_shard(
         model,
         mesh=mesh,
@@ -89,7 +88,7 @@ def shard_weights(
         register_fsdp_forward_method(model, method)
     for module in model.modules():
         if is_fsdp(module):
-            # FSDP averages unless told; its factor alone does not do it on gloo.
+            # FSDP averages by default; the divide factor alone does not change that on gloo.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
@@ -101,8 +100,8 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def stacks(model: nn.Module) -> list[list[nn.Module]]:
-    """The same, those that follow each other together: the children of the outermost lists of
-    modules.
+    """The repeated layers, one list for each stack of consecutive layers: the children of the
+    outermost `ModuleList`s.
     """
     if isinstance(model, Decoder):
         return [list(model.model.layers.children())]
@@ -116,7 +115,7 @@ def stacks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Rows are cut, but where tensor parallelism has cut them unevenly already: there columns."""
+    """Shard rows (dim 0), or columns where tensor parallelism has already split rows unevenly."""
     from torch.distributed.tensor import Shard
 
     def of(parameter: nn.Parameter) -> Shard | None:

@@ -1,9 +1,9 @@
-"""Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022) of
-the native decoder, as a plan of torch's own styles.
+"""Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022) for
+the native decoder, as a plan of torch's parallel styles.
 
-Queries, keys, values, gate and up are cut by columns, so that a rank has whole heads; the two
-products behind them by rows. Between them, activations lie along the sequence. Embedding and head
-are cut by the vocabulary.
+The q, k, v, gate and up projections are split by columns, so that a rank has whole heads; the o and
+down projections by rows. With sequence parallelism, activations between them are split along the
+sequence. Embedding and head are split along the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ingot.parallel.collectives import sum_backward, sum_forward
 
 
 class VocabParallelView(LogitsView):
-    """Logits `[N, V_here]` of the tokens whose ids begin with `first`. Each rank gets the same
-    answers, and gradients of its own share.
+    """Logits `[N, V_local]` of the vocabulary slice that begins at id `first`. Every rank gets the
+    same results, and the gradients of its own slice.
     """
 
     def __init__(self, logits: Tensor, group: dist.ProcessGroup, first: int) -> None:
@@ -62,7 +62,7 @@ class VocabParallelView(LogitsView):
 
     def log_probabilities(self, temperature: float = 1.0) -> Tensor:
         softened = self._logits / temperature
-        # Every rank goes on with the sum in its own way, with the tokens that it has.
+        # Each rank uses the sum in its own way, with its slice of the vocabulary.
         return softened - sum_backward(self._logsumexp(softened), self._group)[:, None]
 
     def total(self, values: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ class VocabParallelView(LogitsView):
 
 
 class VocabParallelHead(VocabularyHead):
-    """Rows of the projection are cut over the ranks of `mesh`, the first ones a row longer where
-    they do not divide.
+    """Splits the rows of the projection over the ranks of `mesh`; the first ranks get one row more
+    where they do not divide.
     """
 
     def __init__(self, mesh: DeviceMesh, size: int) -> None:
@@ -79,8 +79,8 @@ class VocabParallelHead(VocabularyHead):
         self.first = mesh.get_local_rank() * -(-size // mesh.size())
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """All tokens, on every rank; going backward, what each rank's share of the vocabulary says
-        of them is summed.
+        """All tokens on every rank; in backward, the gradients from each rank's slice of the
+        vocabulary are summed.
         """
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
@@ -106,11 +106,11 @@ class VocabParallelHead(VocabularyHead):
 
 
 HEADS = 1
-"""Dimension of the heads in queries and keys `[B, H, T, E]`."""
+"""The dimension of heads in queries and keys `[B, H, T, E]`."""
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Put parameters of a module on the mesh; names that it does not have are passed over."""
+    """Distribute parameters of a module over the mesh; names that it does not have are skipped."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
         if parameter is not None:
@@ -121,7 +121,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 
 
 class ColumnParallelLinear(ColwiseParallel):
-    """A linear layer, adapted or not, each rank with a share of the outputs."""
+    """A linear layer, with or without adapter, split by outputs (columns)."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute(
@@ -130,9 +130,7 @@ class ColumnParallelLinear(ColwiseParallel):
 
 
 class RowParallelLinear(RowwiseParallel):
-    """A linear layer, adapted or not, each rank with a share of the inputs; the outputs are
-    summed.
-    """
+    """A linear layer, with or without adapter, split by inputs (rows); the outputs are summed."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute(
@@ -146,14 +144,14 @@ class RowParallelLinear(RowwiseParallel):
 
 
 class ShardedNorm(SequenceParallel):
-    """A norm over activations that are cut along one dimension."""
+    """A norm over activations that are split along one dimension."""
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute(module, device_mesh, weight=Replicate())
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Spread the decoder (on `meta`), or a stage of it, over the ranks of `mesh`."""
+    """Distribute the decoder (on `meta`), or a pipeline stage of it, over the ranks of `mesh`."""
     between: Placement = Shard(1) if sequence else Replicate()
     trunk = model.model
     for layer in trunk.layers.children():
@@ -181,7 +179,7 @@ def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, P
         "mlp.down_proj": RowParallelLinear(output_layouts=between),
     }
     if layer.self_attn.q_norm is not None:
-        # Its one weight serves the heads of all ranks.
+        # One weight is shared by the heads of all ranks.
         plan |= {
             f"self_attn.{name}": ShardedNorm(sequence_dim=HEADS, use_local_output=True)
             for name in ("q_norm", "k_norm")

@@ -91,7 +91,7 @@ def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     mask = causal_mask(20, 7, q.device)[None, None]
     at_once = MatmulKernel().forward(q, k, v, mask, False)
     gradients = MatmulKernel().backward(gradient, q, k, v, at_once, mask, False)
-    monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 20 * 3)
+    monkeypatch.setattr(blocks, "_MAX_SCORES", 2 * 6 * 20 * 3)
     part = MatmulKernel().forward(q, k, v, mask, False)
     assert near(part.out, at_once.out)
     assert near(part.logsum, at_once.logsum)

@@ -134,7 +134,7 @@ def test_two_layers_at_most_are_back_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     was = offload.LayerOffload.fetch
 
     def fetch(self: offload.LayerOffload) -> None:
-        if not self._back:
+        if not self._restored:
             back.append(number[id(self._layer)])
         was(self)
 
