@@ -1,3 +1,3 @@
-"""Ways of training: per-token values in, (sum, count, metrics) out. Pure mathematics, no device, no
-loop.
+"""Training objectives: per-token values in, (sum, metrics) out. Pure mathematics: no device, no
+training loop.
 """

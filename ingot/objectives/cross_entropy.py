@@ -11,10 +11,10 @@ from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
 class CrossEntropy:
-    """Cross-entropy over everything whose label is not -100; the labels carry the choice.
+    """Cross-entropy over every position whose label is not -100.
 
-    All tokens of a text, what the assistant says in a chat, the target of a pair, the class of a
-    labelled text: what is counted differs, the mathematics does not.
+    All tokens of a text, the assistant's turns of a chat, the target of a pair, the class of a
+    labelled text: the labels decide what counts, the mathematics is the same.
     """
 
     def __init__(self, name: str = "pretrain") -> None:
@@ -30,7 +30,7 @@ class CrossEntropy:
         return -view.log_probability(labels)
 
     def targets(self, batch: Batch) -> int:
-        """How many labels of a batch (still on the host) the loss is taken over."""
+        """The number of labels in a batch (still on the host) that the loss covers."""
         return int((batch.labels != IGNORE).sum())
 
     def extras(self, batch: Batch, segments: Tensor | None) -> None:
@@ -39,5 +39,7 @@ class CrossEntropy:
     def reduce(
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
+        """The sum of `values` `[B, T]`. No value depends on other tokens, so `all_sum` is
+        unused.
+        """
         return values.sum(), {}

@@ -1,5 +1,5 @@
-"""Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): the data's next token, and a
-teacher's whole distribution over it.
+"""Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): cross-entropy with the data's next
+token, mixed with the divergence from a teacher's distribution.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Distill:
     """(1 - alpha) * cross-entropy + alpha * t^2 * KL(teacher || student), both distributions
     softened by the temperature t.
 
-    The teacher's hidden states go along with the student's; its logits are made chunk by chunk, as
-    the student's are.
+    The teacher's hidden states are passed along with the student's; its logits are computed chunk
+    by chunk, as the student's are.
 
     Args:
-        teacher: in evaluation mode, of the student's vocabulary, on the student's device.
+        teacher: in evaluation mode, with the student's vocabulary, on the student's device.
     """
 
     name = "distill"
@@ -37,7 +37,7 @@ class Distill:
         return cls(inputs.teacher, settings.temperature, settings.alpha)
 
     def targets(self, batch: Batch) -> int:
-        """How many labels of a batch (still on the host) the loss is taken over."""
+        """The number of labels in a batch (still on the host) that the loss covers."""
         return int((batch.labels != IGNORE).sum())
 
     @torch.no_grad()
@@ -49,15 +49,15 @@ class Distill:
 
     @summed_only
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
-        """The mixture for a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states `[N,
-        D]`.
+        """The mixed loss of a chunk of N tokens, `[N]`; `extras` are the teacher's hidden states
+        `[N, D]`.
         """
         assert extras is not None
         with torch.no_grad():
             theirs = self.teacher.vocabulary_head.view(self.teacher.project(extras).float())
             wanted = theirs.log_probabilities(self.temperature)
         given = view.log_probabilities(self.temperature)
-        # Of the vocabulary both models have the same share here.
+        # Both models hold the same slice of the vocabulary here.
         divergence = view.total(functional.kl_div(given, wanted, reduction="none", log_target=True))
         return (1 - self.alpha) * -view.log_probability(
             labels
@@ -66,5 +66,7 @@ class Distill:
     def reduce(
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of `values`. A token's value needs no other token, so `all_sum` is not used."""
+        """The sum of `values` `[B, T]`. No value depends on other tokens, so `all_sum` is
+        unused.
+        """
         return values.sum(), {}

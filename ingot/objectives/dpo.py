@@ -16,7 +16,7 @@ from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 def answer_log_probabilities(values: Tensor, all_sum: AllSum) -> Tensor:
     """Summed log-probability of each answer, `[B, 2]` (chosen, rejected), from those of its tokens
-    `[2B, T]`; what is no target counts 0.
+    `[2B, T]`, which are 0 where there is no target.
     """
     return all_sum(values.sum(dim=-1)).view(-1, 2)
 
@@ -25,14 +25,14 @@ class DPO:
     """-log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), summed over
     pairs.
 
-    A row needs all its tokens before the non-linearity, so a row that is spread over ranks is
+    The loss is non-linear in the sum over a row's tokens, so a row that is split over ranks is
     summed over them first.
 
     Args:
         beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of pairs that are thought to be labelled the wrong way round.
-        reference: summed log-probabilities under the reference `[rows, 2]`, by the number of the
-            row; on the device of training.
+        label_smoothing: the share of pairs assumed to be labelled the wrong way round.
+        reference: summed log-probabilities under the reference `[rows, 2]`, by row number; on the
+            training device.
     """
 
     name = "dpo"
@@ -50,7 +50,7 @@ class DPO:
         return view.log_probability(labels)
 
     def targets(self, batch: Batch) -> int:
-        """Pairs; what fills a batch up is none."""
+        """The number of pairs, without those that only pad the batch."""
         return int((batch.rows >= 0).sum())
 
     def extras(self, batch: Batch, segments: Tensor | None) -> None:
@@ -59,12 +59,11 @@ class DPO:
     def reduce(
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the loss over pairs; `rewards/...` are summed alike, `rewards/accuracy` counts
-        pairs whose preferred answer has the higher reward.
+        """The loss summed over pairs; `rewards/...` are sums as well, and `rewards/accuracy` counts
+        pairs whose chosen answer has the higher reward.
         """
         live = batch.rows >= 0
-        # What fills a batch up has no reference; a NaN here would reach the gradient through a mask
-        # that only hides it.
+        # Padding pairs have no reference; a NaN here would reach the gradient even through a mask.
         reference = torch.where(live[:, None], self.reference[batch.rows.clamp_min(0)], 0.0)
         rewards = self.beta * (answer_log_probabilities(values, all_sum) - reference)  # [B, 2]
         margin = rewards[:, 0] - rewards[:, 1]

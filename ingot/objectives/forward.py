@@ -1,5 +1,5 @@
-"""One micro-batch through a model and an objective: the same in training and wherever the objective
-is measured.
+"""The forward pass of one micro-batch through model and objective; the same in training and
+evaluation.
 """
 
 from __future__ import annotations
@@ -26,33 +26,38 @@ def forward(
     device: torch.device,
     sharing: RowSharing | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective's sums over the targets of `batch` (on the host still): the loss, with its
+    """The objective's sums over the targets of `batch` (still on the host): the loss, with its
     graph, and metrics.
 
-    Over ranks that share rows they add up to those of the whole rows.
+    Over ranks that share rows, the sums add up to those of the whole rows.
     """
-    plain = one_document_per_row(batch)
-    there = (batch if sharing is None else shard_batch(batch, sharing)).to(
+    single_documents = one_document_per_row(batch)
+    on_device = (batch if sharing is None else shard_batch(batch, sharing)).to(
         device, non_blocking=True
     )
-    segments = None if plain else there.segments
+    segments = None if single_documents else on_device.segments
     with nullcontext() if compute == "fp32" else computing_in(compute, device):
-        extras = objective.extras(there, segments)
+        extras = objective.extras(on_device, segments)
         values = module(
-            there.tokens, there.positions, segments, there.labels, objective.token, extras
+            on_device.tokens,
+            on_device.positions,
+            segments,
+            on_device.labels,
+            objective.token,
+            extras,
         )
-    return reduce_values(objective, values, there, sharing)
+    return reduce_values(objective, values, on_device, sharing)
 
 
 def one_document_per_row(batch: Batch) -> bool:
-    """Whether each row is one document, and needs no mask; decided on the host, where the batch
-    still is.
+    """Whether each row is a single document and needs no segment mask; decided on the host, where
+    the batch still is.
     """
     return bool((batch.segments == batch.segments[:, :1]).all())
 
 
 def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
-    """This rank's part of each row."""
+    """The part of each row that this rank holds, `[B, T]` -> `[B, S]`."""
     share = sharing.share
     return replace(
         batch,
@@ -66,8 +71,8 @@ def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
 def reduce_values(
     objective: Objective, values: Tensor, batch: Batch, sharing: RowSharing | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`values` of one micro-batch, or of this rank's part of its rows, as sums that add up over
-    ranks.
+    """Reduce the `values` of one micro-batch, or of this rank's part of its rows, to sums that add
+    up over ranks.
     """
     if sharing is None:
         return objective.reduce(values, batch, lambda part: part)
@@ -81,16 +86,17 @@ def reduce_values(
     loss, metrics = objective.reduce(values, batch, row_total)
     if not needs_whole_rows:
         return loss, metrics
-    # What is made of a whole row is the same on each of its ranks, and must be counted once.
+    # A value of a whole row is the same on each rank that shares it, and must be counted once.
     return loss / sharing.world, {name: value / sharing.world for name, value in metrics.items()}
 
 
 class PipelinedBatches:
-    """An objective over micro-batches of one shape, for `ingot.parallel.pipeline`. Every rank of
-    the pipeline makes one, of the same batches.
+    """An objective over micro-batches of one shape; implements
+    `ingot.parallel.schedules.PipelineWork`. Every rank of the pipeline makes one from the same
+    batches.
 
     Args:
-        before: hears the number of each micro-batch before a stage computes it.
+        before: called with each micro-batch and its number before a stage computes it.
     """
 
     def __init__(
@@ -110,56 +116,62 @@ class PipelinedBatches:
             before,
         )
         self._batches = batches
-        self._there = [
+        self._on_device = [
             (batch if sharing is None else shard_batch(batch, sharing)).to(
                 device, non_blocking=True
             )
             for batch in batches
         ]
-        self._plain = [one_document_per_row(batch) for batch in batches]
+        self._single_documents = [one_document_per_row(batch) for batch in batches]
         self._total: Tensor | None = None
-        self._told: dict[str, Tensor] = {}
+        self._metric_sums: dict[str, Tensor] = {}
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        rows, tokens = self._there[0].tokens.shape
-        return len(self._there), rows, tokens
+        rows, tokens = self._on_device[0].tokens.shape
+        return len(self._on_device), rows, tokens
 
     def values(self, stage: Decoder, number: int, hidden: Tensor | None) -> Tensor:
-        """Of the last stage the objective's values `[B, T]`, of the others hidden states."""
+        """The objective's values `[B, T]` on the last stage, hidden states `[B, T, D]` on
+        others.
+        """
         self._before(number, self._batches[number])
-        there = self._there[number]
-        segments = None if self._plain[number] else there.segments
+        on_device = self._on_device[number]
+        segments = None if self._single_documents[number] else on_device.segments
         with computing_in(self._compute, self._device):
-            extras = self._objective.extras(there, segments) if stage.stage.last else None
+            extras = self._objective.extras(on_device, segments) if stage.stage.last else None
             values: Tensor = stage(
-                there.tokens if hidden is None else hidden,
-                there.positions,
+                on_device.tokens if hidden is None else hidden,
+                on_device.positions,
                 segments,
-                there.labels,
+                on_device.labels,
                 self._objective.token,
                 extras,
             )
         return values
 
     def loss(self, values: Tensor, number: int) -> Tensor:
-        """The sum over the targets of a micro-batch; adds it, and what else the objective tells, to
-        `sums`.
+        """The loss of a micro-batch summed over its targets; added, with the objective's metrics,
+        to `sums`.
         """
-        loss, metrics = reduce_values(self._objective, values, self._there[number], self._sharing)
+        loss, metrics = reduce_values(
+            self._objective, values, self._on_device[number], self._sharing
+        )
         self._total = loss.detach() + (0.0 if self._total is None else self._total)
-        self._told = {name: self._told.get(name, 0.0) + value for name, value in metrics.items()}
+        self._metric_sums = {
+            name: self._metric_sums.get(name, 0.0) + value for name, value in metrics.items()
+        }
         return loss
 
     def sums(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of all micro-batches; on a rank without the last stage zeros, of the
-        same names.
+        """Loss and metrics summed over all micro-batches; zeros with the same names on a rank
+        without the last stage.
         """
         if self._total is None:
-            there = self._there[0]
-            none = torch.zeros(there.labels.shape, device=self._device)
-            _, metrics = reduce_values(self._objective, none, there, self._sharing)
+            on_device = self._on_device[0]
+            none = torch.zeros(on_device.labels.shape, device=self._device)
+            _, metrics = reduce_values(self._objective, none, on_device, self._sharing)
             return torch.zeros((), device=self._device), {
                 name: torch.zeros_like(value) for name, value in metrics.items()
             }
-        return self._total, self._told
+        return self._total, self._metric_sums

@@ -14,69 +14,69 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import LogitsView
 
 AllSum = Callable[[Tensor], Tensor]
-"""Adds over the ranks that hold parts of one row."""
+"""Sums over the ranks that hold parts of one row."""
 
 
 class RowSharing(Protocol):
-    """How the ranks that share rows share them."""
+    """How ranks share rows."""
 
     @property
     def world(self) -> int:
-        """Ranks that have a part of each row."""
+        """The number of ranks that hold a part of each row."""
         ...
 
     def share(self, tensor: Tensor, fill: int) -> Tensor:
-        """This rank's part of `[B, T]`, which is filled up with `fill` where it does not divide."""
+        """This rank's part of `[B, T]`, padded with `fill` where it does not divide."""
         ...
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum over these ranks; gradients are summed over them going backward."""
+        """The sum over these ranks; gradients are summed over them in backward as well."""
         ...
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """What an objective is made of beside its settings, as far as those ask for it."""
+    """What an objective may need beside its settings; filled in as its settings ask for it."""
 
     reference: Tensor | None = None
     """With `needs_reference`: summed log-probabilities of (chosen, rejected) under the reference,
-    `[rows, 2]` by the number of the row, on the device of training.
+    `[rows, 2]` by row number, on the training device.
     """
     teacher: Decoder | None = None
-    """With `needs_teacher`: in evaluation mode, spread over the ranks as the trained model is."""
+    """With `needs_teacher`: in evaluation mode, sharded over the ranks as the trained model is."""
 
 
 class Objective(Protocol):
     """Per-token values in, (sum, metrics) out.
 
-    `token` is called with a chunk of tokens at the model's head, `reduce` with all values of a
+    The model's head calls `token` with a chunk of tokens; `reduce` receives all values of a
     micro-batch. Everything is a *sum* over what `targets` counts, never a mean, so that any split
-    of a batch gives one number. An objective whose loss needs the total over a row calls `all_sum`
-    and makes all that it returns from such totals: they are then the same on every rank that shares
-    the row, and counted once.
+    of a batch gives the same result. An objective whose loss needs a row's total calls `all_sum`,
+    and must compute everything that it returns from such totals: they are then the same on every
+    rank that shares the row, and are counted once.
     """
 
     name: str
 
     def targets(self, batch: Batch) -> int:
-        """How many targets a batch (still on the host) has: tokens, pairs or documents."""
+        """The number of targets in a batch (still on the host): tokens, pairs or documents."""
         ...
 
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor | None:
-        """What `token` needs beside logits and labels, `[R, T, ...]`, on the batch's device; None
-        for nothing. Carries no gradient.
+        """What `token` needs beside logits and labels, `[R, T, ...]` on the batch's device, without
+        gradient; None for nothing.
         """
         ...
 
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
-        """The value of each of N tokens, `[N]`."""
+        """The value of each of a chunk of N tokens, `[N]`; labels `[N]`, extras `[N, ...]`."""
         ...
 
     def reduce(
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss's sum over the targets of a micro-batch, and sums of further metrics by name,
-        without gradient.
+        """The loss summed over the targets of a micro-batch, and sums of
+        further metrics by name, without gradient.
         """
         ...
 
