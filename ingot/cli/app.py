@@ -376,13 +376,12 @@ def adopt(
         ),
     ],
 ) -> int:
-    """Turn the configuration of an older project (torchtune YAML, T5 JSON, .env, flags) into a
-    recipe.
-    """
+    """Turn the configuration of an older project (YAML, JSON, .env, flags) into a recipe."""
     from ingot.base.progress import say
+    from ingot.cli.check import findings
     from ingot.config.adopt.convert import adopt as convert
 
-    adopted = convert(files)
+    adopted = convert(files, findings)
     print(adopted.text, end="")
     say(f"adopt: {', '.join(str(file) for file in files)}: {adopted.project}")
     for note in adopted.notes:

@@ -251,7 +251,7 @@ class Findings:
 
     def skip(self, message: str, knob: str = "") -> None:
         """One thing that could not be asked."""
-        self.unknown.append(self._placed(message, knob))
+        self.unknown.append(self._placed(" ".join(message.split()), knob))
 
     def _placed(self, message: str, knob: str) -> str:
         path = parse_path(knob.split(".")) if knob else ()

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
+from ingot.cli.check import findings, read_checked
+from ingot.config.adopt.convert import HEADS, adopt
 from tests.cli.commands import ingot
 from tests.config.adopt.stand_ins import LLAMA, SETS
 
@@ -56,3 +59,22 @@ def test_what_cannot_be_adopted_is_one_line_and_exit_code_2(tmp_path: Path) -> N
         assert len(done.stderr.splitlines()) == 1
         assert token not in done.stderr
     assert ingot("adopt").returncode == 2
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_missing_stands_at_the_top_of_each_recipe(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for file, text in SETS[name].items():
+        (tmp_path / file).write_text(text)
+    adopted = adopt([Path(file) for file in SETS[name]], findings)
+    (tmp_path / "recipe.yaml").write_text(adopted.text)
+    found = findings(*read_checked(["recipe.yaml"], "run"))
+    assert found.wrong or found.unknown, "something is missing in each"
+    said = adopted.text[: adopted.text.index("\nname:")]
+    for kind, lines in ((HEADS["missing"], found.wrong), (HEADS["unchecked"], found.unknown)):
+        below = said.partition(f"# {kind}:\n")[2]
+        for line in lines:
+            assert line.partition(": ")[2] in below, (line, said)

@@ -502,4 +502,20 @@ FAULTS = [
         "items of an evaluation in a bucket are told to be no lines",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "accumulation-lost",
+        "ingot/config/adopt/classifier.py",
+        "batch = rows * processes * nodes * accumulated",
+        "batch = rows * processes * nodes",
+        "an adopted recipe trains with a smaller batch than the project did",
+        "tests/config/adopt/test_classifier.py",
+    ),
+    Fault(
+        "start-step-without-checkpoint",
+        "ingot/config/adopt/llama_env.py",
+        "    if dropped:\n",
+        "    if not dropped:\n",
+        "an adopted training leaves out the steps of a checkpoint that it does not start from",
+        "tests/config/adopt/test_llama_env.py",
+    ),
 ]

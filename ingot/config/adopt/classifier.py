@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ingot.base.errors import WrongInput
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
@@ -71,7 +72,13 @@ ROWS = (
     KeyRow("--tpu-cores", read=whole),
     KeyRow("--accelerator"),
     KeyRow("--precision", "precision.compute", precision),
-    KeyRow("--max-epochs", "train.epochs", whole),
+    KeyRow("--max-epochs", read=whole),
+    KeyRow("--accumulate-grad-batches", read=whole, default="1"),
+    KeyRow("--gradient-clip-val", read=number),
+    KeyRow("--gradient-clip-algorithm", lost="gradients are clipped by their norm", idle=("norm",)),
+    KeyRow("--limit-train-batches"),
+    KeyRow("--max-steps", read=whole),
+    KeyRow("--log-every-n-steps", "track.every", whole),
 )
 
 
@@ -90,13 +97,52 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             f"{given} is not offered; {sheet.get('--precision')} is the nearest format that trains"
             " safely",
         )
-    if not sheet.has("--max-epochs"):
-        draft.note("fill", "train.epochs", "no --max_epochs is given; one epoch is trained")
+    _length(sheet, draft)
+    if sheet.has("--gradient-clip-val"):  # 0 is for none there
+        draft.put_from(
+            sheet,
+            "--gradient-clip-val",
+            "train.clip_norm",
+            sheet.get("--gradient-clip-val") or None,
+        )
     draft.note(
         "fill",
         "train.optimizer, train.schedule",
         "all but the learning rate was inside that script; ingot's own defaults stand",
     )
+
+
+def _length(sheet: GivenKeys, draft: Draft) -> None:
+    """How long is trained: epochs, steps, or epochs of so many batches."""
+    epochs, steps = sheet.get("--max-epochs"), sheet.get("--max-steps") or -1
+    limit = sheet.get("--limit-train-batches") or "1.0"
+    accumulated = max(1, sheet.get("--accumulate-grad-batches"))
+    if steps > 0:
+        draft.put_from(sheet, "--max-steps", "train.steps", steps)
+        if epochs is not None:
+            told = "--max-steps is given too, and says here how long is trained"
+            draft.note("changed", sheet.name("--max-epochs"), told)
+    elif re.fullmatch("[0-9]+", limit) and int(limit):
+        made = -(-int(limit) // accumulated) * (epochs or 1)
+        draft.put_from(sheet, "--limit-train-batches", "train.steps", made)
+        told = f"{limit} batches in each of {epochs or 1} epochs are {made} steps in all"
+        draft.note("changed", sheet.name("--limit-train-batches"), told)
+    elif epochs is not None:
+        draft.put_from(sheet, "--max-epochs", "train.epochs", epochs)
+    else:
+        draft.note("fill", "train.epochs", "no --max_epochs is given; one epoch is trained")
+    if sheet.has("--limit-train-batches") and not re.fullmatch("[0-9]+", limit):
+        share = number(limit)
+        if not 0 < share <= 1:
+            where = sheet.where("--limit-train-batches")
+            raise WrongInput(
+                f"{where}: --limit-train-batches is {limit}; it should be a share from 0 to 1, or a"
+                " number of batches"
+            )
+        if share < 1:
+            draft.put_from(sheet, "--limit-train-batches", "data.fraction", share)
+            told = "the same share of the documents in each epoch, chosen by a hash of them"
+            draft.note("changed", sheet.name("--limit-train-batches"), told)
 
 
 def _places(sheet: GivenKeys, draft: Draft) -> None:
@@ -183,6 +229,8 @@ def _devices(sheet: GivenKeys, draft: Draft) -> None:
     accelerator = (sheet.get("--accelerator") or "").lower()
     cores = sheet.get("--tpu-cores") or (TPU_CORES if accelerator == "tpu" else 0)
     processes = gpus or cores or 1
+    accumulated = max(1, sheet.get("--accumulate-grad-batches"))
+    batch = rows * processes * nodes * accumulated
     draft.put(
         "launch.processes",
         processes,
@@ -205,15 +253,14 @@ def _devices(sheet: GivenKeys, draft: Draft) -> None:
         )
     draft.put(
         "train.global_batch",
-        rows * processes * nodes,
-        "batch size x devices x nodes",
+        batch,
+        "batch size x devices x nodes" + (" x accumulated batches" if accumulated > 1 else ""),
         sheet.where("--batch-size"),
     )
     draft.note(
         "changed",
         sheet.name("--batch-size"),
-        f"was per device: train.micro_batch is {rows}, train.global_batch"
-        f" {rows * processes * nodes}",
+        f"was per device: train.micro_batch is {rows}, train.global_batch {batch}",
     )
     if accelerator in ("dp", "horovod", "ddp2", "ddp_spawn"):
         draft.note(

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ from ingot.config.adopt.read import File, read_file
 from ingot.config.adopt.table import Draft, GivenKeys, Kind, Project, apply
 from ingot.config.knobs import all_knobs
 from ingot.config.recipe import Recipe
-from ingot.config.values import KeyPath, dotted, explain_errors
+from ingot.config.values import Findings, KeyPath, Values, dotted, explain_errors
 
 PROJECTS: tuple[Project, ...] = (
     torchtune.PROJECT,
@@ -43,8 +44,11 @@ class Adopted:
     project: str
 
 
-def adopt(paths: Sequence[Path]) -> Adopted:
-    """The recipe that configuration files of one older project amount to.
+def adopt(
+    paths: Sequence[Path], check: Callable[[Recipe, Values], Findings] | None = None
+) -> Adopted:
+    """The recipe that configuration files of one older project amount to. What `check` finds of it
+    is told at its top.
 
     Raises:
         WrongInput: a file cannot be read or is of none of the projects, the files are of several,
@@ -64,15 +68,36 @@ def adopt(paths: Sequence[Path]) -> Adopted:
             {"fraction": 0.01},
             "held out here, for the loss; choose your own share",
         )
+    _leave_pickles(draft)
     try:
-        Recipe.model_validate(draft.values.tree)
+        recipe = Recipe.model_validate(draft.values.tree)
     except ValidationError as error:
         raise WrongInput(explain_errors(error, draft.values)) from None
+    found = Findings(draft.values) if check is None else check(recipe, draft.values)
+    draft.notes |= {"missing": found.wrong, "unchecked": found.unknown}
     return Adopted(
         recipe_text(draft, project, [file.path for file in files]),
         tuple(note_lines(draft)),
         project.title,
     )
+
+
+def _leave_pickles(draft: Draft) -> None:
+    """A pickled data frame may run code and is never read; what it is to be made into is."""
+    data, evaluation = draft.values.tree["data"], draft.values.tree.get("evaluate", {})
+    listed = [data["train"], data["validation"], evaluation.get("tasks")]
+    for item in (item for items in listed if isinstance(items, list) for item in items):
+        path = PurePath(str(item.get("source", "")))
+        if path.suffix.lower() not in PICKLED:
+            continue
+        old, item["source"] = item["source"], item["source"][: -len(path.suffix)] + ".parquet"
+        code = f"import pandas; pandas.read_pickle({old!r}).to_parquet({item['source']!r})"
+        draft.note(
+            "fill",
+            old,
+            "a pickled data frame can run code, and is never read; where you trust it, make"
+            f" {item['source']} of it: python -c {shlex.quote(code)}",
+        )
 
 
 def recognise(files: Sequence[File]) -> Project:
@@ -116,7 +141,10 @@ def _none_of_them(path: str) -> WrongInput:
     )
 
 
+PICKLED = (".pickle", ".pkl", ".pck", ".p")
 HEADS: dict[Kind, str] = {
+    "missing": "Missing or wrong, found by the check that `ingot run` begins with",
+    "unchecked": "Not checked from here",
     "fill": "To fill in or to check",
     "clash": "Contradictions",
     "changed": "Changed in meaning",
@@ -147,7 +175,8 @@ def recipe_text(draft: Draft, project: Project, files: Sequence[str]) -> str:
         f"Adopted from {', '.join(files)}: {project.title}. The remark beside each knob says which"
         " of its keys it is from."
     )
-    head = [first, *([""] if draft.notes else []), *note_lines(draft)]
+    notes = note_lines(draft)
+    head = [first, *([""] if notes else []), *notes]
     lines = [_comment(line) for line in head]
     order: dict[str, int] = {}
     for number, knob in enumerate(all_knobs()):

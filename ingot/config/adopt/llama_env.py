@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.config.adopt.llama_env_keys import ROWS, STAGES, stage_rows
+from ingot.config.adopt.llama_env_keys import OWN_FORMAT, ROWS, STAGES, stage_rows
 from ingot.config.adopt.table import (
     Draft,
     GivenKeys,
@@ -29,6 +29,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     _tokenizer(sheet, draft)
     _lora(sheet, draft)
     _training(sheet, draft)
+    _start(sheet, draft)
     _watching(sheet, draft)
     _prompts(sheet, draft, stage)
     draft.fixed(
@@ -301,6 +302,20 @@ def _training(sheet: GivenKeys, draft: Draft) -> None:
             "MIN_LR",
             "is told as a share of the learning rate here, and MAX_LR is not given",
         )
+
+
+def _start(sheet: GivenKeys, draft: Draft) -> None:
+    """A step to start at counts from a checkpoint, which is of a format of that project alone."""
+    if not sheet.has("--start-step"):
+        return
+    dropped = [
+        row.key for row in sheet.rows.values() if row.lost == OWN_FORMAT and sheet.has(row.key)
+    ]
+    if dropped:
+        told = f"counts from {sheet.name(dropped[0])}, which is not carried over; begins at 0 here"
+        draft.note("lost", sheet.name("--start-step"), told)
+    else:
+        draft.put_from(sheet, "--start-step", "train.start_step")
 
 
 def _watching(sheet: GivenKeys, draft: Draft) -> None:

@@ -121,5 +121,5 @@ ROWS = (
         "--reset-optimizer",
         lost="nothing to do: a run that starts from model.source has a new optimizer",
     ),
-    KeyRow("--start-step", "train.start_step", whole),
+    KeyRow("--start-step", read=whole),
 )

@@ -16,7 +16,7 @@ from ingot.base.errors import WrongInput, differing
 from ingot.config.adopt.read import File, Form, Given, GivenEntry
 from ingot.config.values import MISSING, KeyPath, Values, get, one_line, parse_path, set_value
 
-Kind = Literal["fill", "clash", "changed", "lost", "unknown"]
+Kind = Literal["missing", "unchecked", "fill", "clash", "changed", "lost", "unknown"]
 MOST_REFERENCES = 20
 LONGEST = 63  # bits of a whole number that a recipe takes
 

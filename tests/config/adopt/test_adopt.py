@@ -187,7 +187,7 @@ def test_an_unknown_key_is_named_with_the_nearest_and_does_not_stop(tmp_path: Pa
     assert "WARMUP_STEP: is not known; the nearest key is WARMUP_STEPS" in notes
     assert "--rest-optimizer: is not known; the nearest key is --reset-optimizer" in notes
     assert recipe.train.schedule.warmup == 100
-    assert recipe.train.start_step == 3
+    assert "--start_step: counts from PRETRAIN_LOAD_CHECKPOINTS_PATH" in notes
 
 
 def test_the_value_of_an_unknown_key_is_not_repeated(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,42 @@ def test_values_that_cannot_be_are_refused(flags: str, says: str, tmp_path: Path
     with pytest.raises(WrongInput) as refused:
         recipe_of(tmp_path, c_args=f"{FLAGS} {flags}")
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "length", "batch", "clip"),
+    [
+        ("--accumulate_grad_batches 4 --gradient_clip_val 0.5", (None, None, 1.0), 64, 0.5),
+        ("--gradient_clip_val 0 --limit_train_batches 1.0", (None, None, 1.0), 16, None),
+        ("--limit_train_batches 0.25 --max_epochs 2", (2, None, 0.25), 16, 1.0),
+        (
+            "--limit_train_batches 100 --max_epochs 3 --accumulate-grad-batches 8",
+            (None, 39, 1.0),
+            128,
+            1.0,
+        ),
+        ("--max_steps 500 --max_epochs 3", (None, 500, 1.0), 16, 1.0),
+    ],
+)
+def test_what_lightning_calls_otherwise(
+    tmp_path: Path, flags: str, length: tuple[object, ...], batch: int, clip: float | None
+) -> None:
+    recipe, notes = recipe_of(tmp_path, c_args=f"{FLAGS} {flags}")
+    assert (recipe.train.epochs, recipe.train.steps, recipe.data.fraction) == length
+    assert (recipe.train.global_batch, recipe.train.clip_norm) == (batch, clip)
+    assert "Unknown keys" not in notes
+
+
+def test_a_pickled_frame_is_never_read_and_the_way_on_is_told(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    recipe, notes = recipe_of(tmp_path, c_args="--train-data-file df.pickle --batch-size 16")
+    assert recipe.data.train[0].source == "df.parquet"
+    assert "a pickled data frame can run code, and is never read" in notes
+    frame = pandas.DataFrame({"text": ["a", "b"], "label": ["0", "1"]})
+    frame.to_pickle(tmp_path / "df.pickle")
+    command = notes[notes.index("python -c ") :].split("\n")[0]
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True, capture_output=True
+    )
+    assert done.returncode == 0
+    assert pandas.read_parquet(tmp_path / "df.parquet").equals(frame)

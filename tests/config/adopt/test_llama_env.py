@@ -234,9 +234,16 @@ def test_flags(tmp_path: Path) -> None:
         l_env=LLAMA,
         l_args="--pretrain_checkpoint out/a.pt --reset-optimizer --start-step 40",
     )
-    assert recipe.train.start_step == 40
+    assert recipe.train.start_step is None, "what it counts from is not carried over"
+    assert "--start-step: counts from PRETRAIN_LOAD_CHECKPOINTS_PATH, which is not" in notes
     assert "--pretrain_checkpoint: its checkpoints have a format of their own" in notes
     assert "--reset-optimizer: nothing to do" in notes
+
+
+def test_a_step_to_start_at_without_a_checkpoint_is_kept(tmp_path: Path) -> None:
+    text = changed(PRETRAIN_LOAD_CHECKPOINTS_PATH="")
+    recipe, notes = recipe_of(tmp_path, l_env=text, l_args="--start-step 40")
+    assert (recipe.train.start_step, "--start-step" in notes) == (40, False)
 
 
 def test_learning_rates_that_contradict_each_other(tmp_path: Path) -> None:
