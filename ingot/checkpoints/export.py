@@ -17,16 +17,19 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
-from ingot.config.model_source import CONFIG, model_config
-from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.content import CONTENT
-from ingot.models.hf.folder import (
+from ingot.config.model_content import (
+    CONTENT,
+    FILES,
     LINEAGE,
     changed_content,
     config_digest,
-    hash_model,
+    describe_changed,
+    file_digests,
     read_lineage,
 )
+from ingot.config.model_source import CONFIG, model_config
+from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.folder import hash_model
 from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model
@@ -114,6 +117,7 @@ def export_model(
             **lineage,
             CONTENT: {
                 CONFIG: config_digest(partial),
+                FILES: file_digests(partial),
                 "tensors": {name: sum_ for file in written.values() for name, sum_ in file.items()},
             },
         }
@@ -171,7 +175,8 @@ def copy_model(
     config = None if is_meta(source) else model_config(base)
     # The tokenizer first: the weights may be many gigabytes.
     tokenizer = load_tokenizer(
-        base if is_adapter(source) and not (source / TOKENIZER).exists() else source
+        base if is_adapter(source) and not (source / TOKENIZER).exists() else source,
+        check=not accept,
     )
     model, stored = _opened(source, config, check=not accept)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -186,8 +191,8 @@ def copy_model(
         for key, value in (read_lineage(source) or {"source": str(source)}).items()
         if key not in ("schema", "model_hash", "export_type", CONTENT)
     }
-    if accept and config is not None and (problem := changed_content(base).problem()):
-        say(f"{problem}; accepted")
+    if accept and config is not None and (changed := changed_content(base)):
+        say(f"{describe_changed(base, changed)}; accepted")
         lineage["changed_from"] = (read_lineage(base) or {}).get("model_hash")
     return export_model(
         model,

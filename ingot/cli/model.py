@@ -207,8 +207,7 @@ def copy_checked(
         )
     from ingot.base.hub import fetch_model
     from ingot.checkpoints.export import copy_adapter, copy_model
-    from ingot.models.hf.content import CONTENT
-    from ingot.models.hf.folder import read_lineage
+    from ingot.config.model_content import CONTENT, read_lineage
     from ingot.models.hf.meta import is_meta
 
     folder: Path | None = Path(source)

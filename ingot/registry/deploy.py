@@ -91,7 +91,7 @@ def deploy(
         if request.number is None
         else registry.version(name, request.number)
     )
-    registry.check(chosen)
+    registry.check(chosen, checksums=True)
     registry.point(name, chosen.number, BY_HAND)
     return chosen
 

@@ -20,6 +20,7 @@ from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, read_r
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
+from ingot.config.model_content import LINEAGE, check_content
 from ingot.config.recipe import Recipe
 from ingot.registry.gate import GateDecision, decide
 from ingot.registry.local import LocalRegistry
@@ -27,7 +28,7 @@ from ingot.registry.versions import ModelRegistry, RegisteredVersion
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
-GATE, REGISTERED, LINEAGE = "gate.json", "registered.json", "ingot.json"
+GATE, REGISTERED = "gate.json", "registered.json"
 
 
 def gate(recipe: Recipe) -> VerbOutcome:
@@ -117,11 +118,12 @@ def register(recipe: Recipe) -> VerbOutcome:
 
 
     Raises:
-        WrongInput: no report or decision about this model, no local model folder, or another model
-            went live after the decision.
+        WrongInput: no report or decision about this model, no local model folder, one that
+            changed since its export, or another model went live after the decision.
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
     report = _evaluation_report(recipe)
+    check_content(_folder(recipe))
     known = registry.find(name, report)
     decided = _read_decision(recipe)
     if known is None and (decided is None or not _measured(report, decided["candidate"])):

@@ -10,6 +10,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
+from ingot.config.model_content import check_files
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import convert_model, gpt2_json
 from ingot.tokenizers.settings import (
@@ -27,7 +28,7 @@ CONFIG_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 
 
-def load_tokenizer(source: Path) -> Tokenizer:
+def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     """Load the tokenizer in a folder (its own, or a model's), or in a file with the configuration
     beside it.
 
@@ -39,9 +40,12 @@ def load_tokenizer(source: Path) -> Tokenizer:
     is not: a library that knows none adds none.
 
     Raises:
-        WrongInput: there is no tokenizer in `source`, or it cannot be read.
+        WrongInput: there is no tokenizer in `source`, it cannot be read, or, with `check`, it lies
+            in a model folder and is not the one that was exported there.
     """
     folder, name = (source.parent, source.name) if source.is_file() else (source, None)
+    if check:
+        check_files(folder)
     files: dict[str, str | bytes] = {
         name: text for name in CONFIG_FILES if (text := _read_text(folder / name)) is not None
     }

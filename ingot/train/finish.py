@@ -18,11 +18,11 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
+from ingot.config.model_content import CONTENT, FILES, LINEAGE, file_digests
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.content import CONTENT
-from ingot.models.hf.folder import LINEAGE, named_tensors, weight_files
+from ingot.models.hf.folder import named_tensors, weight_files
 from ingot.models.hf.tensor_names import LORA_A, LORA_B
 from ingot.models.kinds import AnyModel, exported_shapes
 from ingot.models.native.decoder import Decoder
@@ -87,7 +87,7 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
         told = {
             "tokenizer": plan.tokenizer.identity(),
             "template": plan.tokenizer.template_identity,
-            CONTENT: {"tensors": digests},
+            CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
         }
         write_atomic(run.adapter / LINEAGE, json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -19,11 +19,12 @@ from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
 from ingot.config.identity import changes
+from ingot.config.model_content import LINEAGE, read_lineage
 from ingot.config.model_source import CONFIG
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers, merge_in_place
-from ingot.models.hf.folder import LINEAGE, read_lineage, stored_tensors
+from ingot.models.hf.folder import stored_tensors
 from ingot.models.kinds import AnyModel, exported_weights
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters

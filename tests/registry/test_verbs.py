@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from xxhash import xxh3_128
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
+from ingot.config.model_content import config_digest, file_digests
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy
 from ingot.registry.local import LocalRegistry
@@ -398,3 +403,36 @@ def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> 
     assert register(recipe).result == "words v1, live"
     assert registered_folder(registry(tmp_path), "words") == weights.parent
     assert weights.read_bytes() == b"weights of a"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_what_changed_since_its_export_is_not_registered(tmp_path: Path, name: str) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    folder = recipe.folder.model
+    save_file({"head": np.arange(4.0)}, folder / "model.safetensors")
+    record = {
+        "config.json": config_digest(folder),
+        "files": file_digests(folder),
+        "tensors": {"head": xxh3_128(np.arange(4.0).tobytes()).hexdigest()},
+    }
+    made = json.loads((folder / "ingot.json").read_text())
+    (folder / "ingot.json").write_text(json.dumps({**made, "content": record}))
+    gate(recipe)
+    whole = (folder / name).read_bytes()
+    changed = {"model.safetensors": whole[:-1] + b"!", "tokenizer.json": b"[]"}
+    (folder / name).write_bytes(changed.get(name, b'{"model_type": "gpt2"}'))
+    with pytest.raises(WrongInput, match=rf"exported there: {re.escape(name)}.* changed since"):
+        register(recipe)
+    assert live(tmp_path) is None
+    (folder / name).write_bytes(whole)
+    assert register(recipe).result == "words v1, live"
+
+
+def test_a_version_of_the_right_size_with_other_content_is_not_promoted(tmp_path: Path) -> None:
+    both(trained(a_recipe(tmp_path), "a"))
+    both(trained(a_recipe(tmp_path), "b", 2.0))
+    weights = tmp_path / "registry" / "words" / "v1" / "model.safetensors"
+    weights.write_bytes(b"weights of X")
+    with pytest.raises(WrongInput, match=r"words v1 is damaged: .*model\.safetensors"):
+        deploy(a_recipe(tmp_path), "words", DeployRequest(1))
+    assert live(tmp_path) == 2

@@ -24,11 +24,11 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.cli import verify as cli
 from ingot.config.load import dump_recipe
+from ingot.config.model_content import CONTENT
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
-from ingot.models.hf.content import CONTENT
 from ingot.serve.native import model as loaded
 from ingot.train.trainer import train
 from ingot.verify import export

@@ -35,8 +35,7 @@ from ingot.models.adapters.lora import (
     merge_in_place,
 )
 from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
-from ingot.models.hf.content import ContentCheck, digest, tensor_digests
-from ingot.models.hf.folder import read_lineage
+from ingot.models.hf.content import content_check, digest
 from ingot.models.hf.tensor_names import LORA_A, LORA_B, to_peft
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import local_tensor, shard_slices
@@ -170,7 +169,7 @@ def load_adapter(
         )
     tensors = _read(folder)
     if check:
-        content = ContentCheck(folder, tensor_digests(read_lineage(folder)))
+        content = content_check(folder)
         for name, tensor in tensors.items():
             content.compare(folder / WEIGHTS, name, tensor)
         content.finish()

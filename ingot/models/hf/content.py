@@ -1,7 +1,5 @@
-"""Whether a model folder holds what was written there: a hash of each tensor, made at export, is
-compared while the model is read.
-
-It guards against damage and mistakes, not against somebody who changes the record as well.
+"""Compares the tensors of a model folder with its record (`config/model_content.py`) while they are
+read, so that it costs no second pass and each rank compares a share.
 """
 
 from __future__ import annotations
@@ -9,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from ingot.base.errors import WrongInput
-
-CONTENT = "content"
-"""The record's key in `ingot.json`. Folders that older versions wrote have none."""
+from ingot.config.model_content import (
+    changed_files,
+    read_lineage,
+    refuse_changed,
+    tensor_digests,
+)
 
 
 def digest(tensor: Tensor) -> str:
@@ -66,29 +65,18 @@ class ContentCheck:
         if self.wants(name) and digest(tensor) != self.digests.get(name):
             self.changed.setdefault(file.name, []).append(name)
 
-    def problem(self) -> str | None:
-        """What differs, in words."""
-        if not self.changed:
-            return None
-        what = "; ".join(
-            f"{file}{f' ({_some(names)})' if names else ''}" for file, names in self.changed.items()
-        )
-        return f"{self.folder} does not hold what was exported there: {what} changed since"
-
     def finish(self) -> None:
         """Raises WrongInput when something differed."""
-        if problem := self.problem():
-            raise WrongInput(
-                f"{problem}; export or fetch the model again, or, if that was on purpose, accept it"
-                f" with `ingot import {self.folder} NEW`"
-            )
+        if self.changed:
+            refuse_changed(self.folder, self.changed)
 
 
-def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
-    """The hashes of a folder's tensors from its `ingot.json`; none where it has no record."""
-    content = (lineage or {}).get(CONTENT)
-    tensors = content.get("tensors") if isinstance(content, dict) else None
-    return dict(tensors) if isinstance(tensors, dict) else {}
+def content_check(folder: Path, share: Share = ALL) -> ContentCheck:
+    """What compares the tensors of a folder with its record; its other files are compared here."""
+    lineage = read_lineage(folder)
+    check = ContentCheck(folder, tensor_digests(lineage), share)
+    check.changed |= {name: [] for name in changed_files(folder, lineage)}
+    return check
 
 
 def compared(
@@ -99,7 +87,3 @@ def compared(
         check.compare(file, name, tensor)
         yield name, tensor
     check.finish()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

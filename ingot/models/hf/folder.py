@@ -17,15 +17,14 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import sha256_file
 from ingot.config.family import overridden
+from ingot.config.model_content import read_lineage
 from ingot.config.model_source import CONFIG, model_config
-from ingot.models.hf.content import ALL, CONTENT, ContentCheck, Share, compared, tensor_digests
+from ingot.models.hf.content import ALL, Share, compared, content_check
 from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_mismatches
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, shard_slices
-
-LINEAGE = "ingot.json"
 
 
 def load_model(
@@ -177,31 +176,6 @@ def stored_tensors(folder: Path, *, check: bool = True) -> Iterator[tuple[str, T
         yield from ((name, tensor) for _, name, tensor in found)
 
 
-def content_check(folder: Path, share: Share = ALL) -> ContentCheck:
-    """What compares the tensors of a folder with its record; its configuration is compared here."""
-    lineage = read_lineage(folder)
-    check = ContentCheck(folder, tensor_digests(lineage), share)
-    if check.digests and lineage and lineage[CONTENT].get(CONFIG) != config_digest(folder):
-        check.changed[CONFIG] = []
-    return check
-
-
-def config_digest(folder: Path) -> str:
-    """A hash of what `config.json` says, however it is laid out."""
-    return fingerprint(model_config(folder))
-
-
-def changed_content(folder: Path) -> ContentCheck:
-    """Read all of a folder and compare it with its record: for what reads weights by itself."""
-    check = content_check(folder)
-    if check.digests:
-        for file in weight_files(folder):
-            with _opened(file) as reader:
-                for name in reader.keys():  # noqa: SIM118
-                    check.compare(file, name, reader.get_tensor(name))
-    return check
-
-
 def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
@@ -266,12 +240,3 @@ def check_template(folder: Path, template: str | None, knob: str) -> None:
             f" was trained with ({lineage['template'] or 'none'}), so chats would be written in a"
             f" form that it never saw; put the old one back, or set {knob}=true"
         )
-
-
-def read_lineage(folder: Path) -> dict[str, Any] | None:
-    """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
-    try:
-        lineage = json.loads((folder / LINEAGE).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return lineage if isinstance(lineage, dict) else None

@@ -19,10 +19,10 @@ import psutil
 import torch
 
 from ingot.base.processes import python_with_module
+from ingot.config.model_content import check_content
 from ingot.config.model_source import model_config
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
-from ingot.models.hf.folder import changed_content
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.bodies import PromptBounds
@@ -57,7 +57,7 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fetched_model_folder(target, os.environ))
         checked = check_decoder_folder(folder, "vllm", any_template=settings.any_template)
-        changed_content(folder).finish()
+        check_content(folder)
         if "AIP_HTTP_PORT" not in os.environ:
             own = free_port(host, port)
             run_server_process(

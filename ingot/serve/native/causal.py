@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.config.model_content import check_content
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
-from ingot.models.hf.folder import changed_content
 
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
@@ -52,7 +52,7 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
         WrongInput: transformers does not support it as a causal model, or its tensors do not fit or
             changed since their export.
     """
-    changed_content(folder).finish()
+    check_content(folder)
     library = _library()
     library.utils.logging.disable_progress_bar()
     try:

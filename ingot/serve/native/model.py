@@ -16,6 +16,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.family import is_native
+from ingot.config.model_content import read_lineage
 from ingot.config.model_source import CONFIG, ModelKind, model_config
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
@@ -28,7 +29,7 @@ from ingot.models.generation.seq2seq import (
     check_seq2seq_request,
     check_text,
 )
-from ingot.models.hf.folder import check_template, read_lineage, weight_files
+from ingot.models.hf.folder import check_template, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder

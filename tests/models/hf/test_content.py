@@ -13,13 +13,19 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
+from ingot.config.model_content import (
+    CONTENT,
+    FILES,
+    changed_content,
+    check_content,
+    file_digests,
+)
 from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import content
-from ingot.models.hf.content import CONTENT, Share
+from ingot.models.hf.content import Share
 from ingot.models.hf.folder import (
-    changed_content,
     load_model,
     load_weights,
     named_tensors,
@@ -29,6 +35,7 @@ from ingot.models.hf.folder import (
 from ingot.models.kinds import open_model
 from ingot.serve.native.model import load
 from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.load import load_tokenizer
 from tests.cli.commands import ingot
 from tests.cli.tiny_model import write_model
 from tests.models.hf.tiny import drawn
@@ -114,7 +121,7 @@ def test_what_was_written_before_there_were_records_opens(changed: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "as it was exported" not in done.stderr
     (changed / "ingot.json").unlink()
-    assert changed_content(changed).problem() is None
+    assert changed_content(changed) == {}
 
 
 def test_readers_divide_the_tensors(
@@ -164,3 +171,67 @@ def test_an_adapter_too(whole: Path, tmp_path: Path) -> None:
         with pytest.raises(WrongInput, match=r"adapter_model\.safetensors \(\S+\) changed since"):
             read()
     open_model(folder, device=CPU, check=False)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_changed_tokenizer_is_refused_as_changed_weights_are(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "changed")
+    text = (folder / name).read_text()
+    changes = {
+        "tokenizer.json": ('"vocab"', ' "vocab"'),
+        "tokenizer_config.json": ("{", '{"x": 1,'),
+    }
+    (folder / name).write_text(text.replace(*changes[name], 1))
+    told = rf"exported there: {name.replace('.', '[.]')} changed since"
+    for read in (load_tokenizer, load, check_content):
+        with pytest.raises(WrongInput, match=told):
+            read(folder)
+    copy_model(folder, tmp_path / "new", export_type=None, overwrite=False, accept=True)
+    load_tokenizer(tmp_path / "new")
+
+
+def test_settings_may_be_laid_out_anew_and_a_template_has_its_own_check(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": "{{ messages }}"}, indent=5)
+    )
+    (folder / "README.md").write_text("about this model")
+    check_content(folder)
+    with pytest.raises(WrongInput, match="chat template"):
+        load(folder)
+    load(folder, any_template=True)
+
+
+def test_what_needs_no_torch_finds_the_same(whole: Path, changed: Path, tmp_path: Path) -> None:
+    assert changed_content(whole) == {}
+    assert changed_content(changed) == {"model.safetensors": ["lm_head.weight"]}
+    weights = changed / "model.safetensors"
+    whole_weights = (whole / "model.safetensors").read_bytes()
+    for cut in (4, 40, len(whole_weights) - 1):
+        weights.write_bytes(whole_weights[:cut])
+        assert list(changed_content(changed)) == ["model.safetensors"]
+    weights.unlink()
+    assert list(changed_content(changed)) == ["weights that are missing"]
+
+
+def test_an_adapters_settings_are_those_that_it_was_trained_with(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "adapter", load_model(whole, device=CPU)
+    add_lora(model, Lora(rank=2, targets=["q_proj"]), 0)
+    digests = save_adapter(model, folder, base=str(whole), kind="decoder")
+    record = {"tensors": digests, FILES: file_digests(folder)}
+    (folder / "ingot.json").write_text(json.dumps({CONTENT: record}))
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_bytes())
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    path.write_text(json.dumps({**settings, "base_model_name_or_path": str(moved)}))
+    open_model(folder, device=CPU)
+    path.write_text(json.dumps({**settings, "lora_alpha": 99}))
+    with pytest.raises(WrongInput, match=r"adapter_config\.json changed since"):
+        open_model(folder, device=CPU)

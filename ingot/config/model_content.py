@@ -1,0 +1,167 @@
+"""Whether a model folder holds what was written there: the record in its `ingot.json` (a hash of
+each tensor, of its configuration and of the tokenizer's files), and its comparison without torch.
+
+It guards against damage and mistakes, not against somebody who changes the record as well. Folders
+that older versions wrote have no record, or one of tensors alone, and open unchecked.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ingot.base.errors import WrongInput
+from ingot.base.markers import fingerprint
+from ingot.config.model_source import CONFIG, model_config
+
+LINEAGE = "ingot.json"
+CONTENT = "content"
+"""The record's key in `ingot.json`."""
+FILES = "files"
+"""The record's key for files that are neither weights nor `config.json`."""
+IGNORED = ("chat_template", "base_model_name_or_path")
+"""What settings may say without being another model: a template has a check and a knob of its own
+(`any_template`), and the base of an adapter may move.
+"""
+SETTINGS = ("tokenizer_config.json", "generation_config.json", "adapter_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json")
+ADVICE = "export or fetch the model again, or, if that was on purpose, accept it with"
+
+
+def read_lineage(folder: Path) -> dict[str, Any] | None:
+    """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
+    try:
+        lineage = json.loads((folder / LINEAGE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return lineage if isinstance(lineage, dict) else None
+
+
+def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
+    """The hashes of a folder's tensors from its `ingot.json`; none where it has no record."""
+    tensors = _record(lineage).get("tensors")
+    return dict(tensors) if isinstance(tensors, dict) else {}
+
+
+def config_digest(folder: Path) -> str:
+    """A hash of what `config.json` says, however it is laid out."""
+    return fingerprint(model_config(folder))
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Hashes of the tokenizer's files and of settings: of settings what they say, of all others
+    their bytes.
+    """
+    return {
+        name: found
+        for name in (*SETTINGS, *TOKENIZER_FILES)
+        if (found := _file_digest(folder / name)) is not None
+    }
+
+
+def changed_files(folder: Path, lineage: Mapping[str, Any] | None) -> list[str]:
+    """The files of the record, weights left out, that are gone or say something else."""
+    record = _record(lineage)
+    files = record.get(FILES)
+    digests = files if isinstance(files, dict) else {}
+    changed = [name for name, known in digests.items() if _file_digest(folder / name) != known]
+    if CONFIG in record and record[CONFIG] != config_digest(folder):
+        changed.append(CONFIG)
+    return changed
+
+
+def check_files(folder: Path) -> None:
+    """Raises WrongInput where a file of the record, weights left out, changed."""
+    if changed := changed_files(folder, read_lineage(folder)):
+        refuse_changed(folder, {name: [] for name in changed})
+
+
+def changed_content(folder: Path) -> dict[str, list[str]]:
+    """What differs from the record, by file, with the tensors of it; reads all of the folder."""
+    lineage = read_lineage(folder)
+    changed: dict[str, list[str]] = {name: [] for name in changed_files(folder, lineage)}
+    digests = tensor_digests(lineage)
+    if not digests:
+        return changed
+    seen: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            for name, found in _stored_digests(file):
+                seen.add(name)
+                if digests.get(name) != found:
+                    changed.setdefault(file.name, []).append(name)
+        except (ValueError, KeyError, TypeError):
+            changed[file.name] = []  # torn
+    if missing := [name for name in digests if name not in seen and not changed]:
+        changed["weights that are missing"] = missing
+    return changed
+
+
+def check_content(folder: Path) -> None:
+    """Raises WrongInput where a folder does not hold what its record says."""
+    if changed := changed_content(folder):
+        refuse_changed(folder, changed)
+
+
+def describe_changed(folder: Path, changed: Mapping[str, list[str]]) -> str:
+    """What differs, in words."""
+    what = "; ".join(
+        f"{file}{f' ({_some(names)})' if names else ''}" for file, names in changed.items()
+    )
+    return f"{folder} does not hold what was exported there: {what} changed since"
+
+
+def refuse_changed(folder: Path, changed: Mapping[str, list[str]]) -> None:
+    """Raises WrongInput that names what differs and the way to accept it."""
+    raise WrongInput(f"{describe_changed(folder, changed)}; {ADVICE} `ingot import {folder} NEW`")
+
+
+def _record(lineage: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    record = (lineage or {}).get(CONTENT)
+    return record if isinstance(record, dict) else {}
+
+
+def _file_digest(file: Path) -> str | None:
+    """None where there is no such file."""
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if file.name in SETTINGS:
+        try:
+            said = json.loads(data)
+        except ValueError:
+            return "not JSON"
+        if isinstance(said, dict):
+            said = {key: value for key, value in said.items() if key not in IGNORED}
+        return fingerprint(said)
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def _stored_digests(file: Path) -> Iterator[tuple[str, str]]:
+    """Each tensor of a safetensors file with the hash of its bytes; raises ValueError, KeyError or
+    TypeError where it is torn.
+    """
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        if start > file.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(stream.read(start - 8))
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for name, about in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = (start + int(offset) for offset in about["data_offsets"])
+                if end > len(data):
+                    raise ValueError(f"{name} ends beyond the file")
+                with memoryview(data) as view, view[begin:end] as part:
+                    yield name, xxhash.xxh3_128(part).hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
