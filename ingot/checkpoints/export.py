@@ -19,12 +19,10 @@ from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
 from ingot.config.model_content import (
     CONTENT,
-    FILES,
     LINEAGE,
     changed_content,
-    config_digest,
+    content_record,
     describe_changed,
-    file_digests,
     read_lineage,
 )
 from ingot.config.model_source import CONFIG, model_config
@@ -115,11 +113,9 @@ def export_model(
             "template": tokenizer.template_identity,
             "export_type": export_type,
             **lineage,
-            CONTENT: {
-                CONFIG: config_digest(partial),
-                FILES: file_digests(partial),
-                "tensors": {name: sum_ for file in written.values() for name, sum_ in file.items()},
-            },
+            CONTENT: content_record(
+                partial, {name: sum_ for file in written.values() for name, sum_ in file.items()}
+            ),
         }
         _write_json(partial / LINEAGE, made)
     return made

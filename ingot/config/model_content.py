@@ -48,6 +48,11 @@ def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
     return dict(tensors) if isinstance(tensors, dict) else {}
 
 
+def content_record(folder: Path, tensors: Mapping[str, str]) -> dict[str, Any]:
+    """The record of a folder whose tensors have these hashes."""
+    return {CONFIG: config_digest(folder), FILES: file_digests(folder), "tensors": dict(tensors)}
+
+
 def config_digest(folder: Path) -> str:
     """A hash of what `config.json` says, however it is laid out."""
     return fingerprint(model_config(folder))

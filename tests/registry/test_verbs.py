@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
-from ingot.config.model_content import config_digest, file_digests
+from ingot.config.model_content import content_record
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy
 from ingot.registry.local import LocalRegistry
@@ -410,11 +410,7 @@ def test_what_changed_since_its_export_is_not_registered(tmp_path: Path, name: s
     recipe = trained(a_recipe(tmp_path), "a")
     folder = recipe.folder.model
     save_file({"head": np.arange(4.0)}, folder / "model.safetensors")
-    record = {
-        "config.json": config_digest(folder),
-        "files": file_digests(folder),
-        "tensors": {"head": xxh3_128(np.arange(4.0).tobytes()).hexdigest()},
-    }
+    record = content_record(folder, {"head": xxh3_128(np.arange(4.0).tobytes()).hexdigest()})
     made = json.loads((folder / "ingot.json").read_text())
     (folder / "ingot.json").write_text(json.dumps({**made, "content": record}))
     gate(recipe)
