@@ -1,3 +1,3 @@
-"""Decoders in pure PyTorch, their weights on disk, generation. Knows no parallelism and no
-recipe.
+"""Models in pure PyTorch, transformers' models behind the same interface, adapters, weights on
+disk, and generation. Knows no parallelism and no recipe.
 """

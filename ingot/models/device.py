@@ -1,4 +1,4 @@
-"""The one file that knows which device this is: nothing else asks for CUDA."""
+"""The only file that knows which device this is: nothing else asks for CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = (
     -3,
 )  # names and numbers of glibc's malloc.h
 
-# Dense bf16 matrix products, FLOP/s, as the makers state them.
+# Dense bf16 matrix products in FLOP/s, as stated by the vendor.
 _PEAKS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -36,7 +36,7 @@ _PEAKS = {
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
-    """This rank's accelerator, or the CPU where there is none."""
+    """This rank's accelerator, or the CPU if there is none."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
@@ -67,8 +67,8 @@ def computing_in(compute: Compute, device: torch.device) -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, compute: Compute) -> float | None:
-    """The maker's figure for matrix products in bf16; None where it is not known, and then no share
-    of it is claimed.
+    """The vendor's figure for bf16 matrix products in FLOP/s; None if unknown, in which case no
+    share of peak is reported.
     """
     if device.type != "cuda" or compute != "bf16":
         return None
@@ -77,8 +77,8 @@ def peak_flops(device: torch.device, compute: Compute) -> float | None:
 
 
 def measured_peak(device: torch.device, compute: Compute) -> float:
-    """FLOP/s of one large matrix product here and now, the best of three; for devices whose maker's
-    figure is not known.
+    """FLOP/s of one large matrix product measured now, the best of three; for devices without a
+    vendor's figure.
     """
     size = 1024 if device.type == "cpu" else 8192
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
@@ -116,8 +116,8 @@ class MeasuredPeak:
 
 
 def backend(device: torch.device) -> str:
-    """Collectives: on an accelerator its own for tensors there, and gloo for the few numbers that
-    hosts agree on.
+    """The process group backend: an accelerator's own for its tensors, and gloo for the few numbers
+    on which the hosts agree.
     """
     return (
         "gloo"
@@ -127,7 +127,7 @@ def backend(device: torch.device) -> str:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether there are float8 matrix products: Ada, Hopper and newer."""
+    """Whether the device has float8 matrix products: Ada, Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -138,7 +138,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: on the device, or of the process itself on a CPU."""
+    """Peak memory of this process in bytes: on the device, or of the process itself on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -146,7 +146,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def gpu_usage(device: torch.device) -> dict[str, float]:
-    """`util` and `memory` (shares of 1) of this rank's GPU by NVML; empty where there is none."""
+    """`util` and `memory` (shares of 1) of this rank's GPU from NVML; empty without a GPU."""
     if device.type != "cuda":
         return {}
     import pynvml
@@ -166,12 +166,12 @@ def gpu_usage(device: torch.device) -> dict[str, float]:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep large freed blocks for the next step rather than giving the pages back and
-    faulting them in again.
+    """Make glibc keep large freed blocks for the next step rather than return the pages and fault
+    them in again.
 
-    A CPU training step frees and takes the same large tensors over and over; this saved a quarter
-    of its time. Memory in use does not fall between steps any more, its peak is the same. Nothing
-    happens with another C library.
+    A CPU training step frees and allocates the same large tensors over and over; this saved a
+    quarter of its time. Memory use no longer falls between steps, but its peak is the same. Does
+    nothing with another C library.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -184,9 +184,7 @@ def keep_freed_memory() -> None:
 
 
 def use_all_cores(local_world: int) -> None:
-    """Share the cores between the processes of this machine, unless OMP_NUM_THREADS says
-    otherwise.
-    """
+    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world))

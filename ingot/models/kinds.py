@@ -1,5 +1,5 @@
 """The kinds of model: native decoders, and transformers' models behind the same interface. Opening
-a folder and listing the tensors to export work alike for all of them.
+a folder and listing the tensors to export work the same for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AnyModel = Decoder | Seq2Seq | Encoder
 
 
 def kind_of_folder(folder: Path) -> ModelKind:
-    """The kind of the model in a folder; of an adapter, what it makes of its base."""
+    """The kind of the model in a folder; for an adapter, the kind of its merged model."""
     if not is_adapter(folder):
         return kind_of(model_config(folder))
     return (
@@ -36,10 +36,10 @@ def kind_of_folder(folder: Path) -> ModelKind:
 
 
 def base_folder(adapter: Path) -> Path:
-    """Where the model lies that an adapter of PEFT's belongs to.
+    """The folder of the model that a PEFT adapter belongs to.
 
     Raises:
-        WrongInput: it is not there, neither as a folder nor on the hub.
+        WrongInput: it exists neither as a folder nor on the hub.
     """
     base = base_of(adapter)
     if base.startswith("hf:"):
@@ -57,13 +57,12 @@ def base_folder(adapter: Path) -> Path:
 def open_model(
     folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, check: bool = True
 ) -> AnyModel:
-    """The model in `folder`, of whatever kind, in `dtype` (None: float32), in evaluation mode. An
-    adapter opens merged with its base. Not `check`: what changed since it was exported is taken as
-    it is.
+    """Open the model in `folder`, of any kind, in `dtype` (None: float32), in evaluation mode. An
+    adapter is merged into its base. `check` False accepts files that changed since the export.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, tensors
-            that do not fit, or, with `check`, that are not those of the export.
+        WrongInput: not a model folder, an unsupported architecture, damaged files, tensors that do
+            not fit, or, with `check`, that differ from those exported.
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype, check=check)
@@ -89,8 +88,8 @@ def _with_adapter(
     if classes is None or kind_of(model_config(base)) == "encoder":
         model = open_model(base, device=device, check=check)
     else:
-        # The base has no classifier: the adapter brings one, and PEFT's layout has no names for its
-        # classes.
+        # The base has no classifier: the adapter brings the head, and PEFT's layout does not store
+        # the names of its classes.
         config = read_hf_config(
             model_config(base),
             "encoder",
@@ -106,9 +105,9 @@ def _with_adapter(
 def exported_weights(
     model: AnyModel, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model folder by Hugging Face's name, adapters folded in, one at a time.
+    """Every tensor of an exported model by Hugging Face's name, adapters merged, one at a time.
 
-    `tensors`: the weights by those names, in the model's order, where the model is on `meta`.
+    `tensors`: the weights by those names, in the model's order, if the model is on `meta`.
     """
     if tensors is None and not isinstance(model, Decoder):
         tensors = hf_weights(model)
@@ -116,7 +115,7 @@ def exported_weights(
 
 
 def exported_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
-    """What `exported_weights` gives, before it is there."""
+    """The names and shapes that `exported_weights` yields, known without the weights."""
     own = model.named_parameters() if isinstance(model, Decoder) else hf_weights(model)
     return {
         name: tuple(tensor.shape)

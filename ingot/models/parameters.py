@@ -1,5 +1,5 @@
-"""Which part of a parameter is here: all of it, or, once wrappers have spread it over ranks, a box
-of rows and columns.
+"""The part of a parameter that this rank holds: all of it or, once wrappers have sharded it, a
+slice of rows and columns. Also its initialisation, which does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Slices = tuple[slice, ...]
 
 
 def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether a tensor is spread over ranks.
+    """Whether a tensor is sharded over ranks.
 
-    `torch.distributed.tensor` takes a second to import; where nobody has imported it, no tensor is
-    one of its.
+    `torch.distributed.tensor` takes a second to import; if nothing has imported it, no tensor is a
+    DTensor.
     """
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """This rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def shard_slices(tensor: Tensor) -> Slices:
-    """Where that lies in the whole tensor, a slice for each dimension."""
+    """The position of this rank's shard in the whole tensor, a slice for each dimension."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -48,33 +48,31 @@ def shard_slices(tensor: Tensor) -> Slices:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def shard_like(like: Tensor, mine: Tensor) -> Tensor:
-    """This rank's part `mine` as a tensor that is spread as `like` is."""
+def shard_like(like: Tensor, local: Tensor) -> Tensor:
+    """This rank's shard `local` as a tensor sharded like `like`."""
     if not is_dtensor(like):
-        return mine
+        return local
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # Not `from_local`: what waits on the host would be copied to the mesh's device, and what is
-    # loaded into the copy would be lost.
+    # Not `from_local`: it would copy a host tensor to the mesh's device, and values loaded into the
+    # copy would be lost.
     spec = DTensorSpec(
         like.device_mesh,
         like.placements,
-        tensor_meta=TensorMeta(like.shape, like.stride(), mine.dtype),
+        tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype),
     )
-    return DTensor(mine, spec, requires_grad=mine.requires_grad)
+    return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any parameter of a model lies on several ranks."""
+    """Whether any parameter of a model is sharded over ranks."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Room for every parameter that is still on `meta`, in place of it; nothing is written
-    there.
-    """
+    """Allocate every parameter that is still on `meta`, uninitialised."""
 
     def empty(tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
@@ -94,8 +92,8 @@ def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np
     """Standard normal float32 `[rows, columns]`: rows `first` to `first + rows` of the parameter
     `name`.
 
-    Box-Muller on Philox words: a fixed number of words a row, so that row r starts at counter r *
-    counters-a-row.
+    Box-Muller on Philox output with a fixed number of words per row, so that row r starts at
+    counter r * counters-per-row and any rank can generate its rows alone.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     words = -(-columns // (2 * _WORDS)) * 2 * _WORDS  # whole counters, an even number of words
@@ -110,7 +108,7 @@ def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np
 
 
 def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
-    """Fill a matrix `[rows, columns]`, or what this rank has of it, in place, a block of rows at a
+    """Fill a matrix `[rows, columns]`, or this rank's shard of it, in place, a block of rows at a
     time.
     """
     here, (rows, columns) = local_tensor(parameter), shard_slices(parameter)
@@ -124,8 +122,8 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int) -> None:
-    """Random weights for every parameter: matrices normal with the configuration's
-    `initializer_range`, norms 1, biases 0.
+    """Initialise every parameter: matrices normal with the configuration's `initializer_range`,
+    norms 1, biases 0.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:

@@ -1,5 +1,5 @@
-"""Which model a recipe means, checked before anything is loaded, and built: on meta, then weights
-loaded, drawn, or just room for them.
+"""The model that a recipe means, checked before anything is loaded, and its construction: on
+`meta`, then with weights loaded, initialised or only allocated.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class ModelSpec:
 def resolve_model_spec(
     recipe: Recipe, ids: int, special: Mapping[str, int | None], least: int = 0
 ) -> ModelSpec:
-    """The model that the recipe trains, for a tokenizer of `ids` ids, `special` ones among them by
-    name (`Tokenizer.ids_for_model`).
+    """The model that the recipe trains, for a tokenizer of `ids` ids; `special` are its special ids
+    by name (`Tokenizer.ids_for_model`).
 
-    A model that starts from nothing has as many embeddings as there are ids, `least` at the least.
+    A randomly initialised model gets one embedding per id, at least `least`.
 
     Raises:
-        WrongInput: another kind of model than the objective is for, rows longer than the model's
+        WrongInput: another kind of model than the objective needs, rows longer than the model's
             positions, or more ids than the model has embeddings.
     """
     kind, source = KIND_FOR_DOCUMENTS[recipe.documents], recipe.model.source
@@ -107,7 +107,7 @@ def _learnt_start(
 def _of_tokenizer(
     kind: ModelKind, values: Mapping[str, object], ids: int, special: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """What the configuration of a model that starts from nothing takes from its tokenizer."""
+    """Settings that a randomly initialised model takes from its tokenizer."""
     if kind == "decoder":
         return {"vocab_size": ids}
     named = {
@@ -116,7 +116,7 @@ def _of_tokenizer(
         if (token := special.get(name)) is not None
     }
     pad = named.setdefault("pad_token_id", named.get("eos_token_id", 0))
-    # T5 begins to write with padding, BART with the end of what came before.
+    # T5's decoder starts with padding, BART's with the end-of-sequence token.
     start = pad if values.get("model_type") in RELATIVE else named.get("eos_token_id", pad)
     return {
         "vocab_size": ids,
@@ -126,12 +126,13 @@ def _of_tokenizer(
 
 
 def create_model(spec: ModelSpec, seed: int) -> AnyModel:
-    """The model before wrappers: a decoder on `meta`.
+    """The model before wrappers: a native decoder on `meta`.
 
-    One of transformers has its weights at once, all of them in this host's memory: what its
-    constructors compute cannot be told from what is learnt without them. Sharding brings a layer at
-    a time to the device. It is filled even where a checkpoint follows, which holds what is
-    trained and nothing else: not Marian's bias of each token, nor embeddings that nobody reads.
+    A transformers model gets its weights at once, whole in this host's memory: values computed by
+    its constructors (buffers) cannot be told apart from learnt ones without them. Sharding moves it
+    to the device layer by layer. It is filled even if a checkpoint is loaded afterwards, since that
+    holds only trained parameters: not Marian's bias of each token, nor embeddings that are not
+    used.
     """
     if isinstance(spec.config, DecoderConfig):
         with torch.device("meta"):
@@ -151,9 +152,9 @@ def materialize_model(
     filled: bool,
     share: Share = ALL,
 ) -> None:
-    """Give a drafted model its memory on `device`, and this rank's part of its weights, loaded or
-    drawn; not `filled`: just room for them. `share`: what this rank compares with the record of the
-    export.
+    """Allocate the model on `device` and fill this rank's part of its weights, loaded or randomly
+    initialised; `filled` False only allocates. `share`: the tensors that this rank checks against
+    the record of the export.
     """
     if not isinstance(model, Decoder):
         if not is_sharded(model):
@@ -169,8 +170,8 @@ def materialize_model(
 
 
 def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:
-    """The model in float32 on `device`, its weights loaded or drawn; not `filled`: with just room
-    for them, where a checkpoint follows.
+    """The model in float32 on `device`, with weights loaded or randomly initialised; `filled` False
+    only allocates, for a checkpoint to follow.
     """
     model = create_model(spec, seed)
     materialize_model(model, spec, seed, device, filled=filled)

@@ -128,7 +128,7 @@ def _checkpoint(
     rows = state.rows
 
     def with_saved_rows(*inputs: Any, **named: Any) -> Any:
-        with state.back_at(rows):
+        with state.with_rows(rows):
             return function(*inputs, **named)
 
     return checkpoint(with_saved_rows, *args, **kwargs)

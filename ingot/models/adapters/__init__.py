@@ -1,1 +1,1 @@
-"""Low-rank adapters: their layers in a model, and folders of them in PEFT's layout."""
+"""Low-rank adapters: their layers in a model, and their folders in PEFT's layout."""

@@ -1,10 +1,10 @@
-"""Low-rank adaptation (Hu et al. 2021): a small product of two matrices is learnt beside each of
-some linear layers, all else stays.
+"""Low-rank adaptation (Hu et al. 2021): a product of two small matrices is trained beside each of
+some linear layers; everything else is frozen.
 
-A layer is replaced where it stands: its weight keeps name and storage, so that loading, export and
+A layer is replaced in place: its weight keeps name and storage, so that loading, export and
 wrappers see the model they know. Works on native models and on transformers' (alone or as `.inner`
-of a wrapper); names of layers are always the Hugging Face model's own. Folders of adapters are
-`ingot.models.adapters.peft`'s.
+of a wrapper); layer names are always those of the Hugging Face model. `ingot.models.adapters.peft`
+reads and writes adapter folders.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _GOLDEN, _MIX1, _MIX2 = (
 
 
 class LoRASize(NamedTuple):
-    """How one layer is adapted: inner size of the product, and what it is multiplied by."""
+    """The adaptation of one layer: the inner size of the product, and its scale."""
 
     rank: int
     scale: float
 
 
 class LoRAState:
-    """What the adapted layers of one model share: whether they act, and which inputs dropout takes
-    in training.
+    """What the adapted layers of one model share: whether the adapter is active, and the dropout
+    masks in training.
 
-    The masks are a hash of (seed, step, row, position, layer, feature): the same whichever rank or
-    micro-batch a row falls to, and the same again when activations are recomputed.
+    The masks are a hash of (seed, step, row, position, layer, feature): independent of the rank or
+    micro-batch that a row falls to, and the same when activations are recomputed.
     """
 
     def __init__(self, seed: int, dropout: float) -> None:
@@ -52,22 +52,22 @@ class LoRAState:
         self._rows: Tensor | None = None
 
     def begin_batch(self, step: int, rows: Tensor) -> None:
-        """Before each micro-batch: `rows` int64 `[R]` tells apart the rows of one step; their
-        number in the split, say.
+        """Call before each micro-batch. `rows` int64 `[R]` identifies the rows of one step, for
+        example by their number in the split.
         """
         if self.dropout:
             self._rows = _mix(rows.long() * _GOLDEN + _signed(f"{self.seed}/lora/{step}"))
 
     @property
     def rows(self) -> Tensor | None:
-        """The rows of the batch that is computed now; None where nobody has said, or there is no
-        dropout.
+        """The rows of the current batch, hashed; None if `begin_batch` was not called or there is
+        no dropout.
         """
         return self._rows
 
     @contextlib.contextmanager
-    def back_at(self, rows: Tensor | None) -> Iterator[None]:
-        """Compute a batch once more for a while, whose `rows` were remembered."""
+    def with_rows(self, rows: Tensor | None) -> Iterator[None]:
+        """Inside the block, use the remembered `rows` of an earlier batch to recompute it."""
         now, self._rows = self._rows, rows
         try:
             yield
@@ -75,26 +75,26 @@ class LoRAState:
             self._rows = now
 
     def drop(self, x: Tensor, layer: int) -> Tensor:
-        """x `[R, ..., in]` with a share of its elements 0, the others scaled up so that the mean
-        stays.
+        """Dropout of x `[R, ..., in]`: a share of its elements is 0, the others are scaled up so
+        that the mean stays.
 
-        Without `begin_batch`, or where x has not one entry for each of its rows (a layer that sees
-        rows folded into another shape), the mask is drawn by the device's generator instead.
+        Without `begin_batch`, or if x does not have one entry per row of the batch (a layer that
+        folds rows into another shape), the mask comes from the device's generator instead.
         """
         if not self.dropout:
             return x
         if self._rows is None or x.ndim < 2 or x.shape[0] != self._rows.shape[0]:
             return functional.dropout(x, self.dropout)
-        keep = _keep(
+        keep = _keep_mask(
             self._rows.to(x.device), x.shape[1:-1].numel(), x.shape[-1], layer, self.dropout
         )
         return torch.where(keep.view(x.shape), x, 0.0).mul(1 / (1 - self.dropout))
 
 
 @torch.no_grad()
-def _keep(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
-    """Which elements stay: bool `[R, positions, features]`, each True with probability 1 -
-    dropout.
+def _keep_mask(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
+    """The mask of kept elements, bool `[R, positions, features]`, each True with probability
+    1 - dropout.
     """
     counter = torch.arange(max(positions, features), device=rows.device) * _GOLDEN
     place = _mix(rows[:, None] + counter[:positions] + layer)[:, :, None]  # [R, positions, 1]
@@ -104,8 +104,8 @@ def _keep(rows: Tensor, positions: int, features: int, layer: int, dropout: floa
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every bit of the result hangs on
-    every bit of the input.
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): each output bit depends on every
+    input bit.
     """
     bits = (bits ^ _shift(bits, 30)) * _MIX1
     bits = (bits ^ _shift(bits, 27)) * _MIX2
@@ -113,7 +113,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift of a signed number brings in its sign."""
+    """Logical right shift: torch's own shift of a signed integer is arithmetic."""
     zeros: int = 2 ** (64 - by) - 1
     return (bits >> by) & zeros
 
@@ -124,7 +124,7 @@ def _signed(text: str) -> int:
 
 class LoRALinear(nn.Linear):
     """`x W^T + b + scale * drop(x) A^T B^T`, A `[rank, in]`, B `[out, rank]`, both float32; W and b
-    are those of the layer it replaces.
+    are those of the layer that it replaces.
     """
 
     def __init__(self, base: nn.Linear, name: str, size: LoRASize, state: LoRAState) -> None:
@@ -157,8 +157,8 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self, weight: Tensor | None = None) -> Tensor:
-        """The one matrix that does what weight (this layer's, or one read elsewhere) and product do
-        together, float32 `[out, in]`.
+        """Weight (this layer's, or one read elsewhere) plus the scaled product, as one float32
+        matrix `[out, in]`.
         """
         return torch.addmm(
             (self.weight if weight is None else weight).float(),
@@ -169,11 +169,11 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
-    """Adapt the layers that `knobs.targets` means and freeze all else but a classification head;
-    nothing that the model says changes yet.
+    """Adapt the layers named by `knobs.targets` and freeze everything else but a classification
+    head; the model's outputs do not change yet.
 
-    On a model on `meta` the new matrices are there too: call `init_adapter` when they have their
-    memory.
+    On a model on `meta` the new matrices are on `meta` as well: call `init_adapter` once they are
+    allocated.
 
     Raises:
         WrongInput: a target that matches no linear layer.
@@ -190,7 +190,7 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
 def attach_lora(
     model: nn.Module, sizes: Mapping[str, LoRASize], *, dropout: float, seed: int
 ) -> None:
-    """Adapt just these layers."""
+    """Adapt exactly these layers, and freeze everything but them and a classification head."""
     inner, state = hf_module(model), LoRAState(seed, dropout)
     if lora_layers(model):
         raise ValueError("this model has an adapter already")
@@ -204,10 +204,10 @@ def attach_lora(
 
 @torch.no_grad()
 def init_adapter(model: nn.Module, seed: int) -> None:
-    """B is 0; A is normal with mean 0 and variance 1 / (3 * in), that of PEFT's uniform A, from the
-    generator of `ingot.models.parameters`.
+    """Set B to 0 and A to normal values with mean 0 and variance 1 / (3 * in), the variance of
+    PEFT's uniform A, from the generator of `ingot.models.parameters`.
 
-    So any rank makes the same matrices. Does nothing on `meta`.
+    Every rank therefore makes the same matrices. Does nothing on `meta`.
     """
     for name, layer in lora_layers(model).items():
         if not layer.lora_A.is_meta:
@@ -218,16 +218,14 @@ def init_adapter(model: nn.Module, seed: int) -> None:
 
 
 def hf_module(model: nn.Module) -> nn.Module:
-    """The module whose names are Hugging Face's: what a wrapper holds as `.inner`, else the model
-    itself.
-    """
+    """The module that has Hugging Face's names: `.inner` of a wrapper, else the model itself."""
     inner = getattr(model, "inner", model)
     assert isinstance(inner, nn.Module)
     return inner
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """The adapted layers by name; empty where there is no adapter."""
+    """The adapted layers by name; empty without an adapter."""
     return {
         name: module
         for name, module in hf_module(model).named_modules()
@@ -236,15 +234,15 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def lora_state(model: nn.Module) -> LoRAState | None:
-    """What the adapted layers share; None where there is no adapter."""
+    """The state that the adapted layers share; None without an adapter."""
     return next(
         (module.state for module in model.modules() if isinstance(module, LoRALinear)), None
     )
 
 
 def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """The modules of a classifier beside its pretrained trunk: drawn anew, so that they are trained
-    whole (but one that a folder of PEFT's adapts instead). None for other models.
+    """The modules of a classifier outside its pretrained trunk: randomly initialised, so they are
+    trained whole (except one that a PEFT folder adapts instead). Empty for other models.
     """
     inner = hf_module(model)
     if not type(inner).__name__.endswith("ForSequenceClassification"):
@@ -263,8 +261,8 @@ def head_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[str]:
-    """The linear layers that can be adapted: all but those of the heads, by default the
-    vocabulary's and `head_modules`.
+    """The linear layers that can be adapted: all but those of the heads, which are by default the
+    vocabulary projection and `head_modules`.
     """
     kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
     return [
@@ -275,8 +273,8 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
 
 
 def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[str]) -> list[str]:
-    """The layers that targets mean: a layer's name or a dotted tail of it; one of Meta's names
-    where nothing is called so here.
+    """The layers that `targets` name: each target is a layer's name or a dotted suffix of one, or,
+    if nothing here has that name, one of Meta's names.
 
     Raises:
         WrongInput: a target that matches nothing.
@@ -310,8 +308,8 @@ def _linear(inner: nn.Module, name: str) -> nn.Linear:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained under LoRA, by the model's own parameter names: the small matrices, and the
-    head of a classifier.
+    """The parameters trained under LoRA, by the model's own names: the low-rank matrices, and a
+    classifier's head.
     """
     prefix = "" if hf_module(model) is model else "inner."
     names = {
@@ -327,8 +325,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """For a while the model says what its base says. A classification head that was trained stays
-    as it is now.
+    """Inside the block the model computes what its base does. A trained classification head is not
+    reverted.
     """
     state = lora_state(model)
     was_active = state is not None and state.active
@@ -344,11 +342,11 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model by Hugging Face's names, products folded in (in float32), the small
-    matrices left out; one at a time.
+    """The tensors of a model by Hugging Face's names, one at a time, with the low-rank products
+    merged in (in float32) and their matrices left out.
 
-    `tensors`: those to give, such as `hub_weights`, or weights that the model (on `meta`) does not
-    have; None for all parameters, tied ones once.
+    `tensors`: the weights to yield, such as `hf_weights`, or those that a model on `meta` lacks;
+    None for all parameters, tied ones once.
     """
     layers = lora_layers(model)
     for name, tensor in hf_module(model).named_parameters() if tensors is None else tensors:
@@ -361,7 +359,7 @@ def merged_weights(
 
 @torch.no_grad()
 def merge_in_place(model: nn.Module) -> None:
-    """Fold the products into the weights, in place; plain linear layers remain."""
+    """Merge the products into the weights, in place; plain linear layers remain."""
     inner = hf_module(model)
     for name, layer in lora_layers(model).items():
         layer.weight.copy_(layer.merged())

@@ -1,9 +1,9 @@
-"""Folders of adapters in PEFT's layout, out and in: `adapter_config.json` beside
+"""Reads and writes adapter folders in PEFT's layout: `adapter_config.json` beside
 `adapter_model.safetensors`.
 
-What PEFT writes opens here, what is written here opens in PEFT, with equal logits. Whatever would
-change the maths unseen is refused by its name, and a tensor that does not fit is named and nothing
-is loaded.
+Adapters written by PEFT open here and the reverse, with equal logits. A setting that would silently
+change the mathematics is refused by name; a tensor that does not fit is named, and nothing is
+loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ingot.models.parameters import local_tensor, shard_slices
 WEIGHTS = "adapter_model.safetensors"
 
 TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
-"""PEFT's name of what each kind of model is for."""
+"""PEFT's task type of each kind of model."""
 ALL_LINEAR = "all-linear"
 _USUAL_HEADS = {
     "classifier",
@@ -52,8 +52,8 @@ _USUAL_HEADS = {
 
 
 def class_count(folder: Path) -> int | None:
-    """How many classes the head in an adapter of a classifier tells apart, which its base may not
-    know; None where it holds no head.
+    """The number of classes of the classification head in an adapter, which its base may not know;
+    None if it has no head.
     """
     last = [
         tensor
@@ -66,13 +66,15 @@ def class_count(folder: Path) -> int | None:
 def save_adapter(
     model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]
 ) -> dict[str, str]:
-    """Write the adapter of a model, all at once, and return the hashes of its tensors. `base` is
-    what it was trained on: a folder, or a name on the hub.
+    """Write the adapter of a model atomically, and return the hashes of its tensors. `base` is the
+    model that it was trained on: a folder, or a name on the hub.
     """
     layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
     assert state is not None, "the model has no adapter"
-    # One rank and alpha for most, the others by their whole names.
-    alphas = {name: _plain(layer.scale * layer.rank) for name, layer in layers.items()}
+    # The most common rank and alpha are the defaults; other layers are listed by name.
+    alphas = {
+        name: _without_rounding_error(layer.scale * layer.rank) for name, layer in layers.items()
+    }
     (rank, alpha), _ = Counter(
         (layer.rank, alphas[name]) for name, layer in layers.items()
     ).most_common(1)[0]
@@ -96,7 +98,7 @@ def save_adapter(
     }
     tensors = {
         key: tensor.detach().cpu().contiguous()
-        for key, tensor in _places(model, layers, heads).items()
+        for key, tensor in _adapter_tensors(model, layers, heads).items()
     }
     with atomic_folder(folder) as partial:
         save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
@@ -106,14 +108,14 @@ def save_adapter(
     return {key: digest(tensor) for key, tensor in tensors.items()}
 
 
-def _plain(number: float) -> float | int:
-    """Without the last digits that dividing by the rank and multiplying again left."""
+def _without_rounding_error(number: float) -> float | int:
+    """The number without the rounding error of dividing by the rank and multiplying again."""
     rounded = float(f"{number:.12g}")
     return int(rounded) if rounded.is_integer() else rounded
 
 
 def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[str]:
-    """The last parts of the names where no other module of the model is called so, else the whole
+    """The last parts of the layer names if no other module of the model has them, else the whole
     names.
     """
     tails = sorted({name.rpartition(".")[2] for name in layers})
@@ -126,10 +128,10 @@ def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[s
     return tails if called == set(layers) else sorted(layers)
 
 
-def _places(
+def _adapter_tensors(
     model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """PEFT's key of each tensor of an adapter -> where it lies in the model."""
+    """The tensors of an adapter in the model, by PEFT's key."""
     places: dict[str, Tensor] = {}
     for name, layer in layers.items():
         places[to_peft(f"{name}.{LORA_A}")] = layer.lora_A
@@ -148,18 +150,18 @@ def _places(
 def load_adapter(
     model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False, check: bool = True
 ) -> None:
-    """Give a model the adapter in `folder`: into the one that it has (to go on training), else
-    beside it, or folded in (`merge`).
+    """Load the adapter in `folder`: into the adapter that the model has (to continue training it),
+    else as a new one, merged into the weights if `merge`.
 
-    Of a model that is spread over ranks, or cut, and has its adapter, this rank's part is filled.
+    If the model is sharded or split into stages and has its adapter, this rank's part is filled.
 
     Raises:
-        WrongInput: not an adapter, one of another kind, or one that does not fit this model (or its
-            adapter), or, with `check`, one that changed since it was exported; nothing is changed
-            then.
+        WrongInput: not an adapter, one of another kind or one that does not fit this model (or its
+            adapter), or, with `check`, one that changed since its export; the model is then
+            unchanged.
     """
     config, path = read_adapter_config(folder), folder / CONFIG
-    whole = _whole(model)
+    whole = _whole_model(model)
     heads = _heads(whole, config, path)
     sizes = _sizes(whole, config, heads, path)
     if present := lora_layers(model):
@@ -176,15 +178,15 @@ def load_adapter(
     _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
     if not present:
         attach_lora(model, sizes, dropout=config.dropout, seed=seed)
-    for key, place in _places(model, lora_layers(model), heads).items():
+    for key, place in _adapter_tensors(model, lora_layers(model), heads).items():
         local_tensor(place).copy_(tensors[key][shard_slices(place)])
     if merge:
         merge_in_place(model)
 
 
-def _whole(model: nn.Module) -> nn.Module:
-    """All layers that a model has, if only on `meta`, where the model itself may be the part of a
-    decoder that is on this rank.
+def _whole_model(model: nn.Module) -> nn.Module:
+    """The complete model, possibly on `meta`: the given one may be the pipeline stage of
+    this rank.
     """
     if not isinstance(model, Decoder):
         return model
@@ -195,7 +197,7 @@ def _whole(model: nn.Module) -> nn.Module:
 def _sizes(
     model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path
 ) -> dict[str, LoRASize]:
-    """The layers that an adapter is for, and how each is adapted."""
+    """The layers that an adapter applies to, and the adaptation of each."""
     linears, targets = linear_layers(model, heads), config.targets
     if isinstance(targets, tuple):
         names = [
@@ -244,8 +246,8 @@ def _fits(pattern: str, name: str, path: Path) -> bool:
 
 
 def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ...]:
-    """The modules that the adapter holds whole. Only a classifier's head is ever trained so
-    here.
+    """The modules that the adapter holds whole. Only a classifier's head is trained that
+    way here.
     """
     here, there = head_modules(model), [name for name, _ in hf_module(model).named_modules()]
     held: set[str] = set()
@@ -265,7 +267,7 @@ def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ..
 
 
 def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], path: Path) -> None:
-    """To go on with an adapter, the recipe must ask for the same one."""
+    """Check that a recipe that continues an adapter asks for the same layers, ranks and scales."""
     if different := sorted(stored.keys() ^ present.keys()):
         side = (
             "adapts it, the recipe does not"
@@ -283,7 +285,7 @@ def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], pa
                 f" {present[name].rank}; set it to {size.rank}"
             )
         if not math.isclose(size.scale, present[name].scale, rel_tol=1e-6):
-            alpha = _plain(size.scale * size.rank)
+            alpha = _without_rounding_error(size.scale * size.rank)
             has, asked = differing(size.scale, present[name].scale, "{:g}".format)
             raise WrongInput(
                 f"{path}: {name} is scaled by {has}, the recipe asks for {asked}; set"
@@ -310,9 +312,9 @@ def _read(folder: Path) -> dict[str, Tensor]:
 def _shapes(
     model: nn.Module, sizes: Mapping[str, LoRASize], heads: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """PEFT's key and the shape of every tensor that the adapter must hold."""
+    """PEFT's key and the shape of every tensor that the adapter must have."""
     shapes: dict[str, tuple[int, ...]] = {
-        key: tuple(tensor.shape) for key, tensor in _places(model, {}, heads).items()
+        key: tuple(tensor.shape) for key, tensor in _adapter_tensors(model, {}, heads).items()
     }
     for name, size in sizes.items():
         rows, columns = hf_module(model).get_parameter(f"{name}.weight").shape
@@ -322,7 +324,7 @@ def _shapes(
 
 
 def _check(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], file: Path) -> None:
-    """Name every difference."""
+    """Raises WrongInput naming the differences."""
     problems = [f"{key} is missing" for key in wanted if key not in found]
     problems += [f"{key} is not part of it" for key in sorted(found.keys() - wanted.keys())]
     problems += [

@@ -1,5 +1,5 @@
-"""`adapter_config.json` of a PEFT adapter, read and checked. A setting that would change the maths
-without being noticed is refused by its name.
+"""`adapter_config.json` of a PEFT adapter, read and checked. A setting that would silently change
+the mathematics is refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READ = {
     "bias",
 }
 
-# What says how an adapter came to be, or steers libraries that are not used here.
+# Settings that record how an adapter was made, or configure libraries that are not used here.
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "peft_version",
@@ -71,12 +71,14 @@ class AdapterConfig:
     root: bool
     """Products are scaled by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
     targets: str | tuple[str, ...]
-    """Names of layers or tails of them; a text is `all-linear`, or one regular expression for whole
-    names.
+    """Names of layers or suffixes of them; a string is `all-linear`, or one regular expression for
+    whole names.
     """
     heads: tuple[str, ...]
     ranks: Mapping[str, int]
-    """Ranks of some layers, by regular expressions for a tail of their names; so are `alphas`."""
+    """Ranks of some layers, by regular expressions for a suffix of their names; likewise
+    `alphas`.
+    """
     alphas: Mapping[str, float]
 
 
@@ -85,8 +87,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter belongs to: a folder, or a name on the hub. Raises WrongInput where
-    the adapter does not say.
+    """The model that an adapter belongs to: a folder, or a name on the hub. Raises WrongInput if
+    the adapter does not name it.
     """
     base = read_adapter_config(folder).base
     if not base:
@@ -98,8 +100,8 @@ def base_of(folder: Path) -> str:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises WrongInput when the folder has no adapter, or one that is more than low-rank products
-    beside linear layers.
+    """Read an adapter's configuration. Raises WrongInput if the folder has no adapter, or one that
+    is more than low-rank products beside linear layers.
     """
     path = folder / CONFIG
     try:
@@ -139,8 +141,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_others(config: Mapping[str, Any], path: Path) -> None:
-    """Name what this adapter has beyond plain LoRA; also what a later PEFT may bring, as long as it
-    is switched on.
+    """Refuse what this adapter has beyond plain LoRA, by name; also settings of later PEFT versions
+    if they are switched on.
     """
     if config.get("peft_type") != "LORA":
         raise WrongInput(

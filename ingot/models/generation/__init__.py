@@ -1,3 +1,3 @@
-"""Requests in, completions out: continuous batching, sampling, sequence-to-sequence models and
-classifiers. Knows no HTTP and no tokenizer.
+"""Generation: continuous batching, sampling, sequence-to-sequence models and classifiers. Knows no
+HTTP and no tokenizer.
 """

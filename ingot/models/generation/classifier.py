@@ -1,5 +1,5 @@
-"""Classification of texts by an encoder: waiting texts are batched, and each gets the scores that
-it would get alone.
+"""Classification of texts by an encoder: waiting texts are batched, and the batch does not change
+their scores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ingot.models.hf.models import Encoder
 
 @dataclass(frozen=True)
 class ClassScores(CompletionChunk):
-    """The answer of a classifier: `text` is the likeliest label, `scores` the probability of each
+    """The answer of a classifier: `text` is the most likely label, `scores` the probability of each
     class, in the model's order.
     """
 
@@ -27,7 +27,7 @@ class ClassScores(CompletionChunk):
 
 @torch.inference_mode()
 def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Probabilities of the classes for each text (framed ids), all in one batch."""
+    """Class probabilities of each text (framed ids), computed in one batch."""
     device = next(model.parameters()).device
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
@@ -40,18 +40,17 @@ def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]
 
 
 class ClassifierJob:
-    """A text on its way through a `Classifier`."""
+    """A text queued in a `Classifier`."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
 
 class Classifier:
-    """A `Generator` for encoders: each step classifies up to `max_rows` waiting texts and
-    returns one final chunk for each.
+    """The interface of `Generator` for encoders: each step classifies up to `max_rows` waiting
+    texts and returns one final chunk for each.
 
-    A request's `prompt` is the text as the model reads it, framed; its other fields mean nothing
-    here.
+    A request's `prompt` is the framed text as the model reads it; its other fields are ignored.
     """
 
     def __init__(self, model: Encoder, *, max_rows: int = 8) -> None:
@@ -60,23 +59,23 @@ class Classifier:
 
     @property
     def busy(self) -> int:
-        """Texts that are not classified yet."""
+        """The number of texts not yet classified."""
         return len(self._pending)
 
     def add(self, request: Request) -> ClassifierJob:
-        """Queue a text. Raises WrongInput when the model cannot read it."""
+        """Queue a text. Raises WrongInput if the model cannot read it."""
         check_text(request.prompt, self._model.config)
         job = ClassifierJob(request)
         self._pending.append(job)
         return job
 
     def cancel(self, job: ClassifierJob) -> None:
-        """Forget a text; one that is done already is ignored."""
+        """Drop a text; one that is already classified is ignored."""
         if job in self._pending:
             self._pending.remove(job)
 
     def clear(self) -> None:
-        """Forget every text; what to do after `step` raised."""
+        """Drop every text; for use after `step` raised."""
         self._pending.clear()
 
     def step(self) -> list[tuple[ClassifierJob, ClassScores]]:

@@ -1,8 +1,8 @@
-"""Text generation by ingot's own decoder: requests join and leave a running batch, and each gets
-what it would get alone.
+"""Text generation by the native decoder with continuous batching: requests join and leave a running
+batch, which does not change their completions.
 
-One `step` reads a share of the waiting prompts and then gives every running request its next token.
-Knows no HTTP and no tokenizer.
+One `step` prefills a share of the waiting prompts and then decodes one token for every running
+request. Knows no HTTP and no tokenizer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
 from ingot.models.native.decoder import Decoder
 
-# Prompt tokens read in one step: what running requests wait for at most between two of their
-# tokens.
+# Prompt tokens read in one step: it bounds how long running requests wait between two tokens.
 PREFILL_TOKENS = 512
 
 
 @dataclass
 class _Batch:
-    """Jobs by the row of the cache that they live in: those that decode first, then one whose
-    prompt is partly read.
+    """Jobs by their row in the cache: the decoding ones first, then one whose prompt is
+    partly read.
     """
 
     decoding: list[GenerationJob] = field(default_factory=list)
@@ -37,11 +36,11 @@ class _Batch:
 
 
 class Generator(DecodingLoop):
-    """Runs ingot's own decoder with continuous batching.
+    """Runs the native decoder with continuous batching.
 
     Args:
-        model: in evaluation mode; whoever calls `step` sets autocast around it if wanted.
-        eos, decode, max_rows: as `DecodingLoop` has them.
+        model: in evaluation mode; the caller of `step` enables autocast if wanted.
+        eos, decode, max_rows: as in `DecodingLoop`.
         prefill_tokens: prompt tokens read in one step.
     """
 
@@ -60,7 +59,7 @@ class Generator(DecodingLoop):
 
     @property
     def rows(self) -> int:
-        """Requests that have a row."""
+        """The number of requests that have a row."""
         return len(self._batch.decoding) + (self._batch.entering is not None)
 
     def _drop(self, job: GenerationJob) -> None:
@@ -75,8 +74,8 @@ class Generator(DecodingLoop):
         self._cache = KVCache(config.windows, self._max_rows, config.max_position_embeddings)
 
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """Read the prompts of the next few jobs, or the next share of a long one; first tokens of
-        those read to the end.
+        """Prefill the prompts of the next jobs, or the next part of a long one; returns the first
+        tokens of those that were read completely.
         """
         group = [self._batch.entering] if self._batch.entering else self._next_group()
         if not group:
@@ -84,8 +83,8 @@ class Generator(DecodingLoop):
         start = group[0].read
         time = min(self._prefill_tokens, max(len(job.request.prompt) for job in group) - start)
         rows = [list(job.request.prompt[start : start + time]) for job in group]
-        # Shorter prompts are padded behind: what is after a row's own tokens is never looked at,
-        # and later overwritten.
+        # Shorter prompts are padded on the right: entries after a row's own tokens are masked, and
+        # overwritten later.
         hidden = self._forward(
             len(self._batch.decoding),
             [row + [0] * (time - len(row)) for row in rows],
@@ -103,8 +102,8 @@ class Generator(DecodingLoop):
         return self._choose(first, hidden[torch.arange(len(rows), device=hidden.device), last])
 
     def _next_group(self) -> list[GenerationJob]:
-        """Waiting jobs that one pass can read: together at most `prefill_tokens`, padding included,
-        or one long prompt alone.
+        """Waiting jobs to prefill in one pass: together at most `prefill_tokens` with padding, or a
+        single long prompt.
         """
         group: list[GenerationJob] = []
         longest = 0
@@ -127,7 +126,7 @@ class Generator(DecodingLoop):
     def _forward(
         self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """Hidden states `[B, T, D]` of new tokens `[B, T]` of the cache's rows from `first` on."""
+        """Hidden states `[B, T, D]` of new tokens `[B, T]` in the cache's rows from `first` on."""
         device = self._model.head_weight.device
         window = self._cache.window(first, starts, len(tokens[0]), device)
         return self._model.hidden(
@@ -135,8 +134,8 @@ class Generator(DecodingLoop):
         )
 
     def _choose(self, first: int, hidden: Tensor) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """The next token of the decoding jobs from row `first` on; those that end leave the
-        batch.
+        """Sample the next token of the decoding jobs from row `first` on, given hidden states
+        `[B, D]`; finished jobs leave the batch.
         """
         jobs = self._batch.decoding[first:]
         pieces = self._accept(jobs, self._model.logits(hidden))
@@ -149,8 +148,8 @@ class Generator(DecodingLoop):
         return pieces
 
     def _leave(self, row: int) -> None:
-        """Free a decoding row and close the gap: the last decoding row moves in, and the entering
-        one moves up behind.
+        """Free a decoding row and close the gap: the last decoding row moves into it, and the
+        partly read one moves up behind.
         """
         last = len(self._batch.decoding) - 1
         job = self._batch.decoding.pop()
@@ -162,7 +161,7 @@ class Generator(DecodingLoop):
 
 
 def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:
-    """The tokens that end a completion of the model in `folder`: as `generation_config.json` says,
+    """The tokens that end a completion of the model in `folder`: those of `generation_config.json`,
     else `config.json`, else `fallback`.
     """
     for name in ("generation_config.json", "config.json"):

@@ -1,9 +1,9 @@
-"""The loop that every decoder runs in, whoever computes its logits: requests wait in a queue, join
-between two steps, get one token a step, and leave when they end.
+"""The decoding loop shared by all decoders: requests wait in a queue, join between two steps, get
+one token per step, and leave when they finish.
 
-The server calls `step` itself, so that requests come and go meanwhile; `run` calls it to the end.
-Knows no model, no cache and no tokenizer: `Generator` has ingot's own decoder and its cache,
-`TransformersGenerator` a model of transformers.
+The server calls `step`, so that requests can come and go in between; `run` steps until all are
+done. Knows no model, no cache and no tokenizer: `Generator` adds the native decoder and its cache,
+`TransformersGenerator` a transformers model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ingot.models.generation.sampling import SampledToken, UniformDraws, sample_
 
 
 class GenerationJob:
-    """A request on its way through a `DecodingLoop`."""
+    """A request inside a `DecodingLoop`."""
 
     def __init__(self, request: Request, decode: Decode | None) -> None:
         self.request = request
@@ -40,12 +40,12 @@ class GenerationJob:
         self.last = 0  # the newest token, not in the cache yet
         self.generated = 0
         self.given = 0  # characters given out
-        self.dice = UniformDraws(request.sampling)
+        self.draws = UniformDraws(request.sampling)
         self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
 
     def accept(self, choice: SampledToken, eos: Collection[int], room: int) -> CompletionChunk:
-        """Take in the next token. `room`: how many more the model's positions hold."""
+        """Take the next token. `room`: how many more tokens fit the model's positions."""
         self.last = choice.token
         self.generated += 1
         if not choice.finite:
@@ -68,8 +68,8 @@ class GenerationJob:
         return CompletionChunk(text, tuple(ready), self.generated)
 
     def _read(self, choice: SampledToken) -> str:
-        """Put the token among the waiting ones, where its text begins; answer the text that it
-        makes certain.
+        """Append the token to the waiting ones, with the offset where its text begins; returns the
+        text that it makes final.
         """
         before, unsettled = (self.stream.length, self.stream.unsettled) if self.stream else (0, 0)
         self.waiting.append(
@@ -77,7 +77,7 @@ class GenerationJob:
         )
         text = self.stream.push(choice.token) if self.stream else ""
         if self.stream and self.stream.length > before:
-            # Tokens that turned out to be parts of the last character begin with it, not behind it.
+            # Tokens that turn out to be parts of the last character begin at it, not after it.
             last = self.stream.length - 1
             self.waiting = [
                 replace(token, offset=last) if token.offset > last else token
@@ -90,13 +90,13 @@ class GenerationJob:
 
 
 class DecodingLoop(ABC):
-    """Queue, steps and ends of up to `max_rows` requests together; more wait in the order in which
-    they came. A subclass computes logits and keeps the cache.
+    """Queue, steps and ends of up to `max_rows` concurrent requests; further ones wait in order of
+    arrival. A subclass computes logits and keeps the cache.
 
     Args:
         limits: vocabulary and positions of the model.
         eos: tokens that end a completion.
-        decode: ids to text; None when nobody wants text or stop strings.
+        decode: ids to text; None if neither text nor stop strings are needed.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class DecodingLoop(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Requests that have a row of the batch."""
+        """The number of requests that have a row of the batch."""
 
     @abstractmethod
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """Give rows to waiting requests, if there are any free, and read (a share of) prompts."""
+        """Give free rows to waiting requests and prefill (a part of) their prompts."""
 
     @abstractmethod
     def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """One token for each request whose prompt is read."""
+        """Decode one token for each request whose prompt has been read."""
 
     @abstractmethod
     def _drop(self, job: GenerationJob) -> None:
-        """Forget a request that has a row; one that is finished already is ignored."""
+        """Drop a request that has a row; one that is finished is ignored."""
 
     @abstractmethod
     def _reset(self) -> None:
@@ -134,11 +134,11 @@ class DecodingLoop(ABC):
 
     @property
     def busy(self) -> int:
-        """Requests that are not finished."""
+        """The number of unfinished requests."""
         return self.rows + len(self._pending)
 
     def add(self, request: Request) -> GenerationJob:
-        """Queue a request. Raises WrongInput when it cannot be served; see `check_request`."""
+        """Queue a request. Raises WrongInput if it cannot be served; see `check_request`."""
         check_request(request, self._limits)
         job = GenerationJob(request, self._decode)
         self._pending.append(job)
@@ -146,26 +146,26 @@ class DecodingLoop(ABC):
 
     @torch.inference_mode()
     def cancel(self, job: GenerationJob) -> None:
-        """Forget a request, whatever it is at; one that is finished already is ignored."""
+        """Drop a request in any state; one that is finished is ignored."""
         if job in self._pending:
             self._pending.remove(job)
         else:
             self._drop(job)
 
     def clear(self) -> None:
-        """Forget every request and free the cache; what to do after `step` raised."""
+        """Drop every request and free the cache; for use after `step` raised."""
         self._pending.clear()
         self._reset()
 
     @torch.inference_mode()
     def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """Let requests in, then decode one token for each running one. Several pieces of one job
-        come in order.
+        """Admit requests, then decode one token for each running one. Several chunks of one job are
+        in order.
         """
         return self._admit() + self._advance()
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Complete `requests` and nothing else; the answers in their order."""
+        """Complete `requests` and nothing else; returns the completions in their order."""
         jobs = [self.add(request) for request in requests]
         parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
         while self.busy:
@@ -176,9 +176,11 @@ class DecodingLoop(ABC):
     def _accept(
         self, jobs: Sequence[GenerationJob], logits: Tensor
     ) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """The next token of each of `jobs`, by their logits `[B, V]`."""
+        """Sample the next token of each of `jobs` from logits `[B, V]`."""
         choices = sample_tokens(
-            logits, [job.request.sampling for job in jobs], [job.dice.roll() for job in jobs]
+            logits,
+            [job.request.sampling for job in jobs],
+            [job.draws.next_uniform() for job in jobs],
         )
         positions = self._limits.max_position_embeddings
         return [

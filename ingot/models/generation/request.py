@@ -1,5 +1,5 @@
-"""What is asked of generation and what comes back: requests, pieces, whole completions. No model in
-here.
+"""The inputs and outputs of generation: requests, chunks, whole completions. No model is
+needed here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to go on from it: at most `max_tokens` tokens, until EOS or one of the
-    `stop` strings.
+    """A prompt and how to continue it: at most `max_tokens` tokens, until EOS or one of the `stop`
+    strings.
     """
 
     prompt: Sequence[int]
@@ -29,8 +29,8 @@ class Request:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A generated token. `offset`: characters of the completion before it. Log-probabilities where
-    they were asked for.
+    """A generated token. `offset`: characters of the completion before it. Log-probabilities are
+    set if they were requested.
     """
 
     id: int
@@ -41,13 +41,12 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class CompletionChunk:
-    """What one step gave one request.
+    """What one step produced for one request.
 
-    `tokens` are those whose text lies in what has been given out so far: never EOS, nothing of a
-    stop string. `generated`
-    counts every token so far, EOS too. `finish`: None while more comes; `stop` at EOS or a stop
-    string, `length` at max_tokens or the model's last position, `error` when the model's numbers
-    were not finite.
+    `tokens` are those whose text is contained in the chunks so far: never EOS, nothing of a stop
+    string. `generated` counts all tokens so far, EOS included. `finish`: None while more follows;
+    `stop` at EOS or a stop string, `length` at max_tokens or the model's last position, `error` if
+    the model's logits were not finite.
     """
 
     text: str
@@ -58,7 +57,7 @@ class CompletionChunk:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer; the fields are those of `CompletionChunk`."""
+    """A whole completion; the fields are those of `CompletionChunk`."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
@@ -67,7 +66,7 @@ class Completion:
 
 
 class DecoderLimits(Protocol):
-    """What requests are checked against."""
+    """The limits against which requests are checked."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -77,7 +76,7 @@ class DecoderLimits(Protocol):
 
 
 def check_request(request: Request, config: DecoderLimits) -> None:
-    """Raises WrongInput when the model cannot serve the request: no or too many prompt tokens,
+    """Raises WrongInput if the model cannot serve the request: no prompt tokens or too many, or
     unknown ids.
     """
     if not request.prompt:
@@ -102,7 +101,7 @@ def check_request(request: Request, config: DecoderLimits) -> None:
 
 
 def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
-    """The whole answer from all pieces of one job; the last one carries the finish."""
+    """The whole completion from all chunks of one job; the last one has the finish reason."""
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     return Completion(
         "".join(piece.text for piece in pieces),
@@ -115,21 +114,22 @@ def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
-# A UTF-8 character that is not whole yet has at most three bytes.
+# An incomplete UTF-8 character has at most three bytes.
 UNSURE = 3
-# Tokens decoded together with the next one, so that a space at its beginning is kept.
+# Tokens decoded before the next one as context, so that a space at its beginning is kept.
 CONTEXT = 5
-# Text that never becomes UTF-8 would let the window grow for ever: past LONGEST it is cut to the
-# last SHORTEST tokens, which reach far enough back that where characters begin is the same in both.
+# Output that never becomes valid UTF-8 would let the window grow without bound: past LONGEST it is
+# cut to the last SHORTEST tokens, which reach back far enough that characters begin at the same
+# places in both.
 LONGEST, SHORTEST = 64, 16
 
 
 class TextStream:
-    """The text of one completion.
+    """Incremental detokenization of one completion, with stop strings.
 
     `context` are the prompt's tokens: the first new token is decoded after them, so that prompt and
-    completion can be joined. `length` counts the characters that are certain so far, those held
-    back for a stop string included; `unsettled` those after them that show as replacements for now.
+    completion can be concatenated. `length` counts the final characters so far, including those
+    held back for a stop string; `unsettled` those after them that are still replacement characters.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -145,8 +145,8 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that now surely belongs to the completion. Afterwards `stopped` tells whether a stop
-        string was met.
+        """Add a token and return the text that is now final. Afterwards `stopped` says whether a
+        stop string was found.
         """
         fresh = self._certain(token)
         if self.stopped or not fresh:
@@ -164,8 +164,8 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back for a stop string, now that no more tokens come. Replacements at the
-        end may be half a character: dropped.
+        """The text held back for a stop string, once no more tokens follow. Replacement characters
+        at the end, which may be an incomplete character, are dropped.
         """
         held, self._held = self._held, ""
         return held
@@ -174,9 +174,9 @@ class TextStream:
         """New characters that later tokens can no longer change."""
         self._window.append(token)
         text = self._decode(self._window)
-        # Replacements at the end may be the beginning of a character; SentencePiece shows even
-        # whole characters before it so, as long as all of them are spelt in bytes. Nothing of the
-        # kind is given out before it is settled.
+        # Trailing replacement characters may be the beginning of a character; SentencePiece shows
+        # even complete characters that way as long as all of them are byte tokens. They are held
+        # back until they are final.
         solid = text.rstrip(REPLACEMENT)
         if len(solid) < len(text) and len(self._window) <= LONGEST:
             self.unsettled = len(text) - len(solid)
@@ -195,8 +195,8 @@ class TextStream:
         return fresh
 
     def _slide(self, unsure: int) -> None:
-        """Forget tokens whose text is given out, keeping enough to decode the next ones as if
-        nothing were missing.
+        """Drop tokens whose text has been returned, keeping enough to decode the next ones
+        correctly.
         """
         self._window = self._window[-SHORTEST:] if unsure else self._window[self._old :]
         text = self._decode(self._window)
@@ -205,7 +205,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`, so that it may still come."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next(
         (
             size

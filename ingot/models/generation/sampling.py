@@ -1,8 +1,7 @@
-"""From logits to the next token: greedy, temperature and nucleus sampling, log-probabilities. One
-row, one request.
+"""From logits to the next token: greedy, temperature and nucleus sampling, and log-probabilities.
 
-A row's choice depends on its own logits, settings and random number alone, never on the rows beside
-it.
+The choice in a row depends only on its own logits, settings and random number, never on other rows
+of the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Candidates that a nucleus is looked for in before the whole vocabulary is sorted; it nearly always
-# lies within.
+# Number of top candidates searched for the nucleus before sorting the whole vocabulary; nearly
+# always enough.
 SHORTLIST = 256
-# Temperatures and nuclei below this are greedy, and float32 could not tell them from 0.
+# Smaller values of temperature and top_p are treated as greedy: float32 cannot tell them from 0.
 LEAST = 1e-6
 
 
@@ -27,8 +26,8 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_p`: only the most likely tokens that together reach this
     probability (Holtzman et al. 2020). `seed`: the same request gives the same tokens; None draws a
-    new seed. `logprobs`: None for none, else this many of the likeliest tokens beside the chosen
-    one's; they are the model's own, before temperature and top_p.
+    new seed. `logprobs`: None for none, else the number of most likely tokens to report beside the
+    chosen one; these are the model's own, before temperature and top_p.
     """
 
     temperature: float = 0.0
@@ -39,8 +38,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A chosen token. `finite` is False where the logits were not, and then the token means
-    nothing.
+    """A chosen token. `finite` is False if the logits were not finite; the token is then
+    meaningless.
     """
 
     token: int
@@ -50,7 +49,9 @@ class SampledToken:
 
 
 class UniformDraws:
-    """The random numbers of one request: its own generator, so that no neighbour shifts them."""
+    """The random numbers of one request, from its own generator: other requests do not
+    shift them.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self._generator: torch.Generator | None = None
@@ -61,8 +62,8 @@ class UniformDraws:
             else:
                 self._generator.manual_seed(sampling.seed)
 
-    def roll(self) -> float:
-        """The next number in [0, 1); one per token. 0 for a greedy request, which needs none."""
+    def next_uniform(self) -> float:
+        """The next number in [0, 1), one per token; 0 for a greedy request, which needs none."""
         if self._generator is None:
             return 0.0
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
@@ -71,8 +72,8 @@ class UniformDraws:
 def sample_tokens(
     logits: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
 ) -> list[SampledToken]:
-    """One token for each row of `logits`, float32 `[B, V]`; `rolls` are the rows' random
-    numbers.
+    """Choose one token for each row of `logits`, float32 `[B, V]`; `rolls` are the rows' random
+    numbers in [0, 1).
     """
     best, tokens = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -103,7 +104,7 @@ def sample_tokens(
 def _draw(
     logits: Tensor, best: Tensor, samplings: Sequence[Sampling], rolls: Sequence[float]
 ) -> Tensor:
-    """Tokens `[N]` by inverting the cumulative distribution at each row's random number."""
+    """Sample tokens `[N]` by inverting the cumulative distribution at each row's random number."""
     temperature, top_p, roll = (
         torch.tensor(
             values, dtype=torch.float32, device=logits.device
@@ -114,7 +115,7 @@ def _draw(
             rolls,
         )
     )
-    # The largest logit is taken off first, so that a temperature near 0 gives the greedy choice
+    # The largest logit is subtracted first, so that a temperature near 0 gives the greedy choice
     # rather than infinities.
     probabilities = ((logits - best[:, None]) / temperature[:, None]).softmax(dim=-1)
     tokens = torch.zeros(len(samplings), dtype=torch.int64, device=logits.device)
@@ -128,8 +129,7 @@ def _draw(
         likely, order = probabilities[rest].topk(size, dim=-1)
         cumulative = likely.cumsum(dim=-1)
         enough = cumulative[:, -1] >= top_p[rest]
-        # A token belongs to the nucleus when those before it do not reach top_p; the first always
-        # does.
+        # A token is in the nucleus if those before it do not reach top_p; the first always is.
         mass = torch.where(cumulative - likely < top_p[rest, None], cumulative, 0.0).amax(
             dim=-1, keepdim=True
         )
@@ -140,19 +140,19 @@ def _draw(
 
 
 def _invert(cumulative: Tensor, roll: Tensor) -> Tensor:
-    """The first place `[N]` where the cumulative weights `[N, V]` exceed `roll` of their total; its
-    own weight is not 0.
+    """The first index `[N]` at which the cumulative weights `[N, V]` exceed `roll` times their
+    total; its own weight is not 0.
     """
     total = cumulative[:, -1:]
     places = torch.searchsorted(cumulative, roll[:, None] * total, right=True)[:, 0]
-    # Rounding may lift the target to the total: then it is the place that reaches the total first.
+    # Rounding may lift the target to the total: then take the first index that reaches the total.
     return places.minimum((cumulative < total).sum(dim=-1))
 
 
 def _logprobs(
     logits: Tensor, tokens: Tensor, count: int
 ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """For each row the chosen token's log-probability and the `count` likeliest tokens with
+    """For each row the chosen token's log-probability, and the `count` most likely tokens with
     theirs.
     """
     total = logits.logsumexp(dim=-1, keepdim=True)

@@ -1,9 +1,9 @@
-"""Texts out of sequence-to-sequence models: a batch of sources at a time, each answered as it would
-be alone.
+"""Text generation by sequence-to-sequence models, a batch of sources at a time; batching does not
+change an answer.
 
-transformers searches; how long an answer may be is always said here, and its own default of twenty
-tokens never decides. Of a model's `generation_config.json` what forbids or prefers texts counts
-(`PREFERENCES`); lengths, beams and sampling come from whoever asks.
+transformers runs the search. The maximum length is always set here, so its default of twenty tokens
+never applies. Of a model's `generation_config.json` only the settings that forbid or prefer texts
+are used (`PREFERENCES`); lengths, beams and sampling come from the request.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PREFERENCES = (
 
 @dataclass(frozen=True)
 class Seq2SeqRequest(Request):
-    """`prompt` is the source as the model reads it, framed. `beams` above 1 search for the
-    likeliest text (for greedy requests alone).
+    """`prompt` is the framed source as the model reads it. `beams` above 1 use beam search (greedy
+    requests only).
     """
 
     beams: int = 1
@@ -56,8 +56,8 @@ class Seq2SeqRequest(Request):
 
 @dataclass(frozen=True)
 class Seq2SeqAnswer:
-    """An answer. `ids` are those of the text, without the tokens that begin and end it; `generated`
-    counts the one that ends it, too.
+    """An answer. `ids` are those of the text, without start and end tokens; `generated` includes
+    the end token.
     """
 
     ids: list[int]
@@ -75,8 +75,8 @@ def generate(
     seed: int | None = None,
     eos: Collection[int] = (),
 ) -> list[list[int]]:
-    """Ids of a text for each source, all in one batch. `eos`: tokens that end a text; the model's
-    own where none are given.
+    """Generate the ids of a text for each source, in one batch. `eos`: tokens that end a text; the
+    model's own if empty.
 
     Raises:
         WrongInput: a source that the model cannot read, or settings that exclude each other.
@@ -95,10 +95,10 @@ def answer_batch(
     model: Seq2Seq,
     requests: Sequence[Seq2SeqRequest],
     eos: Collection[int] = (),
-    unwanted: Callable[[int], bool] = lambda row: False,
+    is_cancelled: Callable[[int], bool] = lambda row: False,
 ) -> list[Seq2SeqAnswer]:
-    """Answer requests with the same `beams` (and above 1 the same `max_tokens`) together.
-    `unwanted(row)`: whether to give that one up, asked at each token.
+    """Answer requests with the same `beams` (and, above 1, the same `max_tokens`) in one batch.
+    `is_cancelled(row)` says whether a row was cancelled; it is called at each token.
     """
     device, beams = next(model.parameters()).device, requests[0].beams
     longest = max(len(request.prompt) for request in requests)
@@ -113,10 +113,10 @@ def answer_batch(
         [[1] * len(request.prompt) + [0] * (longest - len(request.prompt)) for request in requests],
         device=device,
     )
-    watch = _SearchMonitor(requests, unwanted)
+    monitor = _SearchMonitor(requests, is_cancelled)
     own, was_training = model.inner.generation_config, model.training
-    # transformers fills what is not said from the model's own configuration, lengths and sampling
-    # too; so that one is put away.
+    # transformers takes settings that are not passed, lengths and sampling included, from the
+    # model's own generation configuration, so that is replaced meanwhile.
     model.inner.generation_config = _settings(
         model, max(request.max_tokens for request in requests), beams, eos
     )
@@ -125,33 +125,35 @@ def answer_batch(
         rows = model.inner.generate(
             tokens,
             attention_mask=mask,
-            logits_processor=[watch.choose],
-            stopping_criteria=[watch.stop],
+            logits_processor=[monitor.choose],
+            stopping_criteria=[monitor.stop],
         )
         ends = _ends(model.inner.generation_config.eos_token_id)
     finally:
         model.inner.generation_config = own
         model.train(was_training)
     return [
-        _written(row[1:], request, ends, finite=index not in watch.broken)
+        _answer(row[1:], request, ends, finite=index not in monitor.broken)
         for index, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True))
     ]
 
 
 class _SearchMonitor:
-    """Takes part in transformers' search: draws tokens as decoders do, sees numbers that are not
-    finite, and ends what nobody waits for.
+    """Hooks into transformers' search: samples tokens as decoders do, detects non-finite scores,
+    and stops rows that were cancelled.
     """
 
-    def __init__(self, requests: Sequence[Seq2SeqRequest], unwanted: Callable[[int], bool]) -> None:
-        self._requests, self._unwanted = requests, unwanted
+    def __init__(
+        self, requests: Sequence[Seq2SeqRequest], is_cancelled: Callable[[int], bool]
+    ) -> None:
+        self._requests, self._is_cancelled = requests, is_cancelled
         self._beams = requests[0].beams
-        self._dice = [UniformDraws(request.sampling) for request in requests]
+        self._draws = [UniformDraws(request.sampling) for request in requests]
         self._length = 0
         self.broken: set[int] = set()
 
     def choose(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B * beams, V]`; without beams all but the chosen token's become -inf."""
+        """Scores `[B * beams, V]`; without beams, all but the sampled token's become -inf."""
         self._length += 1
         if self._beams > 1:
             finite = scores.amax(dim=-1).isfinite().view(-1, self._beams).all(dim=1).tolist()
@@ -160,17 +162,17 @@ class _SearchMonitor:
         choices = sample_tokens(
             scores,
             [request.sampling for request in self._requests],
-            [dice.roll() for dice in self._dice],
+            [draws.next_uniform() for draws in self._draws],
         )
         self._mark([choice.finite for choice in choices])
         chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
         return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
 
     def stop(self, ids: Tensor, scores: object, **_: object) -> Tensor:
-        """Which rows `[N]` are done for another reason than their last token."""
+        """Which rows `[N]` must stop for another reason than their last token."""
         done = [
             index in self.broken
-            or self._unwanted(index)
+            or self._is_cancelled(index)
             or (self._beams == 1 and self._length >= request.max_tokens)
             for index, request in enumerate(self._requests)
         ]
@@ -198,7 +200,7 @@ def _ends(value: int | list[int] | None) -> list[int]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _written(
+def _answer(
     row: list[int], request: Seq2SeqRequest, ends: Sequence[int], *, finite: bool
 ) -> Seq2SeqAnswer:
     row = row[: request.max_tokens]
@@ -208,7 +210,7 @@ def _written(
 
 
 def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
-    """Raises WrongInput when the model cannot serve the request."""
+    """Raises WrongInput if the model cannot serve the request."""
     check_text(request.prompt, config)
     if not 1 <= request.max_tokens <= config.target_positions:
         raise WrongInput(
@@ -225,8 +227,8 @@ def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
 
 
 def check_text(ids: Sequence[int], config: HFConfig) -> None:
-    """Raises WrongInput when a text has no tokens, more than the model has positions, or ones that
-    it does not know. Nothing is ever cut.
+    """Raises WrongInput if a text has no tokens, more than the model has positions, or unknown ids.
+    Texts are never truncated.
     """
     if not ids:
         raise WrongInput("the text is empty; give at least one character")
@@ -244,7 +246,7 @@ def check_text(ids: Sequence[int], config: HFConfig) -> None:
 
 
 class Seq2SeqJob:
-    """A request on its way through a `Seq2SeqGenerator`."""
+    """A request inside a `Seq2SeqGenerator`."""
 
     def __init__(self, request: Seq2SeqRequest) -> None:
         self.request = request
@@ -252,11 +254,11 @@ class Seq2SeqJob:
 
 
 class Seq2SeqGenerator:
-    """A `Generator` for sequence-to-sequence models: what waits is taken together, and a batch is
-    written to its end in one step.
+    """The interface of `Generator` for sequence-to-sequence models: waiting requests are batched,
+    and a batch is generated completely in one step.
 
     Args:
-        eos: tokens that end a text; the model's own where none are given.
+        eos: tokens that end a text; the model's own if empty.
         decode: ids to text.
     """
 
@@ -273,11 +275,11 @@ class Seq2SeqGenerator:
 
     @property
     def busy(self) -> int:
-        """Requests that are not finished."""
+        """The number of unfinished requests."""
         return len(self._pending)
 
     def add(self, request: Request) -> Seq2SeqJob:
-        """Queue a request. Raises WrongInput when the model cannot serve it."""
+        """Queue a request. Raises WrongInput if the model cannot serve it."""
         asked = (
             request
             if isinstance(request, Seq2SeqRequest)
@@ -289,24 +291,24 @@ class Seq2SeqGenerator:
         return job
 
     def interrupt(self, job: Seq2SeqJob) -> None:
-        """Nobody waits for this one any more. From any thread, also while `step` runs: it is given
-        up at the next token.
+        """Cancel a request from any thread, also while `step` runs: it is abandoned at the next
+        token.
         """
         job.wanted = False
 
     def cancel(self, job: Seq2SeqJob) -> None:
-        """Forget a request; one that is finished already is ignored."""
+        """Drop a request; one that is finished is ignored."""
         job.wanted = False
         if job in self._pending:
             self._pending.remove(job)
 
     def clear(self) -> None:
-        """Forget every request; what to do after `step` raised."""
+        """Drop every request; for use after `step` raised."""
         self._pending.clear()
 
     def step(self) -> list[tuple[Seq2SeqJob, CompletionChunk]]:
-        """Write the next batch: requests of one width, as many as there are rows. One piece each,
-        and the last.
+        """Generate the next batch: up to `max_rows` requests with the same beam settings. Returns
+        one final chunk each.
         """
         group = self._next_group()
         if not group:
@@ -325,7 +327,7 @@ class Seq2SeqGenerator:
         ]
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Answer `requests` and nothing else; in their order."""
+        """Answer `requests` and nothing else; returns the answers in their order."""
         jobs = [self.add(request) for request in requests]
         pieces: dict[Seq2SeqJob, CompletionChunk] = {}
         while self.busy:

@@ -1,10 +1,10 @@
-"""Attention of the native decoder: masks, the kernels for CPU and GPU, and the choice between them.
+"""Attention of the native decoder: masks, the kernels for CPU and GPU, and the choice among them.
 
-On a GPU packed rows and windows use torch's flex attention, which skips blocks that are masked as a
-whole; its kernel is compiled at its first use. On a CPU bf16 training uses `cpu_attention`: a block
-of queries meets all its visible keys at once, in products that fit the processor's cache; scores
-are rounded to bf16 before the softmax, which computes in float32. It costs half of torch's flash
-kernel there, and is registered as an operator so that a compiler leaves it as it is.
+On a GPU, packed rows and windows use torch's flex attention, which skips fully masked blocks; its
+kernel is compiled at first use. On a CPU, bf16 training uses `cpu_attention`: a block of queries is
+multiplied with all its visible keys at once, in products that fit the processor's cache; scores are
+rounded to bf16 before the softmax, which computes in float32. It takes half the time of torch's
+flash kernel there, and is registered as an operator so that the compiler leaves it alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Indices of row, head, query and key -> whether that query attends to that key (a `mask_mod`)."""
+"""Indices of row, head, query and key -> whether the query attends to the key (a `mask_mod`)."""
 
 
 def make_flex_attn_fns(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """The attention function of each window for rows of `length` tokens; `segments` `[B, T]`
-    numbers the documents of packed ones.
+    numbers the documents of packed rows.
     """
     attn_fns: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     for window in windows:
@@ -47,7 +47,7 @@ def make_flex_attn_fns(
 
 
 def _visible(segments: Tensor | None, window: int | None) -> MaskFunction:
-    """Causal, within one document, and of it the last `window` tokens."""
+    """The mask function: causal, within one document, at most the last `window` tokens."""
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
@@ -66,7 +66,7 @@ def _flex_attend(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """One for all layers: the kernel knows a mask by its tensors."""
+    """Compiled once for all layers and masks: a mask is an argument of the kernel."""
     compiled: Callable[..., Tensor] = torch.compile(flex_attention)
     return compiled
 
@@ -75,8 +75,8 @@ BLOCK = 128  # queries
 
 
 def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first key, first query, end of both) of each block of one row; `mask` bool `[1 or H, T, T]`,
-    None for plain causal attention.
+    """(first key, first query, end of both) for each block of queries of one row. `mask` bool
+    `[1 or H, T, T]`; None for plain causal attention.
     """
     for first in range(0, length, BLOCK):
         end = min(first + BLOCK, length)
@@ -86,9 +86,9 @@ def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
             yield int(mask[:, first:end, :end].any(1).any(0).byte().argmax()), first, end
 
 
-def _weights(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    """softmax(q k) `[K, G * t, S]` for scaled queries `[K, G * t, E]`, keys `[K, S, E]`, and
-    `hidden` bool, broadcast to `[K, G, t, S]`.
+def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """Attention probabilities `[K, G * t, S]` for scaled queries `[K, G * t, E]` and keys
+    `[K, S, E]`; `hidden` bool, broadcast to `[K, G, t, S]`, is True where a key is masked.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     scores.view(k.shape[0], -1, hidden.shape[-2], k.shape[1])[
@@ -97,8 +97,10 @@ def _weights(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     return torch.softmax(scores, dim=-1, dtype=scores.dtype)
 
 
-def _future(mask: Tensor | None, start: int, first: int, end: int) -> Tensor:
-    """What the queries `first` to `end` may not see, for the last of the keys `start` to `end`."""
+def _hidden_keys(mask: Tensor | None, start: int, first: int, end: int) -> Tensor:
+    """The mask of hidden keys for queries `first` to `end` over keys `start` to `end`; for plain
+    causal attention only over the last `end - first` keys.
+    """
     if mask is None:
         return torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
     return ~mask[:, first:end, start:end]
@@ -107,18 +109,18 @@ def _future(mask: Tensor | None, start: int, first: int, end: int) -> Tensor:
 @torch.library.custom_op("ingot::cpu_attention", mutates_args=())
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal ->
-    `[B, H, T, E]`, laid out as `[B, T, H, E]`.
+    `[B, H, T, E]`, stored as `[B, T, H, E]`.
     """
     batch, _, length, size = q.shape
     groups = k.shape[1]
-    out = _like(q)
+    out = _empty_like(q)
     scaled = (q * size**-0.5).unflatten(1, (groups, -1))  # [B, K, G, T, E]
     mixed = out.unflatten(1, (groups, -1))
     for row in range(batch):
         seen = None if mask is None else mask[row % mask.shape[0]]
         for start, first, end in _blocks(seen, length):
             part = scaled[row, :, :, first:end].reshape(groups, -1, size)
-            p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
+            p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
             mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(
                 groups, -1, end - first, size
             )
@@ -129,25 +131,25 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
 def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. What attention weighs by is computed again, which costs less
-    than to keep it.
+    """The gradients of q, k and v. Attention probabilities are recomputed, which costs less than
+    storing them.
     """
     batch, _, length, size = q.shape
     groups, scale = k.shape[1], size**-0.5
-    dq, dk, dv = _like(q), _like(k), _like(v)
-    scaled, given, back = (x.unflatten(1, (groups, -1)) for x in (q * scale, grad, dq))
+    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+    scaled, grad_groups, dq_groups = (x.unflatten(1, (groups, -1)) for x in (q * scale, grad, dq))
     for row in range(batch):
         seen = None if mask is None else mask[row % mask.shape[0]]
         sum_k, sum_v = torch.zeros(2, groups, length, size)
         for start, first, end in _blocks(seen, length):
             part = scaled[row, :, :, first:end].reshape(groups, -1, size)
-            g = given[row, :, :, first:end].reshape(groups, -1, size)
-            p = _weights(part, k[row, :, start:end], _future(seen, start, first, end))
+            g = grad_groups[row, :, :, first:end].reshape(groups, -1, size)
+            p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
             sum_v[:, start:end] += torch.bmm(p.transpose(1, 2), g)
             ds = torch._softmax_backward_data(
                 torch.bmm(g, v[row, :, start:end].transpose(1, 2)), p, -1, p.dtype
             )
-            back[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(
+            dq_groups[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(
                 groups, -1, end - first, size
             )
             sum_k[:, start:end] += torch.bmm(ds.transpose(1, 2), part)
@@ -157,25 +159,27 @@ def cpu_attention_backward(
 
 @cpu_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return _like(q)
+    return _empty_like(q)
 
 
 @cpu_attention_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
-def _like(x: Tensor) -> Tensor:
-    """Room for `[B, H, T, E]` laid out as `[B, T, H, E]`, which the next product takes without a
+def _empty_like(x: Tensor) -> Tensor:
+    """An uninitialised `[B, H, T, E]` stored as `[B, T, H, E]`, so that the next product needs no
     copy.
     """
     batch, heads, length, size = x.shape
     return x.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+def _save_inputs(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor
+) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -183,12 +187,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *cpu_attention_backward(grad, *ctx.saved_tensors), None
 
 
-cpu_attention.register_autograd(_backward, setup_context=_keep)
+cpu_attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
 AttnFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`; the mask
-is part of the function.
+"""q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`; the mask is part of the
+function.
 """
 AttnFnFactory = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]]
 """positions and segments `[B, T]`, windows -> the attention function of each window, made once for
@@ -197,7 +201,7 @@ all layers.
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool `[T, T]`: each token sees those before it and itself, of them the last `window` (None:
+    """Bool `[T, T]`: each token sees itself and earlier tokens, at most the last `window` (None:
     all).
     """
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
@@ -205,8 +209,8 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 def document_mask(segments: Tensor, window: int | None = None) -> Tensor:
-    """Bool `[B, 1, T, T]`: causal, within one document (equal `segments` `[B, T]`), and of it the
-    last `window` tokens (None: all).
+    """Bool `[B, 1, T, T]`: causal within one document (equal `segments` `[B, T]`), at most the last
+    `window` tokens (None: all).
     """
     return (segments[:, None, :, None] == segments[:, None, None, :]) & causal_mask(
         segments.shape[1], window, segments.device
@@ -216,10 +220,10 @@ def document_mask(segments: Tensor, window: int | None = None) -> Tensor:
 def attention_masks(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
 ) -> dict[int | None, Tensor | None]:
-    """The mask of each window, for rows of `length` tokens; None where plain causal attention says
-    the same.
+    """The mask of each window for rows of `length` tokens; None where plain causal attention is
+    equivalent.
 
-    Made once for all layers; a window that holds the whole row shares the mask of those without.
+    Made once for all layers; a window as long as the row shares the mask of unlimited layers.
     """
     made: dict[int | None, Tensor | None] = {}
     answer: dict[int | None, Tensor | None] = {}
@@ -236,9 +240,9 @@ def attention_masks(
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention.
 
-    q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to `[B, H,
-    T, S]`, True where a query attends; None for plain causal attention. Returns `[B, H, T, E]`. In
-    training every query must attend to itself at least.
+    q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to
+    `[B, H, T, S]`, True where a query attends; None for plain causal attention. Returns
+    `[B, H, T, E]`. In training every query must attend at least to itself.
     """
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
@@ -259,7 +263,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def make_attn_fns(
     positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
 ) -> dict[int | None, AttnFn]:
-    """Attention where every rank has whole rows."""
+    """The attention functions where every rank has whole rows; an `AttnFnFactory`."""
     windows, length = set(windows), positions.shape[1]
     if positions.device.type == "cuda" and (
         segments is not None or any(window is not None and window < length for window in windows)

@@ -1,5 +1,5 @@
 """The configuration of a native decoder, read from a Hugging Face `config.json`. A setting that
-would change the maths and is not implemented is refused.
+would change the mathematics and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.family import family_of, sizes
 from ingot.models.native.rope import Rope, read_rope
 
-# Keys that must have these values where they are given: another value is another model.
+# Keys that must have one of these values if present: any other value is another architecture.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0, 0.0, None),
@@ -25,11 +25,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder; names are Hugging Face's where it has one for all model
-    types.
+    """Sizes and switches of a decoder, under Hugging Face's names where those are the same for all
+    model types.
 
-    `windows`: for each layer how many tokens back a query sees, itself included; None: all.
-    `source` keeps the configuration that it was read from.
+    `windows`: for each layer, how many tokens back a query sees, itself included; None for all.
+    `source` is the configuration that it was read from.
     """
 
     vocab_size: int
@@ -53,11 +53,11 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], where: str = "model.config") -> DecoderConfig:
-        """Read `config.json`'s mapping.
+        """Read the mapping of a `config.json`.
 
         Raises:
-            WrongInput: another model type, a missing or impossible value; `where` says where it
-                stands.
+            WrongInput: another model type, or a missing or impossible value; `where` is the place
+                that the message names.
         """
         family = family_of({"model_type": str(config.get("model_type"))}, where)
         fixed = {**_FIXED, **family.fixed}
@@ -124,10 +124,10 @@ class DecoderConfig:
             )
 
     def to_hf(self) -> dict[str, Any]:
-        """The configuration to write into `config.json`: what was read, nothing lost.
+        """The mapping to write to `config.json`: everything that was read.
 
-        Rotary positions in transformers 5's spelling are given in the older one as well, which
-        readers of before would otherwise silently take for base 10,000 without scaling.
+        Rotary parameters in transformers 5's spelling are also written in the older one; older
+        readers would otherwise silently assume base 10,000 without scaling.
         """
         new = self.source.get("rope_parameters")
         scaling = {key: value for key, value in (new or {}).items() if key != "rope_theta"}

@@ -27,18 +27,18 @@ class AttentionCache(Protocol):
     """Keys and values of earlier tokens."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store one layer's new k and v `[B, K, T, E]`; returns the keys and values to attend over
-        `[B, K, S, E]` and a bool mask `[B, 1, T, S]`.
+        """Store one layer's new k and v `[B, K, T, E]`; returns the keys and values to attend over,
+        `[B, K, S, E]` each, and a bool mask `[B, 1, T, S]`.
         """
         ...
 
 
 RunLayers = Callable[[Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
-"""Applies the layers to a tensor, in their order."""
+"""Applies the layers to a tensor, in order."""
 
 
 def run_in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """One layer after the other."""
+    """Apply the layers one after the other. x `[B, T, D]`."""
     for layer in layers:
         x = layer(x)
     return x
@@ -59,8 +59,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; queries and keys normed per head where the
-    configuration says so (Qwen 3).
+    """Grouped-query attention with rotary positions; queries and keys are normalised per head if
+    the configuration says so (Qwen 3).
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         cache: AttentionCache | None,
     ) -> Tensor:
         batch, time, _ = x.shape
-        # The number of heads is read off the tensor: a wrapper may have left this rank a share of
+        # The number of heads is read from the tensor: a wrapper may have left this rank a part of
         # them.
         q, k, v = (
             projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
@@ -123,7 +123,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before and the residual around."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual
+    around it.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -141,8 +143,8 @@ class Block(nn.Module):
         attn_fn: AttnFn | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """`attn_fn` is this layer's attention; None where `cache` provides keys, values and
-        mask.
+        """x `[B, T, D]` -> `[B, T, D]`. `attn_fn` is this layer's attention; None if `cache`
+        provides keys, values and mask.
         """
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attn_fn, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -150,12 +152,12 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, layers, last norm."""
+    """Embedding, layers and final norm."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        # Not drawn here: on `meta` that would load the compiler (a second at each start), elsewhere
-        # it would be drawn twice.
+        # Not initialised here: on `meta` that would import the compiler (a second at each start),
+        # elsewhere the weights would be initialised twice.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
@@ -166,12 +168,11 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model, or one stage of it.
+    """A causal language model, or one pipeline stage of it.
 
     Training calls `forward`, which returns the objective's value per token; the logits of all
-    tokens never exist at once.
-    Built on any device, `meta` included: nothing is computed from the parameters in the
-    constructor.
+    tokens never exist at once. It can be built on any device, `meta` included: the constructor
+    computes nothing from the parameters.
 
     `make_attn_fns`, `run_layers` and `vocabulary_head` compute attention, the layers and the head;
     wrappers replace them by versions that communicate with other ranks or recompute activations.
@@ -194,7 +195,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The projection onto the vocabulary, `[V, D]`; the embedding itself where the two are
+        """The projection onto the vocabulary, `[V, D]`; the embedding itself if the two are
         tied.
         """
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -206,12 +207,12 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """Final hidden states `[B, T, D]`, normed; of a stage that is not the last, what the next
-        one goes on from.
+        """Final hidden states `[B, T, D]`, normalised; for a stage that is not the last, the hidden
+        states for the next stage.
 
-        tokens, positions `[B, T]` int64; a stage that is not the first is given hidden states for
-        tokens. `segments` `[B, T]` numbers the documents of a packed row, which then do not see
-        each other; None where each row is one document.
+        tokens, positions `[B, T]` int64; a stage that is not the first takes hidden states
+        `[B, T, D]` in place of tokens. `segments` `[B, T]` numbers the documents of packed rows,
+        which do not attend to each other; None if each row is one document.
         """
         return self._hidden(tokens, positions, segments, cache)
 
@@ -222,9 +223,9 @@ class Decoder(nn.Module):
         segments: Tensor | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        # What is called from outside (`hidden`, `logits`, `project`) is where a wrapper gathers
-        # weights and gives them back: not from within `forward`. The frequencies are made here
-        # rather than kept in a buffer: they cost nothing, and a model on `meta` has none to lose.
+        # FSDP gathers and frees weights around the methods called from outside (`hidden`, `logits`,
+        # `project`), so `forward` calls this one instead. The frequencies are computed here rather
+        # than kept in a buffer: they cost nothing, and a model on `meta` would lose them.
         rope = self.config.rope
         cos, sin = angles(
             positions,
@@ -248,12 +249,12 @@ class Decoder(nn.Module):
         return self.model.norm(x) if self.stage.last else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need them."""
+        """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need logits."""
         return self.vocabulary_head.whole(self._project(self.vocabulary_head.enter(hidden))).float()
 
     def project(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` -> `[..., V]`: the head, in the type that it computes in; V is this rank's
-        share of the vocabulary.
+        """`[..., D]` -> `[..., V]`: the head in its compute dtype; V is this rank's slice of the
+        vocabulary.
         """
         return self._project(hidden)
 
@@ -269,11 +270,11 @@ class Decoder(nn.Module):
         token: TokenFunction,
         extras: Tensor | None = None,
     ) -> Tensor:
-        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. Of a
-        stage that is not the last: hidden states.
+        """The objective's value of each token, float32 `[B, T]`; 0 where the label is -100. On a
+        stage that is not the last: hidden states `[B, T, D]`.
 
-        `token(view, labels, extras)` is called on chunks of tokens, `extras` `[B, T, ...]` cut as
-        they are; see `ingot.models.native.head`.
+        `token(view, labels, extras)` is called on chunks of tokens, with `extras` `[B, T, ...]`
+        split likewise; see `ingot.models.native.head`.
         """
         hidden = self._hidden(tokens, positions, segments)
         if not self.stage.last:
@@ -293,13 +294,13 @@ class Decoder(nn.Module):
         )
         return values.view(
             labels.shape
-        ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+        ).clone()  # not a view: FSDP's hooks on this tensor's gradient would be lost with one
 
 
 class StageEnds(NamedTuple):
     """Which ends of the model a pipeline stage holds."""
 
     first: bool = True
-    """The embedding is looked up."""
+    """Whether this stage has the embedding."""
     last: bool = True
-    """The last norm and the head are applied."""
+    """Whether this stage has the final norm and the head."""

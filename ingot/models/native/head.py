@@ -1,7 +1,7 @@
 """The end of a decoder: vocabulary projection and the objective's per-token function, in chunks.
 
-The logits of a long row over a large vocabulary are the largest tensor of a training step by far;
-here only one chunk of them exists at a time, in forward and in backward.
+The logits of a long row over a large vocabulary are by far the largest tensor of a training step;
+only one chunk of them exists at a time, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 CHUNK_LOGITS = 2**25
-"""Logits that exist at once; 128 MiB of float32."""
+"""Logits held at once: 128 MiB in float32."""
 PIECE_LOGITS = 2**23
-"""Logits that a CPU turns into values and gradients at once; these stay in its cache."""
+"""Logits that a CPU turns into values and gradients at once, so that they stay in its cache."""
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
 class LogitsView:
-    """What an objective may ask about the logits of a chunk of N tokens; the same questions when
+    """What an objective may compute from the logits of a chunk of N tokens; the same interface when
     the vocabulary is sharded.
     """
 
@@ -34,50 +34,45 @@ class LogitsView:
         self._logits = logits
 
     def logsumexp(self) -> Tensor:
-        """`[N]`."""
+        """The log-sum-exp over the vocabulary, `[N]`."""
         return self._logits.logsumexp(dim=-1)
 
     def gather(self, labels: Tensor) -> Tensor:
-        """The logit of each token's label `[N]`; labels must be in the vocabulary."""
+        """The logit of each token's label `[N]`; labels must be valid ids."""
         return self._logits.gather(-1, labels[:, None])[:, 0]
 
     def log_probability(self, labels: Tensor) -> Tensor:
-        """`gather(labels) - logsumexp()` `[N]`, in one kernel that is far cheaper going
-        backward.
-        """
+        """`gather(labels) - logsumexp()` `[N]` in one kernel, which is far cheaper in backward."""
         return -functional.cross_entropy(self._logits, labels, reduction="none")
 
     def logits(self) -> Tensor:
-        """Those that this rank has of them, float32 `[N, V]`; all where the vocabulary is not
-        sharded.
-        """
+        """This rank's logits, float32 `[N, V]`; all of them unless the vocabulary is sharded."""
         return self._logits
 
     def log_probabilities(self, temperature: float = 1.0) -> Tensor:
-        """Of the tokens that `logits()` has, `[N, V]`, the logits divided by `temperature`."""
+        """Log-probabilities `[N, V]` of this rank's logits, each divided by `temperature`."""
         return (self._logits / temperature).log_softmax(dim=-1)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the whole vocabulary, `[N]`, of `values` `[N, V]` that were made from
+        """The sum over the whole vocabulary, `[N]`, of `values` `[N, V]` computed from
         `logits()`.
         """
         return values.sum(dim=-1)
 
 
 class TokenFunction(Protocol):
-    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0; their values are
-    discarded.
+    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0, and their values
+    are discarded.
 
-    `extras`: what else the objective asked for, `[N, ...]`, the tokens' own share of it; None where
-    it asked for nothing.
+    `extras`: the objective's extra inputs for these tokens, `[N, ...]`; None if it has none.
     """
 
     def __call__(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor: ...
 
 
 def summed_only(token: Method) -> Method:
-    """Marks a token function whose values the objective only adds up, so that going backward all of
-    them are given one and the same gradient.
+    """Marks a token function whose values are only summed by the objective, so that in backward
+    they all receive the same gradient.
     """
     token.summed = True  # type: ignore[attr-defined]
     return token
@@ -88,24 +83,24 @@ Project = Callable[[Tensor], Tensor]
 
 
 class VocabularyHead:
-    """How the head is computed. This is the whole of it on one rank; `ingot.parallel` has one that
-    is shared.
+    """How the head is computed. This class is the head of one rank; `ingot.parallel` has a sharded
+    one.
     """
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Final hidden states as the head wants them: every token, all features."""
+        """Final hidden states as the head needs them: every token, all features."""
         return hidden
 
     def weight(self, weight: Tensor) -> Tensor:
-        """The rows of the projection `[V, D]` that are here."""
+        """The rows of the projection `[V, D]` that this rank holds."""
         return weight
 
     def view(self, logits: Tensor) -> LogitsView:
-        """Float32 logits of a chunk, to be asked by an objective."""
+        """Wrap the float32 logits of a chunk for an objective."""
         return LogitsView(logits)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """`[..., V]` of what is here -> of the whole vocabulary."""
+        """Gather `[..., V]` from this rank's slice to the whole vocabulary."""
         return logits
 
 
@@ -119,13 +114,13 @@ def apply_head(
     view: Callable[[Tensor], LogitsView] = LogitsView,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where `labels`
-    `[N]` is -100.
+    """The values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where
+    `labels` `[N]` is -100.
 
-    A single chunk keeps its logits for backward; of several, each recomputes its own, so that
-    memory does not grow with N. If `weight` `[V, D]` is given (`project` must then be a product
-    with it) and the token function is marked `summed_only`, the gradients are computed in forward
-    and nothing is computed twice.
+    A single chunk keeps its logits for backward; with several, each chunk recomputes its own, so
+    that memory does not grow with N. If `weight` `[V, D]` is given (`project` must then multiply by
+    it) and the token function is marked `summed_only`, gradients are computed in forward and
+    nothing is computed twice.
     """
     if (
         weight is not None
@@ -157,7 +152,7 @@ def apply_head(
     return torch.cat(values)
 
 
-# `torch.compiler.disable` would import the compiler here and now, which takes a second.
+# `torch.compiler.disable` would import the compiler at this point, which takes a second.
 @_disable_dynamo
 def _apply_summed(
     hidden: Tensor,
@@ -168,8 +163,8 @@ def _apply_summed(
     extras: Tensor | None,
     view: Callable[[Tensor], LogitsView],
 ) -> Tensor:
-    """A compiler cannot follow gradients that are taken in forward, and there is nothing in between
-    for it to gain.
+    """Excluded from compilation: the compiler cannot trace gradients taken in forward, and has
+    nothing to gain here.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -179,8 +174,8 @@ def _apply_summed(
 
 
 class _Summed(torch.autograd.Function):
-    """Values, and at once the gradients of their sum: each chunk's logits are turned into their own
-    gradient while they are there.
+    """Computes the values and at once the gradients of their sum: the logits of each chunk are
+    overwritten by their own gradient.
     """
 
     @staticmethod
@@ -228,7 +223,7 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradient[0]
-        # On an accelerator nobody waits for this.
+        # Asynchronous on an accelerator.
         torch._assert_async(
             (gradient == scale).all(), "values of a summed token function were not only added up"
         )
@@ -249,7 +244,7 @@ def _values_and_gradient(
     extras: Tensor | None,
     view: Callable[[Tensor], LogitsView],
 ) -> tuple[Tensor, Tensor]:
-    """Of some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n,
+    """For some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n,
     V]`, both float32.
     """
     with torch.enable_grad():
@@ -260,8 +255,8 @@ def _values_and_gradient(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, last: bool) -> Tensor:
-    """`total` + `left` @ `right`, added up in float32 where they are smaller; after the last one in
-    their own type.
+    """`total` + `left` @ `right`, accumulated in float32 if their dtype is narrower; cast back to
+    it after the last one.
     """
     if total is None:
         product = left @ right

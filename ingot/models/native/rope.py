@@ -18,7 +18,7 @@ from ingot.config.family import rope_values
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base and scaling. `kind` is one of `SCALINGS`; `amplitude` multiplies cos
+    """Rotary positions: base and scaling. `kind` is a key of `SCALINGS`; `amplitude` multiplies cos
     and sin (YaRN).
     """
 
@@ -35,7 +35,8 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any], positions: int, where: str) -> Rope:
-    """Rotary positions of a Hugging Face configuration, for a model of `positions` positions.
+    """Read the rotary parameters of a Hugging Face configuration, for a model of `positions`
+    positions.
 
     Raises:
         WrongInput: a kind of scaling that is not in `SCALINGS`, or one of its values is missing.
@@ -72,8 +73,8 @@ def read_rope(config: Mapping[str, Any], positions: int, where: str) -> Rope:
 
 
 def _amplitude(values: Mapping[str, Any], factor: float) -> float:
-    """What YaRN multiplies cos and sin by, where the configuration does not say it (section 3.4 of
-    Peng et al. 2023, and DeepSeek's ratio).
+    """YaRN's factor for cos and sin if the configuration does not give it (section 3.4 of Peng et
+    al. 2023, and DeepSeek's ratio).
     """
     given = values.get("attention_factor")
     if given is not None:
@@ -89,8 +90,8 @@ def _temperature(factor: float, scale: float) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, blend between (the Llama 3.1 model
-    card's scheme).
+    """Stretch long wavelengths by `factor`, keep short ones, interpolate between (the scheme of the
+    Llama 3.1 model card).
     """
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_positions / rope.low_freq_factor
@@ -105,9 +106,9 @@ def _llama3(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
-    """Keep pairs that turn more than `beta_fast` times in the original positions, stretch those
-    that turn less than `beta_slow` times by `factor`, blend between by their place (Peng et al.
-    2023, section 3.2).
+    """Keep channel pairs that rotate more than `beta_fast` times over the original positions,
+    stretch those that rotate less than `beta_slow` times by `factor`, and interpolate between by
+    channel index (Peng et al. 2023, section 3.2).
     """
 
     def place(turns: float) -> float:
@@ -131,7 +132,7 @@ class Scaling(NamedTuple):
     """One kind of rotary scaling."""
 
     required: tuple[str, ...]
-    """The values that `rope_parameters` must give."""
+    """The values that `rope_parameters` must contain."""
     apply: Callable[[Tensor, Rope, int], Tensor]
     """Unscaled frequencies `[E/2]`, the settings, E -> scaled frequencies `[E/2]`."""
 
@@ -157,7 +158,7 @@ def _scaling(kind: str, where: str) -> Scaling:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """One angular frequency for each pair of channels, float32 `[E/2]`.
+    """One angular frequency per channel pair, float32 `[E/2]`.
 
     Raises:
         WrongInput: the kind of scaling is not in `SCALINGS`.
@@ -168,8 +169,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None =
 
 
 def angles(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` `[B, T]`, times `amplitude`: two float32 `[B, 1, T, E]`, ready to
-    meet `[B, H, T, E]`.
+    """cos and sin of `positions` `[B, T]` times `amplitude`: two float32 `[B, 1, T, E]`, which
+    broadcast to `[B, H, T, E]`.
     """
     turns = positions[:, None, :, None].float() * frequencies  # [B, 1, T, E/2]
     turns = torch.cat((turns, turns), dim=-1)  # [B, 1, T, E]
@@ -178,8 +179,8 @@ def angles(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> tu
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of `x` `[B, H, T, E]` by the angles; computed in float32,
-    returned in x's type.
+    """Rotate the channel pairs (i, i + E/2) of `x` `[B, H, T, E]` by the angles; computed in
+    float32, returned in the dtype of x.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)

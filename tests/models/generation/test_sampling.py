@@ -143,12 +143,12 @@ def test_forbidden_tokens_are_no_broken_numbers() -> None:
 def test_dice() -> None:
     def four(seed: int | None) -> list[float]:
         dice = UniformDraws(Sampling(1.0, seed=seed))
-        return [dice.roll() for _ in range(4)]
+        return [dice.next_uniform() for _ in range(4)]
 
     assert four(7) == four(7)
     assert four(-7) == four(-7) != four(7)
     assert four(None) != four(None)
-    assert UniformDraws(Sampling()).roll() == 0.0
+    assert UniformDraws(Sampling()).next_uniform() == 0.0
 
 
 def test_top_p_takes_no_token_beyond_the_one_that_meets_it_exactly() -> None:

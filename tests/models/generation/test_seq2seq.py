@@ -80,7 +80,7 @@ def test_sampling_draws_as_decoders_do(tmp_path: Path) -> None:
             with torch.no_grad():
                 hidden = model.hidden(torch.tensor([source]), None, torch.tensor([[*written, 0]]))
                 (choice,) = sample_tokens(
-                    model.project(hidden[:, -1]).float(), [sampling], [dice.roll()]
+                    model.project(hidden[:, -1]).float(), [sampling], [dice.next_uniform()]
                 )
             if choice.token == eos:
                 break
