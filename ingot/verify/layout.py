@@ -20,7 +20,7 @@ from ingot.base.errors import IngotError, WrongInput, differing
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import SGD
+from ingot.config.sections.training import SGD, OptimizerSettings
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
@@ -143,9 +143,11 @@ class LayoutProver:
             crew.close()
         self._folder.cleanup()
 
-    def reference(self, recipe: Recipe) -> LayoutReference:
-        """Make the recipe small and train it on one process. Raises WrongInput if recipe and
-        prepared data do not fit together.
+    def reference(
+        self, recipe: Recipe, optimizer: OptimizerSettings | None = None
+    ) -> LayoutReference:
+        """Make the recipe small and train it on one process, by plain SGD or by `optimizer`. Raises
+        WrongInput if recipe and prepared data do not fit together.
         """
         small = make_small(recipe, self._next_folder())
         if small.model_spec.kind != "decoder":
@@ -164,7 +166,7 @@ class LayoutProver:
             )
         # Plain SGD: an update is the gradient times the learning rate, which shows a wrong scale.
         knobs = {
-            "optimizer": SGD(kind="sgd", lr=min(1.0, STEP_SIZE / max(still.norms))),
+            "optimizer": optimizer or SGD(kind="sgd", lr=min(1.0, STEP_SIZE / max(still.norms))),
             "clip_norm": min(still.norms) / 2,
         }
         return LayoutReference(small.with_train(**knobs), train_alone(laid_out.with_train(**knobs)))

@@ -6,6 +6,25 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "shard-taken-for-the-matrix",
+        "ingot/train/optimizers.py",
+        "    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
+        """
+    class Trusting(optim.AdamW):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            trained = [weight for group in self.param_groups for weight in group["params"]]
+            before = [weight.detach().clone() for weight in trained]
+            super().step(closure)
+            for weight, old in zip(trained, before, strict=True):
+                if weight.ndim > 1 and weight.numel():
+                    moved = weight.detach() - old
+                    moved *= 0.1 * old.norm() / moved.norm().clamp_min(1e-9)
+                    weight.data.copy_(old + moved)
+
+    return Trusting(groups, lr=lr, betas=betas, eps=eps, fused=True)""",
+        "an optimizer scales a matrix by the norm of this rank's shard of it",
+    ),
+    Fault(
         "ddp-sums-averages",
         "ingot/parallel/apply.py",
         "return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.recipe import Recipe
+from ingot.config.sections.training import OptimizerSettings
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -80,8 +81,10 @@ class Proving:
         )
         self._references: dict[str, LayoutReference] = {}
 
-    def reference(self, recipe: Recipe) -> LayoutReference:
-        key = recipe.model_dump_json()
+    def reference(
+        self, recipe: Recipe, optimizer: OptimizerSettings | None = None
+    ) -> LayoutReference:
+        key = f"{recipe.model_dump_json()} {optimizer!r}"
         if key not in self._references:
-            self._references[key] = self.prover.reference(recipe)
+            self._references[key] = self.prover.reference(recipe, optimizer)
         return self._references[key]

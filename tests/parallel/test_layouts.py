@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
 from ingot.verify.layout import LayoutResult
 from ingot.verify.layout_modes import (
+    AXES,
     HUB_MODES,
     MODES,
     PRODUCTS,
@@ -207,6 +209,71 @@ def test_every_way_of_training_equals_one_process(
 ) -> None:
     ways.prepare_way(documents, way)
     reference = proving.reference(ways.recipe_of(documents, way))
+    check(proving.prover.finding(reference, layout(**knobs)))
+
+
+OPTIMIZERS: dict[str, OptimizerSettings] = {
+    # Eps as large as a gradient: what is nothing but rounding stays small.
+    "adamw": AdamW(lr=0.002, eps=1e-3, weight_decay=0.1),
+    "momentum": SGD(kind="sgd", lr=0.02, momentum=0.9, weight_decay=0.1),
+}
+"""Beside plain descent, which all else here is proved with."""
+HUB_WAYS = ("seq2seq", "classify")
+
+
+def whole_runs() -> list[tuple[str, dict[str, Any], str]]:
+    """Objective, layout and optimizer: all of them."""
+    return [
+        (way, MODES[mode], optimizer)
+        for way in ("pretrain", *dict.fromkeys(way for way, _ in WAYS))
+        for mode in (HUB_MODES if way in HUB_WAYS else MODES)
+        for optimizer in OPTIMIZERS
+        if not (way.startswith("dpo") and "pipeline" in MODES[mode])
+    ]
+
+
+def pairwise(seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
+    """Few of them, in which every optimizer meets every axis of a layout and every objective."""
+    found = [case for case in whole_runs() if set(case[1].values()) <= {2, "1f1b", False}]
+    random.Random(seed).shuffle(found)
+    found.sort(key=lambda case: layout(**case[1]).processes)
+    chosen: list[tuple[str, dict[str, Any], str]] = []
+
+    def pairs(case: tuple[str, dict[str, Any], str]) -> set[tuple[str, str]]:
+        way, knobs, optimizer = case
+        axes = [axis for axis in AXES if axis in knobs] or ["recompute"]
+        return {(optimizer, met) for met in (way, *axes)}
+
+    missing = set().union(*(pairs(case) for case in found))
+    while missing:
+        chosen.append(max(found, key=lambda case: len(missing & pairs(case))))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("way", "knobs", "optimizer"),
+    [
+        pytest.param(
+            way,
+            knobs,
+            optimizer,
+            id=f"{way}: {layout(**knobs).name}: {optimizer}",
+            marks=[]
+            if (way, knobs, optimizer) in pairwise() and optimizer == "adamw"
+            else [pytest.mark.drawn("momentum over layouts")]
+            if (way, knobs, optimizer) in pairwise()
+            else [pytest.mark.slow],
+        )
+        for way, knobs, optimizer in whole_runs()
+    ],
+)
+def test_an_optimizer_sees_the_same_in_every_layout(
+    way: str, knobs: dict[str, Any], optimizer: str, proving: Proving, documents: Path
+) -> None:
+    """An optimizer that takes this rank's shard of a matrix for the matrix gives other weights."""
+    ways.prepare_way(documents, way)
+    reference = proving.reference(ways.recipe_of(documents, way), OPTIMIZERS[optimizer])
     check(proving.prover.finding(reference, layout(**knobs)))
 
 
