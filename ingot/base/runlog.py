@@ -180,11 +180,17 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run goes
-    on in the same one.
+    on in the same one. `place`: `entity` and `tags`, where they are given.
     """
 
     def __init__(
-        self, folder: Path, project: str, name: str, run_id: str, config: Mapping[str, Any]
+        self,
+        folder: Path,
+        project: str,
+        name: str,
+        run_id: str,
+        config: Mapping[str, Any],
+        place: Mapping[str, Any] | None = None,
     ) -> None:
         import wandb
 
@@ -196,6 +202,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(folder),
             config=dict(config),
+            **(place or {}),
         )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ingot.base.errors import differing
 from ingot.config.doors import FAMILIES, OBJECTIVES, OPTIMIZERS, SCHEDULES, TASKS, packages_of
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import Changeable
+from ingot.config.sections.checkpoint import Changeable
 
 TRAINING_KNOBS = (
     "seed",

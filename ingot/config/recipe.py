@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
 from ingot.config.section import Section
+from ingot.config.sections.checkpoint import Checkpoint, Resume, Track
 from ingot.config.sections.data import Data, Pack
 from ingot.config.sections.deployment import (
     Chaos,
@@ -25,14 +26,7 @@ from ingot.config.sections.evaluation import ClassificationTask, Evaluate, LossT
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.config.sections.objective import Documents, Objective, PretrainSettings
-from ingot.config.sections.training import (
-    Checkpoint,
-    Model,
-    Resume,
-    TokenizerSettings,
-    Track,
-    Train,
-)
+from ingot.config.sections.training import Model, TokenizerSettings, Train, seconds_of
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"),
@@ -204,6 +198,12 @@ class Recipe(Section):
 
     def _check_metrics(self, tasks: list[str]) -> None:
         """What stops training or chooses a checkpoint must be measured while training."""
+        if self.train.skip.then == "roll_back" and seconds_of(self.checkpoint.every) is not None:
+            raise ValueError(
+                f"train.skip.then=roll_back with checkpoint.every={self.checkpoint.every} would go"
+                " back by the clock, to another step each time; set checkpoint.every to steps or"
+                " epoch"
+            )
         early_stop = self.train.early_stop
         for knob, metric in (
             ("train.early_stop.metric", early_stop.metric if early_stop else None),
@@ -213,6 +213,11 @@ class Recipe(Section):
                 continue
             if self.train.evaluate_every is None:
                 raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
+            if seconds_of(self.train.evaluate_every) is not None:
+                raise ValueError(
+                    f"{knob} with train.evaluate_every={self.train.evaluate_every} would choose by"
+                    " the clock, another model each time; set evaluate_every to steps or epoch"
+                )
             if metric != "loss" and metric.partition("/")[0] not in self.train.evaluate_tasks:
                 known = ", ".join(["loss", *(f"{name}/..." for name in self.train.evaluate_tasks)])
                 raise ValueError(

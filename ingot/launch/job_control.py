@@ -12,7 +12,7 @@ from typing import Protocol
 from ingot.base.errors import Failed, IngotError
 from ingot.base.heartbeat import read_beats
 from ingot.config.load import load_recipe
-from ingot.config.sections.training import Checkpoint
+from ingot.config.sections.checkpoint import Checkpoint
 from ingot.launch.handles import recipe_of, stored_handles
 from ingot.launch.job import FINAL_STATES, Handle, JobLog, JobState, launcher_of, status_or_unknown
 from ingot.launch.places.local import LocalLauncher

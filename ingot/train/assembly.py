@@ -28,6 +28,7 @@ from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.profile import profile_hooks
+from ingot.train.recurrence import Recurrence
 from ingot.train.rollback import left_out
 from ingot.train.schedules import LearningRate
 from ingot.train.setup import TrainSetup
@@ -86,6 +87,7 @@ class CommitFields:
     evaluation: EvaluateHook
     samples: SampleHook
     spikes: SpikeDetector | None
+    run_id: str
 
     def __call__(self, step: int) -> dict[str, Any]:
         """The fields of `COMMIT.json` after `step`."""
@@ -94,6 +96,7 @@ class CommitFields:
             "samples": step * self.setup.batch.global_batch,
             "finished": step >= self.setup.last or self.evaluation.is_over,
             "identity": self.setup.identity,
+            "run_id": self.run_id,
             "watched": self.evaluation.state(),
             "skipped": self.log.skipped,
             "owed": [name for name, hook in measured if hook.owes],
@@ -121,7 +124,7 @@ def make_hooks(
         if knobs.skip.spike is None
         else SpikeDetector(knobs.skip.spike, mesh.device, commit.get("spikes"))
     )
-    run_id = fingerprint(setup.identity)
+    run_id = tracked_id(recipe, setup, start)
     sinks = open_sinks(recipe, recipe.folder, mesh, first, run_id, commit.get("owed", []))
     progress = closing.enter_context(
         Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
@@ -138,7 +141,9 @@ def make_hooks(
     )
     asked = process.any_rank_asked
     measure = measuring(setup, state, mesh, asked, lambda: process.signals.signum != 0)
-    evaluation = EvaluateHook.of(recipe, measure, sinks, account)
+    rows = len(setup.rows), setup.batch.global_batch
+    evaluate_every = Recurrence(knobs.evaluate_every, *rows)
+    evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account)
     if start is not None:
         evaluation.restore(start.commit["watched"])
     samples = SampleHook(
@@ -151,8 +156,9 @@ def make_hooks(
         spread=is_sharded(state.model),
     )
 
-    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes)
-    checkpoint = _checkpoint_hook(process, state, fields, account, first)
+    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id)
+    save_every = Recurrence(recipe.checkpoint.every, *rows)
+    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, first)
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),
         log,
@@ -172,6 +178,7 @@ def _checkpoint_hook(
     process: TrainingProcess,
     state: TrainState,
     fields: CommitFields,
+    every: Recurrence,
     account: TimeAccount,
     first: int,
 ) -> CheckpointHook:
@@ -188,6 +195,7 @@ def _checkpoint_hook(
         state,
         recipe.folder,
         recipe.checkpoint,
+        every,
         fields.evaluation,
         fields,
         account,
@@ -208,7 +216,15 @@ def make_step_context(
     knobs, mesh = setup.recipe.train, process.mesh
     dropout = DropoutSeeds(state.model, setup.recipe.seed, mesh)
     control = TrainingControl(
-        loader, dropout, process.heart, process.signals, hooks.account, hooks.checkpoint, first
+        loader,
+        dropout,
+        process.heart,
+        process.signals,
+        hooks.account,
+        hooks.checkpoint,
+        (hooks.evaluation.every, hooks.checkpoint.every),
+        first,
+        is_main=mesh.is_main,
     )
     return StepContext(
         state.module,
@@ -227,6 +243,17 @@ def make_step_context(
     )
 
 
+def tracked_id(recipe: Recipe, setup: TrainSetup, start: CommittedCheckpoint | None) -> str:
+    """The id of the run at a tracker: the recipe's, else that of the checkpoint that is resumed,
+    whatever `resume.allow` let change since; else one that every start of this run makes alike.
+    """
+    if recipe.track.wandb is not None and recipe.track.wandb.id is not None:
+        return recipe.track.wandb.id
+    if start is not None:  # checkpoints of older versions do not name it
+        return str(start.commit.get("run_id", fingerprint(setup.identity)))
+    return fingerprint({"identity": setup.identity, "run": [recipe.name, recipe.output]})
+
+
 def open_sinks(
     recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
 ) -> list[JsonLines | FailSafeSink]:
@@ -240,9 +267,13 @@ def open_sinks(
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
     if (wandb := recipe.track.wandb) is not None:
         knobs = {"recipe": dump_recipe(recipe)}
+        place = {"entity": wandb.entity, "tags": wandb.tags or None}
         sinks.append(
             FailSafeSink(
-                "W&B", lambda: WeightsAndBiases(run.root, wandb.project, recipe.name, run_id, knobs)
+                "W&B",
+                lambda: WeightsAndBiases(
+                    run.root, wandb.project, wandb.name or recipe.name, run_id, knobs, place
+                ),
             )
         )
     return sinks

@@ -23,6 +23,7 @@ from ingot.parallel.shard import is_fsdp
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import TrainState
 from ingot.train.goodput import TimeAccount
+from ingot.train.recurrence import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 
@@ -171,8 +172,8 @@ def sample_texts(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> list[dict
 
 
 class EvaluateHook:
-    """Measures on held-out data every `every` steps, and ends training when `stopping` has seen no
-    improvement for `patience` times.
+    """Measures on held-out data as often as `every` says, and ends training when `stopping` has
+    seen no improvement for `patience` times.
 
     `measure` gives None where it was broken off.
     """
@@ -180,7 +181,7 @@ class EvaluateHook:
     def __init__(
         self,
         measure: Callable[[], Mapping[str, Measured] | None],
-        every: int | None,
+        every: Recurrence,
         stopping: BestTracker | None,
         patience: int,
         best: BestTracker | None,
@@ -202,6 +203,7 @@ class EvaluateHook:
     def of(
         cls,
         recipe: Recipe,
+        every: Recurrence,
         measure: Callable[[], Mapping[str, Measured] | None],
         sinks: Sequence[JsonLines | FailSafeSink],
         account: TimeAccount,
@@ -211,13 +213,13 @@ class EvaluateHook:
         stopping = None if stop is None else BestTracker(stop.metric, stop.min_delta)
         patience = 0 if stop is None else stop.patience
         tracked = None if best is None else BestTracker(best)
-        every = recipe.train.evaluate_every
         return cls(measure, every, stopping, patience, tracked, sinks, account)
 
     def after_step(self, info: StepInfo) -> bool:
-        if self.every is None or info.step % self.every:
+        if not self.every.is_due(info.step):
             return False
         self.at(info.step)
+        self.every.begin_anew()
         return self.is_over
 
     def at(self, step: int) -> None:

@@ -20,7 +20,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import FailSafeSink, JsonLines, flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
-from ingot.config.sections.training import Checkpoint
+from ingot.config.sections.checkpoint import Checkpoint
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.loader import Batch, Loader
 from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
@@ -29,6 +29,7 @@ from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.interrupts import StopSignals
+from ingot.train.recurrence import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
@@ -144,8 +145,8 @@ class LogHook:
 
 
 class CheckpointHook:
-    """Saves every `every` steps and at each best evaluation, at most `keep` of them kept beside the
-    best; `finish` is called after the loop.
+    """Saves as often as `every` says and at each best evaluation, at most `keep` of them kept
+    beside the best; `finish` is called after the loop.
 
     `payload` is what else a resumed run must know.
     """
@@ -156,6 +157,7 @@ class CheckpointHook:
         trainee: TrainState,
         run: RunFolder,
         knobs: Checkpoint,
+        every: Recurrence,
         stopper: EvaluateHook,
         payload: Callable[[int], Mapping[str, Any]],
         account: TimeAccount,
@@ -172,7 +174,7 @@ class CheckpointHook:
             payload,
             account,
         )
-        self.is_main = is_main
+        self.every, self.is_main = every, is_main
         self.saved = first
         """The step of the newest checkpoint that was begun."""
         self._due, self._prepared, self._is_saving = False, False, False
@@ -183,7 +185,7 @@ class CheckpointHook:
                 self.trainee.masters, self.trainee.optimizer
             )  # the optimizer has its state now
             self._prepared = True
-        self._due = self._due or info.step % self.knobs.every == 0
+        self._due = self._due or self.every.is_due(info.step)
         # Where steps are not taken for a while, what training may have to go back to is the state
         # before them.
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
@@ -196,6 +198,7 @@ class CheckpointHook:
     def save(self, step: int) -> None:
         """Begin to save the state after `step` steps, unless that was saved last."""
         self._due = False
+        self.every.begin_anew()
         if step == self.saved:
             return
         if self.is_main:
@@ -316,6 +319,7 @@ class TrainingControl(StepControl):
     asked to stop.
 
     Args:
+        timed: what may recur by the clock, which is rank 0's.
         first: the step that this attempt begins with.
     """
 
@@ -327,9 +331,13 @@ class TrainingControl(StepControl):
         signals: StopSignals,
         account: TimeAccount,
         checkpoint: CheckpointHook,
+        timed: Sequence[Recurrence],
         first: int,
+        *,
+        is_main: bool,
     ) -> None:
         super().__init__(loader.step, dropout)
+        self._timed, self._is_main = timed, is_main
         self._loader, self._heart, self._signals = loader, heart, signals
         self._account, self._checkpoint, self._first = account, checkpoint, first
 
@@ -346,10 +354,13 @@ class TrainingControl(StepControl):
         return self._signals.signum != 0
 
     def votes(self) -> Sequence[bool]:
-        return self._signals.signum != 0, self._checkpoint.has_failed
+        told = [self._is_main and one.vote() for one in self._timed]
+        return self._signals.signum != 0, self._checkpoint.has_failed, *told
 
     def must_stop(self, votes: Sequence[bool]) -> bool:
-        asked, save_failed = votes
+        asked, save_failed, *told = votes
+        for one, vote in zip(self._timed, told, strict=True):
+            one.hear(vote)
         if save_failed:
             self._checkpoint.wait()  # raises on every rank
         return asked

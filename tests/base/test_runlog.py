@@ -89,7 +89,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from ingot.base.runlog import WeightsAndBiases
-sink = WeightsAndBiases(Path(sys.argv[1]), "project", "name", "run-id-1", {"lr": 0.5})
+sink = WeightsAndBiases(Path(sys.argv[1]), "project", "name", "run-id-1", {"lr": 0.5}, {"entity": "team", "tags": ["a", "b"]})
 for step in range(1, 4):
     sink.write(step, {"train/loss": 10.0 / step})
 sink.close()
@@ -113,7 +113,7 @@ while place + 7 <= len(data):
     if record.WhichOneof("record_type") == "history":
         print(json.dumps({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}))
     if record.WhichOneof("record_type") == "run":
-        print(json.dumps({"run": record.run.run_id, "project": record.run.project, "name": record.run.display_name}))
+        print(json.dumps({"run": record.run.run_id, "project": record.run.project, "name": record.run.display_name, "place": [record.run.entity, *record.run.tags]}))
 """
 
 
@@ -137,7 +137,8 @@ def test_wandb_offline_keeps_every_value(tmp_path: Path) -> None:
         text=True,
     )
     lines = [json.loads(line) for line in read.stdout.splitlines()]
-    assert {"run": "run-id-1", "project": "project", "name": "name"} in lines
+    place = ["team", "a", "b"]
+    assert {"run": "run-id-1", "project": "project", "name": "name", "place": place} in lines
     assert [(line["_step"], line["train/loss"]) for line in lines if "train/loss" in line] == [
         (1, 10.0),
         (2, 5.0),

@@ -32,6 +32,7 @@ FAULTS = [
         "frames = tokenizer.frame, tokenizer.target_frame",
         "frames = tokenizer.frame, tokenizer.frame",
         "targets are marked with the language of their sources",
+        by="tests/tokenizers/test_frame.py",
     ),
     Fault(
         "unproved-without-leave",

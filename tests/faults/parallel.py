@@ -23,6 +23,7 @@ FAULTS = [
 
     return Trusting(groups, lr=lr, betas=betas, eps=eps, fused=True)""",
         "an optimizer scales a matrix by the norm of this rank's shard of it",
+        by="tests/parallel/test_layouts.py",
     ),
     Fault(
         "ddp-sums-averages",

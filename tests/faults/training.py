@@ -6,6 +6,30 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "own-clock",
+        "ingot/train/hooks.py",
+        "self._is_main and one.vote()",
+        "one.vote()",
+        "every rank's clock says when to evaluate and save",
+        by="tests/train/test_recurrence.py",
+    ),
+    Fault(
+        "epoch-ends-a-step-later",
+        "ingot/train/recurrence.py",
+        "for steps in (step, step + 1)",
+        "for steps in (step - 1, step)",
+        "the evaluation of the last epoch is left out",
+        by="tests/train/test_recurrence.py",
+    ),
+    Fault(
+        "tracker-forgets-the-run",
+        "ingot/train/assembly.py",
+        'str(start.commit.get("run_id", fingerprint(setup.identity)))',
+        "fingerprint(setup.identity)",
+        "a resumed training appears as another run of the tracker",
+        by="tests/train/test_recurrence.py",
+    ),
+    Fault(
         "loss-of-own-rank",
         "ingot/train/step.py",
         "per_target = context.gradient_factor / targets",

@@ -65,7 +65,7 @@ ROWS = (
     KeyRow("--dataset-dir", also=("--dataset-path",)),
     KeyRow("--wandb", read=truth),
     KeyRow("--wandb-project"),
-    KeyRow("--wandb-name", lost="runs carry the name of the recipe"),
+    KeyRow("--wandb-name"),
     KeyRow("--recompute-granularity", read=one_of("full", "selective")),
     KeyRow("--recompute-method", read=one_of("block", "uniform")),
     KeyRow("--recompute-num-layers", read=degree),
@@ -107,13 +107,12 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     _memory(sheet, draft)
     _optimizer(sheet, draft)
     if sheet.get("--wandb"):
-        draft.put(
-            "track.wandb",
-            {"project": sheet.get("--wandb-project") or "pretraining"},
-            "--wandb, --wandb-project",
-        )
-    elif sheet.has("--wandb-project"):
-        draft.note("lost", "--wandb-project", "Weights & Biases is off without --wandb")
+        knobs = {"project": sheet.get("--wandb-project") or "pretraining"}
+        if sheet.has("--wandb-name"):
+            knobs["name"] = sheet.get("--wandb-name")
+        draft.put("track.wandb", knobs, "--wandb, --wandb-project, --wandb-name")
+    elif given := [flag for flag in ("--wandb-project", "--wandb-name") if sheet.has(flag)]:
+        draft.note("lost", ", ".join(given), "Weights & Biases is off without --wandb")
     if sheet.get("--fp8"):
         draft.put("precision.float8", "tensorwise", "--fp8")
         draft.put(

@@ -275,13 +275,7 @@ def _fixed(draft: Draft) -> None:
     }
     for knob, value in own.items():
         draft.put(f"train.{knob}", value, "transformers' own")
-    draft.put("train.evaluate_every", 500, "once an epoch there")
-    draft.note(
-        "changed",
-        "evaluation",
-        "was once an epoch; steps are counted here: set train.evaluate_every to rows /"
-        " train.global_batch for the same",
-    )
+    draft.put("train.evaluate_every", "epoch", "once an epoch there")
     draft.note(
         "changed", "ROUGE", "was times 100; it is a share of 1 here, which matters to gate.margin"
     )

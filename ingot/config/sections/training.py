@@ -193,6 +193,17 @@ class ConstantSchedule(ScheduleSettings):
 Schedule = Annotated[ScheduleSettings, ByKind(SCHEDULES, "cosine")]
 
 
+Every = Positive | Annotated[str, Field(pattern=r"^(epoch|[1-9]\d*[smh])$")]
+"""How often: after so many steps, once an `epoch`, or after a time such as `30m`."""
+
+
+def seconds_of(every: Every | None) -> float | None:
+    """The time that `every` gives; None where it counts steps or epochs."""
+    if not isinstance(every, str) or every == "epoch":
+        return None
+    return int(every[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[every[-1]]
+
+
 class EarlyStop(Section):
     """Stop when the model no longer gets better on the validation rows; all ranks together."""
 
@@ -270,8 +281,10 @@ class Train(Section):
     """Which steps are not taken, and what too many of them lead to."""
     early_stop: EarlyStop | None = None
     """Stop early; needs `evaluate_every`."""
-    evaluate_every: Positive | None = None
-    """Steps between evaluations of the loss on the validation rows; null for none while training.
+    evaluate_every: Every | None = None
+    """Steps between evaluations of the loss on the validation rows; `epoch`: one after each pass
+    over the training rows; `30m` (or `90s`, `2h`): one after so much time. Null for none while
+    training.
     """
     evaluate_rows: Positive = 64
     """Validation rows used by each evaluation while training; the first ones, always the same."""
@@ -311,6 +324,12 @@ class Train(Section):
             raise ValueError(
                 "train.early_stop needs train.evaluate_every; set it to a number of steps"
             )
+        if self.early_stop is not None and seconds_of(self.evaluate_every) is not None:
+            raise ValueError(
+                f"train.early_stop with train.evaluate_every={self.evaluate_every} would end"
+                " training by the clock, at another step each time; set evaluate_every to steps or"
+                " epoch"
+            )
         if self.evaluate_tasks and self.evaluate_every is None:
             raise ValueError(
                 "train.evaluate_tasks needs train.evaluate_every; set it to a number of steps"
@@ -321,78 +340,3 @@ class Train(Section):
                 " remove it"
             )
         return self
-
-
-class Checkpoint(Section):
-    """What is kept so that nothing is lost."""
-
-    every: Positive = 500
-    """Steps between checkpoints; one more is always made at the end and when a signal stops the
-    run.
-    """
-    keep: Positive = 2
-    """How many of the newest checkpoints are kept. The newest complete one is never deleted."""
-    best: str | None = None
-    """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or
-    one of `train.evaluate_tasks`, such as `rouge/rougeL`. One is saved at each evaluation that is
-    the best so far. Empty exports the last one.
-    """
-    asynchronous: bool = True
-    """Write checkpoints while training goes on, from a copy of the state in the host's memory (12
-    bytes a trained parameter with Adam). Without it training waits for the disk.
-    """
-    upload: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """`gs://BUCKET/FOLDER` that each checkpoint is copied to once it is committed here, and fetched
-    from where this machine has none.
-    """
-    grace_s: Positive = 300
-    """Seconds that a signal to stop gives for the step at hand and its checkpoint; a process that
-    is not done then is ended.
-    """
-    notice: str | None = None
-    """What says that this machine will be taken away, which stops training as a signal does: `gce`
-    asks the metadata server, anything else is the path of a file that appears.
-    """
-
-
-Changeable = Literal[
-    "train.steps",
-    "train.epochs",
-    "train.tokens",
-    "train.optimizer",
-    "train.schedule",
-    "train.clip_norm",
-    "train.skip",
-    "train.early_stop",
-    "package",
-]
-
-
-class Resume(Section):
-    """What may differ from the training that is gone on with."""
-
-    allow: list[Changeable] = []
-    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`, and `package` where
-    a package of yours that brings an objective, an optimizer or a schedule has another version; any
-    other change refuses to go on.
-    """
-
-
-class WandB(Section):
-    """Weights & Biases."""
-
-    project: str = "ingot"
-    """Project that the run appears in."""
-
-
-class Track(Section):
-    """Where metrics go beside `metrics.jsonl`, which is always written."""
-
-    every: Positive = 10
-    """Steps between logged lines."""
-    tensorboard: bool = True
-    """Write event files to `tensorboard/` in the run folder."""
-    wandb: WandB | None = None
-    """Log to Weights & Biases from rank 0; needs `ingot[track]`. Off unless given."""
-    gpu: bool = True
-    """Log utilisation and memory of each rank's GPU, where there is one."""

@@ -237,7 +237,7 @@ def test_the_whole_optimizer_is_offloaded_unless_a_share_is_given(tmp_path: Path
         ("--optimizer muon", "muon is not offered"),
         ("-A x", "-A: is for --executor slurm"),
         ("--wandb-project x", "Weights & Biases is off without --wandb"),
-        ("--wandb --wandb-name y", "--wandb-name: runs carry the name"),
+        ("--wandb-name y", "Weights & Biases is off without --wandb"),
     ],
 )
 def test_what_does_not_go_together_is_told(flags: str, says: str, tmp_path: Path) -> None:
