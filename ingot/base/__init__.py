@@ -1,3 +1,3 @@
-"""The ground: files, markers, events, locks, metrics, errors. Knows no word of the project and
-never imports torch.
+"""Foundations: storage, markers, events, locks, metrics, errors. Knows nothing of the rest of the
+project and never imports torch.
 """

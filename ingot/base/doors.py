@@ -1,7 +1,8 @@
-"""Doors: named kinds of things (objectives, optimizers, places, ...), imported by dotted path.
+"""Doors: extension points for named kinds (objectives, optimizers, places, ...), each kind imported
+by its dotted path.
 
-A door knows its built-in kinds from a table; kinds of other packages come from entry points in the
-group `ingot.plugins`, which are read only when a kind is not built in or when kinds are listed.
+Built-in kinds stand in a table; kinds of other packages come from entry points in the group
+`ingot.plugins`, which are read only when a kind is not built in or when kinds are listed.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ GROUP = "ingot.plugins"
 
 @dataclass(frozen=True)
 class Door:
-    """One kind of extension: its name, and the dotted path `module:attribute` of each built-in
-    kind.
+    """One extension point: its name, and the dotted path `module:attribute` of each
+    built-in kind.
     """
 
     name: str
     built_in: Mapping[str, str] = field(hash=False)
 
     def find(self, kind: str) -> Any | None:
-        """What stands behind a kind, imported now; None where neither ingot nor an installed
-        package has it.
+        """The object registered for a kind, imported now; None if neither ingot nor an installed
+        package provides it.
 
         Raises:
-            WrongInput: an installed package has it, but it cannot be imported.
+            WrongInput: an installed package provides it, but it cannot be imported.
         """
         if kind in self.built_in:
             return load_dotted(self.built_in[kind])
@@ -44,10 +45,11 @@ class Door:
         return None if entry is None else _load_entry(entry)
 
     def load(self, kind: str, knob: str) -> Any:
-        """What stands behind the kind that `knob` names.
+        """The object registered for the kind that the knob `knob` names.
 
         Raises:
-            WrongInput: there is none, with the nearest kind; or its package cannot be imported.
+            WrongInput: there is no such kind (the nearest one is suggested), or its package cannot
+                be imported.
         """
         found = self.find(kind)
         if found is None:
@@ -59,7 +61,7 @@ class Door:
         return [*self.built_in, *self.installed()]
 
     def expected(self, kind: str) -> str:
-        """`one of 'a', 'b'`, and which of them an unknown kind was probably meant to be."""
+        """`one of 'a', 'b'`, with the likely intended one for an unknown kind."""
         kinds = self.kinds()
         if not kinds:
             return "a kind that an installed package brings, and none brings any"
@@ -68,13 +70,13 @@ class Door:
         return "one of " + ", ".join(f"'{each}'" for each in kinds) + hint
 
     def package_of(self, kind: str) -> str | None:
-        """`NAME VERSION` of the installed package that brings a kind; None for a built-in one."""
+        """`NAME VERSION` of the installed package that provides a kind; None for a built-in one."""
         entry = None if kind in self.built_in else self.installed().get(kind)
         dist = None if entry is None else entry.dist
         return None if dist is None else f"{dist.name} {dist.version}"
 
     def installed(self) -> dict[str, EntryPoint]:
-        """The kinds that other packages bring. A built-in kind cannot be replaced."""
+        """The kinds that other packages provide. A built-in kind cannot be replaced."""
         found: dict[str, EntryPoint] = {}
         for entry in _entries(tuple(sys.path)):
             door, _, kind = entry.name.partition(".")
@@ -91,7 +93,7 @@ class Door:
 
 @functools.cache
 def _entries(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """All entry points of the group, read once for each `sys.path`."""
+    """All entry points of the group, read once per `sys.path`."""
     return tuple(entry_points(group=GROUP))
 
 
@@ -119,23 +121,23 @@ class _LazyModule(ModuleType):
     """A module that is imported when one of its attributes is first read."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what `inspect` and `pydantic` ask every object for
+        if name.startswith("__"):  # `inspect` and `pydantic` probe these on every object
             raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 
 
 def lazy_import(name: str) -> Any:
-    """A stand-in for a heavy module, imported when something of it is first used.
+    """A stand-in for a heavy module, which is imported when an attribute is first read.
 
-    It lets one file hold both the settings of an extension, which must not import torch, and the
-    code that computes::
+    It lets one file hold both the settings of an extension, which must not import torch, and its
+    computations::
 
         if TYPE_CHECKING:
             import torch
         else:
             torch = lazy_import("torch")
 
-    Use it inside functions and methods only: a decorator or a base class taken from it would import
+    Use it only inside functions and methods: a decorator or base class taken from it would import
     the module at once.
     """
     return _LazyModule(name)

@@ -1,6 +1,4 @@
-"""What the process environment says: ranks as torchrun sets them, `.env` files, references to
-secrets.
-"""
+"""The process environment: ranks as torchrun sets them, `.env` files, references to secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from ingot.base.errors import WrongInput
 
 REPLICA_VARIABLE = "REPLICA_OF_RUN"
 """The variable that tells the ranks of a node without a shared disk which replica of the run folder
-in a bucket people and later starts see.
+in a bucket users and later attempts see.
 """
 
 
@@ -27,15 +25,15 @@ _SECRET = re.compile(
 
 
 def holds_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret, as far as names tell: `WANDB_API_KEY`,
-    `HF_TOKEN`; not `HF_TOKEN_PATH`, which says where one lies.
+    """Whether a variable of this name holds a secret, judging by its name: `WANDB_API_KEY`,
+    `HF_TOKEN`; not `HF_TOKEN_PATH`, which is a path.
     """
     return _SECRET.search(name) is not None
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among the processes of a job; the names are torchrun's own variables."""
+    """This process's rank among the processes of a job; the values of torchrun's variables."""
 
     rank: int = 0
     world: int = 1
@@ -68,11 +66,11 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
-    """`NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood,
+    """The `NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood,
     nothing is expanded.
 
     Raises:
-        WrongInput: names the line that is none of these, or the file that is not UTF-8.
+        WrongInput: names a line that is none of these, or the file is not UTF-8.
     """
     values: dict[str, str] = {}
     try:
@@ -98,10 +96,10 @@ def read_dotenv(path: Path) -> dict[str, str]:
 
 
 def take_env_file(path: Path) -> dict[str, str]:
-    """Variables out of a JSON file that somebody left for this process alone; it is removed.
+    """Read variables from a JSON file that was left for this process only, and delete the file.
 
     Raises:
-        WrongInput: it is not there, or is no such file.
+        WrongInput: the file is missing or malformed.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +112,7 @@ def take_env_file(path: Path) -> dict[str, str]:
 
 
 def secret(reference: str, what: str) -> str:
-    """The value behind `env:NAME`; a bare value is refused so that secrets never stand in a recipe.
+    """The value behind `env:NAME`; a bare value is refused, so that no secret stands in a recipe.
 
     Raises:
         WrongInput: the variable is not set, or `reference` is not a reference.

@@ -1,6 +1,4 @@
-"""What goes wrong, in words a person can act on. Each error carries the exit code that scripts rely
-on.
-"""
+"""Errors with messages that a user can act on. Each has the exit code that scripts rely on."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ EXIT_STOPPED = 75
 class IngotError(Exception):
     """The base of all errors that are shown as one line.
 
-    Write the message as: the thing, the value, where it stands; then the next action.
+    The message names the thing, its value and where it is, then the next action.
     """
 
     exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
-        """The message with control characters (of a file name, a key, a value) spelt out: it goes
-        to a terminal.
+        """The message with control characters (in a file name, key or value) escaped, since it is
+        printed to a terminal.
         """
         return "".join(
             c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode()
@@ -35,20 +33,18 @@ class IngotError(Exception):
 
 
 class Failed(IngotError):
-    """The world failed us: disk full, port taken, a process that died. Trying again may help."""
+    """The environment failed: disk full, port taken, a process died. Trying again may help."""
 
 
 class WrongInput(IngotError):
-    """What was asked for cannot be right: recipe, data, layout. Trying again unchanged cannot
-    help.
-    """
+    """The request cannot be right: recipe, data, layout. Trying again unchanged cannot help."""
 
     exit_code = EXIT_WRONG_INPUT
 
 
 class Stopped(IngotError):
-    """Stopped by a signal. With a committed checkpoint the code is 75, and the same command goes on
-    from there.
+    """Stopped by a signal. With a committed checkpoint the exit code is 75, and the same command
+    resumes.
     """
 
     def __init__(self, message: str, *, signum: int, committed: bool) -> None:
@@ -57,13 +53,13 @@ class Stopped(IngotError):
 
 
 SHOWN = 200
-"""Characters of a value that a message shows around the first difference from another one."""
+"""Characters of a value that a message shows around its first difference from another one."""
 
 
 def differing(one: T, other: T, *ways: Callable[[T], str]) -> tuple[str, str]:
-    """Two values as texts, which are not equal where the values are not: written in the first
-    of `ways` that tells them apart, else with `str`, `repr`, or with their types. Of long texts the
-    part around the first difference.
+    """Two values as texts that differ if the values do: formatted by the first of `ways` that tells
+    them apart, else by `str`, `repr`, or `repr` with the type. Long texts are cut to the part
+    around the first difference.
     """
     texts = "", ""
     more: tuple[Callable[[object], str], ...] = (str, repr, _typed)

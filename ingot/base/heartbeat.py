@@ -1,8 +1,8 @@
-"""The sign of life of a node's ranks: one small file, a slot of fixed size a rank, written through
-memory and read by whoever watches.
+"""Heartbeats of a node's ranks: one small file with a fixed-size slot per rank, written through a
+memory map and read by the supervisor.
 
-A beat costs a microsecond and no system call. Times are of the node's monotonic clock, so that a
-clock that is set back does no harm; the wall clock is kept beside it, for people.
+A beat costs a microsecond and no system call. Times are from the node's monotonic clock, so that
+setting the clock back does no harm; the wall clock is stored beside it, for display.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ PHASES: tuple[Phase, ...] = (
     "over",
 )
 TimeUse = Literal["productive", "waiting", "evaluating", "saving"]
-"""What the seconds of a training go to: steps, waiting for data, measuring and sampling, and
-waiting for a checkpoint.
+"""The uses of training time: steps, waiting for data, evaluating and sampling, and waiting for a
+checkpoint.
 """
 TIME_USES: tuple[TimeUse, ...] = ("productive", "waiting", "evaluating", "saving")
 
 _FORMAT = struct.Struct("<Qqqqqqqddddddd")
 SLOT_BYTES = 128
-"""A slot; a few bytes are left for what may come."""
+"""Size of a slot, with a few spare bytes for later fields."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank said last."""
+    """The last heartbeat of a rank."""
 
     pid: int
     rank: int
@@ -50,32 +50,32 @@ class Heartbeat:
     step: int
     """Steps done."""
     place: int
-    """How far into the step at hand, counted from 0: micro-batches, then what follows them.
-    Comparable between ranks of one layout only.
+    """Progress within the current step, counted from 0: micro-batches, then the phases after them.
+    Comparable only between ranks of one layout.
     """
     phase: Phase
     mono: float
-    """When it said so, monotonic seconds."""
+    """Time of the beat in monotonic seconds."""
     wall: float
-    """The same by the wall clock, seconds since the epoch."""
+    """Time of the beat in seconds since the epoch."""
     usual_s: float
-    """The usual duration of a step, a median; 0 as long as there is none."""
+    """The usual duration of a step, a median; 0 until it is known."""
     spent: dict[TimeUse, float]
-    """Seconds since this attempt's last committed checkpoint (or its start): what is lost if it
-    dies now.
+    """Seconds since this attempt's last committed checkpoint (or its start), by use: the time lost
+    if it dies now.
     """
 
 
 def heartbeat_file(folder: Path) -> Path:
-    """This node's file in the `heartbeats` of a run folder. Nodes of one job may have one name:
-    containers, several nodes on a machine.
+    """This node's file in the `heartbeats` folder of a run. The name includes the node's rank,
+    since nodes of one job may share a host name: containers, or several nodes on a machine.
     """
     node = os.environ.get("GROUP_RANK") or os.environ.get("PET_NODE_RANK") or "0"
     return folder / (socket.gethostname() if node == "0" else f"{socket.gethostname()}-{node}")
 
 
 class HeartbeatWriter:
-    """This rank's slot. Beats are never waited for, and never stop a run."""
+    """This rank's slot. A beat never blocks and never stops a run."""
 
     def __init__(self, folder: Path, *, rank: int, local_rank: int, attempt: int) -> None:
         self._rank, self._offset = rank, local_rank * SLOT_BYTES
@@ -84,9 +84,9 @@ class HeartbeatWriter:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                # Each rank makes room for its own slot and those before it; none ever makes the
-                # file shorter. Written, not only made longer: where the disk is full later on,
-                # writing through memory to what has no place yet would kill us.
+                # Each rank extends the file to its own slot; none ever shortens it. A byte is
+                # written rather than the size set: storing through the map to unallocated space on
+                # a full disk would kill this process (SIGBUS).
                 os.pwrite(descriptor, b"\0", self._offset + SLOT_BYTES - 1)
                 self._memory = _mapped(descriptor, self._offset + SLOT_BYTES, path)
             finally:
@@ -99,11 +99,11 @@ class HeartbeatWriter:
     def beat(
         self, phase: Phase | None = None, *, step: int | None = None, place: int | None = None
     ) -> None:
-        """Say that this rank lives, and where it is; what is not given stays as it was."""
+        """Record that this rank is alive, and where it is; omitted values stay as they were."""
         self.phase = phase or self.phase
         self.step = self.step if step is None else step
         self.place = self.place if place is None else place
-        # An odd count says that the slot is being written.
+        # Seqlock: an odd count marks a slot that is being written.
         self._count += 2
         values = (
             os.getpid(),
@@ -129,7 +129,7 @@ def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, size)
     except OSError as error:
-        # Some network and user-space file systems map no files.
+        # Some network and user-space file systems do not support mmap.
         say(
             f"warning: {path} cannot be mapped ({error.strerror}): nobody will see whether this"
             " rank hangs; training goes on"
@@ -138,8 +138,8 @@ def _mapped(descriptor: int, size: int, path: Path) -> mmap.mmap:
 
 
 def read_beats(path: Path) -> list[Heartbeat]:
-    """What the ranks of one node said last, by local rank; slots that nobody has written, or that
-    are being written now, are left out.
+    """The last heartbeats of one node's ranks, by local rank. Slots that were never written, or are
+    being written now, are left out.
     """
     try:
         return parse_beats(path.read_bytes())
@@ -148,7 +148,7 @@ def read_beats(path: Path) -> list[Heartbeat]:
 
 
 def parse_beats(content: bytes) -> list[Heartbeat]:
-    """The same from the content of such a file."""
+    """The heartbeats in the content of such a file."""
     beats = []
     for offset in range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES):
         count, pid, rank, attempt, step, place, phase, mono, wall, usual, *spent = (

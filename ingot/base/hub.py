@@ -10,7 +10,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 ASK_S = 5.0
-"""How long the hub is waited for where only something small is asked, before work begins."""
+"""Timeout for small requests to the hub that are made before work begins."""
 
 
 def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool = False) -> Path:
@@ -25,16 +25,16 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
     patterns = [
         pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")
     ]
-    with _in_words(name, revision):
+    with _hub_errors(name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
 def fetch_config(name: str, revision: str | None = None) -> Path:
-    """A folder with the `config.json` of the hub model `ORG/NAME`, and perhaps nothing else: quick
-    to have, or to be refused. The hub is asked once, without retries.
+    """A folder with at least the `config.json` of the hub model `ORG/NAME`. The hub is asked once,
+    without retries, so that the answer or refusal is quick.
 
     Raises:
-        WrongInput: as `fetch_model`; or it has none.
+        WrongInput: as `fetch_model`; or the model has no configuration.
         Failed: as `fetch_model`.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -42,7 +42,7 @@ def fetch_config(name: str, revision: str | None = None) -> Path:
     known = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(known, str):
         return Path(known).parent
-    with _in_words(name, revision):
+    with _hub_errors(name, revision):
         files = HfApi().model_info(name, revision=revision, timeout=ASK_S).siblings or []
         if all(file.rfilename != "config.json" for file in files):
             raise WrongInput(f"hf:{name} has no config.json and is no model; check the name")
@@ -50,8 +50,8 @@ def fetch_config(name: str, revision: str | None = None) -> Path:
 
 
 def ask_tokenizer(name: str, revision: str | None = None) -> Path:
-    """A folder with the tokenizer of the hub model `ORG/NAME`. The hub is asked once whether it
-    answers; without it what the cache holds is taken, if that is whole.
+    """A folder with the tokenizer of the hub model `ORG/NAME`. The hub is asked once whether it is
+    reachable; if it is not, a complete tokenizer in the cache is used.
 
     Raises:
         WrongInput, Failed: as `fetch_model`.
@@ -61,7 +61,7 @@ def ask_tokenizer(name: str, revision: str | None = None) -> Path:
     files = ("tokenizer.json", "tokenizer_config.json")
     known = [try_to_load_from_cache(name, file, revision=revision) for file in files]
     try:
-        with _in_words(name, revision):
+        with _hub_errors(name, revision):
             HfApi().model_info(name, revision=revision, timeout=ASK_S)
     except Failed:
         if isinstance(known[0], str) and isinstance(known[1], str):
@@ -71,7 +71,7 @@ def ask_tokenizer(name: str, revision: str | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def _in_words(name: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -94,7 +94,7 @@ def _in_words(name: str, revision: str | None) -> Iterator[None]:
         raise WrongInput(
             f"hf:{name}{where} is not on the hub; check the name, or set $HF_TOKEN if it is private"
         ) from error
-    except Exception as error:  # the client hands on whatever its transport raises
+    except Exception as error:  # the client passes on whatever its transport raises
         raise Failed(
             f"hf:{name} cannot be fetched ({type(error).__name__}) and is not in the cache; check"
             " the network, or give a folder"

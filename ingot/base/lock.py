@@ -1,5 +1,5 @@
-"""One run, one writer: a lock on the run folder that the kernel frees when its holder dies, however
-it dies.
+"""One writer per run: a lock on the run folder, which the kernel releases however its
+holder dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ingot.base.storage import disk_errors
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
-    """Hold `folder/.name` exclusively; refuse at once when another process holds it.
+    """Hold `folder/.name` exclusively; refuse at once if another process holds it.
 
     Raises:
         Failed: names the process that holds the lock.
@@ -43,10 +43,11 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iterator[None]:
-    """Hold `folder/.name` together with any number of others.
+    """Hold `folder/.name` together with any number of other processes.
 
-    Where nobody else holds it `when_alone` is called first, and nobody begins until it is done:
-    what lies there then is of the dead. On a disk that knows no locks it is never called.
+    If no other process holds it, `when_alone` is called first, and no other process enters until it
+    returns: whatever it finds was left by dead processes. It is never called on a disk without
+    locks.
     """
     with disk_errors(folder):
         descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o644)
@@ -62,11 +63,11 @@ def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iter
 
 
 def lock_holder(folder: Path, name: str = "lock") -> int | None:
-    """The process that holds `folder/.name` now, or None; only looks, so that it never keeps a run
-    from starting.
+    """The process that holds `folder/.name`, or None. Read-only, so it never keeps a run from
+    starting.
 
-    Reads the kernel's own table of locks; where there is none (not Linux) a living process of the
-    noted id counts.
+    Reads the kernel's table of locks; without one (not Linux), a live process with the recorded id
+    counts as the holder.
     """
     path = folder / f".{name}"
     try:

@@ -1,8 +1,9 @@
-"""Small JSON files written last, which alone say that what stands beside them is complete.
+"""Commit markers: small JSON files written last, which alone mark the files beside them as
+complete.
 
-A folder without its marker is unfinished, whatever else lies in it. The marker lists every file
-with its size and SHA-256, so that a torn or changed file is named rather than used, and ends with a
-checksum over itself.
+A folder without its marker is incomplete, whatever else is in it. The marker lists every file with
+its size and SHA-256, so that a truncated or changed file is reported rather than used, and ends
+with a checksum of itself.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ingot.base.storage import sha256_file, write_atomic
 SCHEMA = 1
 CHECKSUM = "checksum"
 MAX_READERS = 8
-"""Files that are read at the same time to verify them, a megabyte of each in memory."""
+"""Files read concurrently for verification, with a megabyte of each in memory."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file that a marker vouches for; `path` is relative to the marker's folder."""
+    """One file that a marker covers; `path` is relative to the marker's folder."""
 
     path: str
     bytes: int
@@ -43,8 +44,8 @@ def entry_of(folder: Path, path: str) -> FileEntry:
 def write_marker(
     folder: Path, name: str, payload: dict[str, Any], files: Iterable[FileEntry]
 ) -> dict[str, Any]:
-    """Write `folder/name` atomically. The files must be flushed to disk already. Returns what was
-    written, as `read_marker` will.
+    """Write `folder/name` atomically. The files must already be flushed to disk. Returns the marker
+    as `read_marker` will return it.
     """
     rest = {key: value for key, value in payload.items() if key != CHECKSUM}
     about = json.loads(
@@ -56,8 +57,7 @@ def write_marker(
 
 
 def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
-    """The marker, or None where there is none, or one that is not whole: torn, or a single bit of
-    it changed.
+    """The marker; None if it is missing or damaged: truncated, or a single bit of it changed.
 
     Raises:
         WrongInput: a newer ingot wrote it.
@@ -68,7 +68,7 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
         marker = json.loads(content)
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
         return None
-    if not isinstance(marker, dict) or not _is_as_written(marker, content):
+    if not isinstance(marker, dict) or not _is_unchanged(marker, content):
         return None
     if marker.get("schema", 0) > SCHEMA:
         raise WrongInput(
@@ -77,15 +77,16 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
     return marker
 
 
-def _is_as_written(marker: dict[str, Any], content: bytes) -> bool:
+def _is_unchanged(marker: dict[str, Any], content: bytes) -> bool:
     if CHECKSUM in marker:
         rest = {key: value for key, value in marker.items() if key != CHECKSUM}
-        # The bytes too: another last digit of a number, say, can mean the same.
+        # Compare the bytes too: a changed digit of a float, for example, may parse to the same
+        # value.
         return content == _text(marker).encode(errors="surrogatepass") and marker[
             CHECKSUM
         ] == _checksum(rest)
-    # Older ones have none, and end with their files; what ends like a checksum had one, whatever
-    # became of its name.
+    # Markers of older versions have no checksum and end with their files. One whose last value
+    # looks like a checksum had one, and its key was damaged.
     last = marker[next(reversed(marker))] if marker else None
     return not (isinstance(last, str) and re.fullmatch("[0-9a-f]{64}", last))
 
@@ -99,9 +100,9 @@ def _checksum(marker: Mapping[str, Any]) -> str:
 
 
 def problems(folder: Path, marker: Mapping[str, Any], *, checksums: bool) -> list[str]:
-    """What is wrong with the files that `marker` lists: one line each, [] when all is well.
+    """The problems of the files that `marker` lists, one line each; [] if there are none.
 
-    Sizes are always compared; with `checksums` every byte is read as well, several files at a time.
+    Sizes are always compared; with `checksums` the files are also read, several at a time.
     """
     entries = marker.get("files", [])
     if not checksums or len(entries) < 2:
@@ -131,7 +132,7 @@ def _problem(folder: Path, entry: Mapping[str, Any], *, checksums: bool) -> str 
 
 
 def canonical_json(value: Any) -> str:
-    """One text for one value: keys sorted, no white space, no NaN."""
+    """The same text for equal values: keys sorted, no white space, no NaN."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )

@@ -1,5 +1,5 @@
-"""Child processes that do not outlive their parent, and whether a process is still the one that was
-started.
+"""Child processes that do not outlive their parent, and recognising a process whose id was
+reused.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send `signum` to this process when `parent` (its parent's id) dies, however
-    it dies.
+    """Ask the kernel to send `signum` to this process when `parent` (its parent's id) dies, for
+    whatever reason.
 
-    Call it in the child, first thing. Linux only; elsewhere nothing happens, and a parent that is
-    killed with -9 leaves its children behind.
+    Call it first thing in the child. Linux only; elsewhere it does nothing, and a parent killed
+    with SIGKILL leaves its children behind.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
     if os.getppid() != parent:
-        # The parent died before the kernel was asked.
+        # The parent died before the request took effect.
         os.kill(os.getpid(), signum)
 
 
 def handles_signal(process: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; False where the kernel does not tell."""
+    """Whether a process has a handler for a signal; False if the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
         masks = dict(
             line.split(":", 1)
@@ -53,18 +53,18 @@ def handles_signal(process: int, number: int) -> bool:
 
 
 def preexec_die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """`preexec_fn` for a child of this process: it gets `signum` when this process dies.
+    """`preexec_fn` for a child of this process that must get `signum` when this process dies.
 
-    The kernel means the thread that starts the child, so start it from one that lives as long as
-    the process.
+    To the kernel, the parent is the thread that starts the child: start it from a thread that lives
+    as long as the process.
     """
     parent = os.getpid()
     return lambda: die_with_parent(parent, signum)
 
 
 def started_at(pid: int) -> float | None:
-    """When process `pid` was started (seconds since the epoch); None when it is gone. Tells a
-    reused id from the old one.
+    """When process `pid` was started (seconds since the epoch); None if it is gone. Distinguishes a
+    reused id from the original.
     """
     try:
         process = psutil.Process(pid)
@@ -74,8 +74,8 @@ def started_at(pid: int) -> float | None:
 
 
 def machine_id() -> str | None:
-    """Tells where a process id means the same process: this boot of this machine, and the set of
-    ids of this container.
+    """Identifies the scope in which a process id is meaningful: this boot of this machine, and this
+    container's PID namespace.
     """
     with contextlib.suppress(OSError):
         return (
@@ -86,8 +86,8 @@ def machine_id() -> str | None:
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a process was started, in ticks since the boot, which no clock that is set changes:
-    tells a reused id from the old one. None where it is dead, or nobody can say.
+    """When a process was started, in clock ticks since boot, which changing the clock does not
+    affect: distinguishes a reused id from the original. None if it is dead or unknown.
     """
     if sys.platform != "linux":
         return None if (began := started_at(pid)) is None else str(began)
@@ -100,8 +100,8 @@ def start_ticks(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def without_main_module() -> Iterator[None]:
-    """Processes are started without the caller's script, which they would import once more: all
-    that it imports, and all that it does.
+    """Inside the block, new processes do not import the caller's main script, which would run its
+    imports and side effects again.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -112,7 +112,7 @@ def without_main_module() -> Iterator[None]:
 
 
 def python_with_module(python: str | None, module: str) -> str:
-    """The interpreter to use. Raises WrongInput where it cannot be run or lacks the module."""
+    """The interpreter to use. Raises WrongInput if it cannot be run or lacks the module."""
     chosen = python or sys.executable
     try:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"

@@ -1,6 +1,4 @@
-"""Messages and progress for a person, on stderr. A bar on a terminal, a plain line every few
-seconds elsewhere.
-"""
+"""Messages and progress on stderr: a bar on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ PLAIN_EVERY_S = 5.0
 
 
 def say(message: str) -> None:
-    """One line to the person, on stderr: stdout is kept for results."""
+    """Print a line for the user on stderr; stdout is reserved for results."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -31,13 +29,13 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows how far a long step is, and how long it will still take.
+    """Shows the progress of a long step and the estimated time left.
 
     >>> with Progress("train", total=300, unit="steps") as progress:
     ...     progress.update(17, loss="3.20", tokens_per_s="9,100")
 
-    `total=None` when the end is not known. `done` may start above zero (a resumed step): the time
-    left is reckoned from what this process did itself.
+    `total` None if the end is not known. `done` may start above zero (a resumed step): the time
+    left is estimated from what this process did itself.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
-            # 40 ms that whoever only says a line, as every rank does, need not wait for.
+            # Imported here: it takes 40 ms, which a rank that only prints lines need not spend.
             from rich.console import Console
             from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -69,7 +67,7 @@ class Progress:
         return self
 
     def update(self, done: int, **fields: str) -> None:
-        """`done` counts from zero over the whole step; `fields` are shown beside it, as given."""
+        """`done` counts from zero over the whole step; `fields` are shown beside it."""
         self.done = done
         if self.quiet:
             return

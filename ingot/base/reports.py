@@ -1,5 +1,5 @@
-"""The JSON files under `reports/`: the record that a finished pipeline step leaves, by which the
-next `run` knows that nothing changed, and the report of an evaluation.
+"""The JSON files in `reports/`: the record of each finished pipeline step, by which the next `run`
+knows that nothing changed, and the evaluation report.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ingot.base.storage import write_atomic
 
 @dataclass(frozen=True)
 class VerbOutcome:
-    """What a verb hands back to the command line.
+    """The result of a verb, for the command line.
 
     `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint
     of what was made (equal outputs leave later steps unchanged), `files` the paths (relative to the
-    run folder) that must stay with their sizes for the step to count as done.
+    run folder) that must keep their sizes for the step to count as done.
     """
 
     result: str
@@ -32,18 +32,17 @@ class VerbOutcome:
 
 
 def file_sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
-    """`files` of an Outcome: each path relative to `root` with its size in bytes."""
+    """The `files` of a `VerbOutcome`: each path relative to `root`, with its size in bytes."""
     return {str(path.relative_to(root)): path.stat().st_size for path in paths}
 
 
 @dataclass(frozen=True)
 class PipelineStepRecord:
-    """What a step read (`inputs`, one fingerprint), what it made (`outputs`, one fingerprint) and
-    what it tells.
+    """The record of a finished step: fingerprints of its `inputs` and `outputs`, and its result.
 
-    `knobs` keeps the values that went into the fingerprint, so that a change can be named. `files`
-    are paths relative to the run folder with their sizes; a missing or resized one makes the record
-    void.
+    `knobs` keeps the values behind the fingerprint, so that a change can be named. `files` are
+    paths relative to the run folder with their sizes; a missing or resized one invalidates the
+    record.
     """
 
     step: str
@@ -65,7 +64,7 @@ def write_record(folder: Path, record: PipelineStepRecord) -> None:
 
 
 def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
-    """The record of `step`; None where there is none, or one that this version cannot read."""
+    """The record of `step`; None if there is none, or this version cannot read it."""
     try:
         return PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
     except (FileNotFoundError, TypeError, ValueError):
@@ -73,7 +72,7 @@ def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
 
 
 def is_intact(root: Path, record: PipelineStepRecord) -> bool:
-    """True when every file that the record names still has its size."""
+    """Whether every file of the record still has its size."""
     for path, size in record.files.items():
         try:
             if (root / path).stat().st_size != size:
@@ -88,8 +87,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Metric:
-    """One number with its 95 % confidence interval over `n` items of the set that `set_fingerprint`
-    names.
+    """A metric with its 95 % confidence interval over `n` items of the set that `set_fingerprint`
+    identifies.
     """
 
     value: float
@@ -102,12 +101,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` hold what simple methods
-    reach: to look at, or as the floor of a gate.
+    """`reports/evaluate.json`. Metric keys are `TASK/metric`; `baselines` are results of simple
+    methods, for comparison or as the floor of a gate.
 
-    `base`: the same metrics of the model that training started from, where it was asked for. Of
-    `baselines`, those that begin with the key of a metric (`rouge/rouge1/first_line`) belong to it;
-    others (`gzip -9`) are bits per byte.
+    `base`: the same metrics of the model that training started from, if requested. A baseline whose
+    key begins with the key of a metric (`rouge/rouge1/first_line`) belongs to it; others
+    (`gzip -9`) are bits per byte.
     """
 
     model_hash: str
@@ -120,7 +119,7 @@ class EvaluationReport:
 
     @property
     def bits_per_byte(self) -> dict[str, float]:
-        """What others reach on the held-out bytes, by name."""
+        """Bits per byte of other methods on the held-out text, by name."""
         return {
             name: value
             for name, value in self.baselines.items()
@@ -139,11 +138,11 @@ class EvaluationReport:
         }
 
     def metric(self, name: str) -> tuple[str, Metric] | None:
-        """The metric with the key `name`, or the only one whose key ends in `/name`; None when
-        there is none.
+        """The metric with the key `name`, or the only one whose key ends in `/name`; None if there
+        is none.
 
         Raises:
-            WrongInput: the tail fits several keys.
+            WrongInput: several keys end in `/name`.
         """
         if name in self.metrics:
             return name, self.metrics[name]
@@ -156,7 +155,9 @@ class EvaluationReport:
 
 
 def write_report(path: Path, report: EvaluationReport) -> None:
-    """Raises Failed when a number is not finite: such a model cannot be compared with any other."""
+    """Write the report. Raises Failed if a number is not finite: such a model cannot be
+    compared.
+    """
     for key, metric in [
         *report.metrics.items(),
         *((f"base {key}", metric) for key, metric in report.base.items()),
@@ -175,8 +176,8 @@ def write_report(path: Path, report: EvaluationReport) -> None:
 
 
 def read_report(path: Path) -> EvaluationReport:
-    """Raises WrongInput when the file is missing, torn, of a newer schema, or holds a number that
-    is not finite.
+    """Read a report. Raises WrongInput if the file is missing, damaged, of a newer schema, or holds
+    a number that is not finite.
     """
     try:
         text = path.read_bytes()
@@ -186,7 +187,9 @@ def read_report(path: Path) -> EvaluationReport:
 
 
 def parse_report(text: bytes | str, where: str) -> EvaluationReport:
-    """The report in JSON `text`; `where` names it in errors, which are those of `read_report`."""
+    """Parse the report in JSON `text`; `where` names it in errors, which are those of
+    `read_report`.
+    """
     try:
         value: dict[str, Any] = json.loads(text)
         if value.get("schema", 0) > SCHEMA:

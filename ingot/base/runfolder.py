@@ -1,4 +1,4 @@
-"""Where things lie in a run folder. The folder is the interface between the verbs."""
+"""The paths in a run folder. The folder is the interface between the verbs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`OUTPUT/NAME/`: everything that one recipe made."""
+    """`OUTPUT/NAME/`: everything that one recipe produced."""
 
     root: Path
 
@@ -18,12 +18,12 @@ class RunFolder:
 
     @property
     def data(self) -> Path:
-        """All that `ingest` and `prepare` make."""
+        """Everything that `ingest` and `prepare` produce."""
         return self.root / "data"
 
     @property
     def raw(self) -> Path:
-        """Ingested documents, Parquet."""
+        """Ingested documents as Parquet."""
         return self.root / "data" / "raw"
 
     @property
@@ -38,7 +38,7 @@ class RunFolder:
 
     @property
     def megatron(self) -> Path:
-        """The token columns once more, under the names that Megatron's tools expect."""
+        """The token columns under the names that Megatron's tools expect."""
         return self.root / "data" / "megatron"
 
     @property
@@ -83,7 +83,7 @@ class RunFolder:
 
     @property
     def heartbeats(self) -> Path:
-        """One small file per node with its ranks' signs of life."""
+        """One small file per node with its ranks' heartbeats."""
         return self.root / "heartbeats"
 
     @property
@@ -92,8 +92,8 @@ class RunFolder:
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder itself, or, where it is a run folder, the model that the run exported: so that
-    `model.source=runs/pre` goes on from the run `pre`.
+    """The folder itself or, for a run folder, the model that the run exported, so that
+    `model.source=runs/pre` continues from the run `pre`.
     """
     own = RunFolder(folder).model
     is_run = not (folder / "config.json").exists() and (own / "config.json").exists()

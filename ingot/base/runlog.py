@@ -1,5 +1,5 @@
-"""What a run writes while it goes on: `events.jsonl` (start, save, failure, restart), from which
-goodput is counted, and metrics, into `metrics.jsonl` and wherever else they are wanted.
+"""The logs of a run: `events.jsonl` (start, save, failure, restart), from which goodput is
+computed, and metrics, written to `metrics.jsonl` and other sinks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ingot.base.storage import disk_errors, fsync_folder, write_atomic
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line; concurrent writers never mix within a line.
+    """Append one JSON line; lines of concurrent writers never interleave.
 
-    A torn last line (a crash while appending) is closed first, so that it does not swallow this
-    one.
+    A torn last line (from a crash while appending) is terminated first, so that it does not swallow
+    this one.
     """
     line = (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
     with disk_errors(path):
@@ -43,11 +43,10 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def flush_lines(path: Path) -> None:
-    """Make the lines appended so far survive a crash of the machine; nothing where there is no
-    file.
+    """Make the lines appended so far durable; does nothing if there is no file.
 
-    Appending does not: a disk takes milliseconds for it. Whatever vouches for lines before it (a
-    checkpoint for the metrics of its steps) calls this first.
+    Appending alone is not durable, since fsync takes milliseconds. Whatever vouches for earlier
+    lines (a checkpoint for the metrics of its steps) calls this first.
     """
     with disk_errors(path), contextlib.suppress(FileNotFoundError):
         with path.open("rb") as stream:
@@ -56,8 +55,8 @@ def flush_lines(path: Path) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file of lines; torn lines (crashes while appending) are left out.
-    Nothing where there is no file.
+    """The JSON objects in a file of lines, without torn lines (crashes while appending). Yields
+    nothing if there is no file.
     """
     if not path.is_file():
         return
@@ -84,7 +83,7 @@ def record_event(
     cause: str | None = None,
     **more: Any,
 ) -> None:
-    """Append one event; `seconds` is how long it took, `cause` says in words why it happened."""
+    """Append one event; `seconds` is its duration, `cause` says why it happened."""
     event = {
         "t_wall": time.time(),
         "t_mono": time.monotonic(),
@@ -100,17 +99,16 @@ def record_event(
 
 
 class MetricSink(Protocol):
-    """Takes numbers (and texts) of one step; keys are TensorBoard's (`train/loss`)."""
+    """Receives numbers (and texts) of one step; keys are TensorBoard's (`train/loss`)."""
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One line per logged step. What was logged beyond `resume_step` is cut off, so that a resumed
-    run shows no step twice.
-
-    So are lines of that very step whose keys begin with one of `owed`: they are written once more.
+    """One line per logged step. Lines after `resume_step` are removed, so that a resumed run shows
+    no step twice; so are lines of that very step whose keys begin with a name in `owed`, which are
+    written again.
     """
 
     def __init__(self, path: Path, resume_step: int = 0, owed: Collection[str] = ()) -> None:
@@ -137,7 +135,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files through tensorboard's own writer, which needs no torch."""
+    """TensorBoard event files, by tensorboard's own writer, which needs no torch."""
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -146,7 +144,7 @@ class TensorBoard:
         self._event = Event
         self._writer = EventFileWriter(str(folder))
         if resume_step:
-            # Tells TensorBoard to forget what was logged beyond the checkpoint.
+            # Makes TensorBoard discard what was logged after the checkpoint.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(
                 Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
@@ -179,8 +177,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run goes
-    on in the same one. `place`: `entity` and `tags`, where they are given.
+    """A W&B run; offline with `WANDB_MODE=offline`. `run_id` is stable, so that a resumed run
+    continues the same one. `place`: `entity` and `tags`, if given.
     """
 
     def __init__(
@@ -213,7 +211,7 @@ class WeightsAndBiases:
 
 
 class FailSafeSink:
-    """Keeps a run alive when a sink fails: warns once, then stays silent."""
+    """Keeps a run alive when a sink fails: warns once, then drops its metrics silently."""
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name

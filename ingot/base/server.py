@@ -1,6 +1,4 @@
-"""An `ingot serve` of our own for a while: started as a process, its address read, asked, stopped.
-No server outlives this.
-"""
+"""A temporary `ingot serve` process: started, queried and always stopped again."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ingot.base.processes import preexec_die_with_parent
 
 if TYPE_CHECKING:
     import httpx
-else:  # a run that has nothing to do asks no server
+else:  # imported only when a server is actually asked
     httpx = lazy_import("httpx")
 
 _LISTENS = re.compile(r"^serving .+ at (http://\S+)")
@@ -32,9 +30,9 @@ STOP_TIMEOUT_S = 30.0
 
 @contextlib.contextmanager
 def running_server(command: Sequence[str]) -> Iterator[str]:
-    """The address of the server that `command` starts, once it is healthy.
+    """Start `command` and yield the address of its server once it is healthy.
 
-    It is stopped at the end of the block, and by the kernel if this process is killed.
+    The server is stopped at the end of the block, and by the kernel if this process is killed.
 
     Raises:
         Failed: it ended, or did not listen in time.
@@ -60,7 +58,7 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
-        except BaseException:  # it hangs, or a second Ctrl-C: either way no server may stay
+        except BaseException:  # it hangs, or a second Ctrl-C: no server may be left behind
             process.kill()
             process.wait()
             raise
@@ -69,7 +67,7 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
 def ask(
     url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Any:
-    """What the server answers, from JSON. Raises Failed where it does not answer, or refuses."""
+    """The server's answer, parsed from JSON. Raises Failed if it does not answer or refuses."""
     try:
         response = httpx.post(f"{url}{route}", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
     except httpx.HTTPError as error:
@@ -86,8 +84,8 @@ def ask(
 
 
 def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
-    """The server's messages go on to our stderr, line by line, and to whoever waits for its
-    address.
+    """Copy the server's messages to our stderr line by line, and to the queue in which its address
+    is awaited.
     """
     for line in stream:
         text = line.decode(errors="replace")
@@ -124,7 +122,7 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
                 httpx.get(f"{url}{route}", timeout=5.0).status_code == httpx.codes.OK
                 for route in ("/health", "/v2/health/ready")
             ):
-                return  # the second is Triton's
+                return  # /v2/health/ready is Triton's
         time.sleep(0.05)
     raise Failed(
         f"the server at {url} was not ready within {START_TIMEOUT_S:g} s; try `ingot serve` with"

@@ -1,5 +1,5 @@
-"""Files on a local disk or in object storage, through fsspec. A local write is durable before it is
-visible.
+"""Files on a local disk or in object storage, through fsspec. A local write is durable before it
+becomes visible.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ import fsspec
 from ingot.base.errors import Failed, WrongInput
 
 CHUNK_BYTES = 1 << 20
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_AT_FDCWD, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """True for `gs://...` and the like; `file://` counts as local."""
+    """True for `gs://...` and similar; `file://` counts as local."""
     text = os.fspath(path)
     return "://" in text and not text.startswith("file://")
 
 
 def _remote() -> Any:
-    """fsspec, told that a bucket is of the usual kind: gcsfs would ask each of them, by a protocol
-    that not every place answers, and warn.
+    """fsspec, with gcsfs told that buckets are of the usual kind: it would otherwise probe each
+    bucket through an API that not every endpoint supports, and warn.
     """
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     return fsspec
 
 
 def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A binary stream of a local or remote file; bytes as stored, nothing decompressed."""
+    """A binary stream of a local or remote file; bytes as stored, not decompressed."""
     if not is_remote(path):
         return Path(path).open("rb")
-    # Streams of fsspec are no whole streams: they read no line of a limited length.
+    # fsspec's file objects lack parts of the stream interface: readline with a size limit.
     return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)
 
 
 def find_files(pattern: str) -> list[str]:
-    """Files that `pattern` (a path, a folder or a glob) names, sorted; [] when there is none.
-    Folders are walked.
+    """The files that `pattern` (a path, folder or glob) names, sorted; [] if there are none.
+    Folders are walked recursively.
     """
     if is_remote(pattern):
         filesystem, root = _remote().core.url_to_fs(pattern)
@@ -67,8 +67,8 @@ def find_files(pattern: str) -> list[str]:
 
 
 def stamp(path: str) -> dict[str, Any]:
-    """What tells cheaply whether a file changed: size and modification time (or the object's own
-    version tag).
+    """A cheap signature by which a change of a file is noticed: size and modification time, or the
+    object's version tag.
     """
     if is_remote(path):
         filesystem, root = _remote().core.url_to_fs(path)
@@ -91,7 +91,7 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make renames and new names in `folder` survive a crash of the machine."""
+    """Make renames and new names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,7 +100,7 @@ def fsync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def fsync_tree(folder: str | os.PathLike[str]) -> None:
-    """Flush every file and folder below `folder`; for trees that a library wrote without fsync."""
+    """Flush every file and folder below `folder`, for trees that a library wrote without fsync."""
     for here, _, files in os.walk(folder):
         for name in files:
             with Path(here, name).open("rb") as stream:
@@ -110,8 +110,8 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` all at once, flushed, when the block ends without an
-    error.
+    """A stream whose bytes appear under `path` atomically, flushed, if the block ends
+    without error.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -129,24 +129,25 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """See `atomic_file`; also removes what killed writers left in the same folder."""
-    _sweep_folder(Path(path).parent)
+    """Write a file as `atomic_file` does; also removes leftovers of killed writers in its
+    folder.
+    """
+    _remove_partial_files(Path(path).parent)
     with atomic_file(path) as stream:
         stream.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to fill that appears under `path` all at once; what stood there before is replaced
-    only then.
+    """A folder to fill that appears under `path` atomically; an existing one is replaced only then.
 
-    One writer at a time for one `path`: what writers that died left beside it is removed.
+    One writer per `path` at a time: leftovers of dead writers are removed.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target)
+        _remove_partials_of(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -157,7 +158,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def replace_folder(finished: Path, target: Path) -> None:
-    """Let a finished folder beside `target` take its place all at once; what stood there is
+    """Put a finished folder in the place of `target` (beside it) atomically; the old one is
     deleted.
     """
     fsync_tree(finished)
@@ -169,14 +170,14 @@ def replace_folder(finished: Path, target: Path) -> None:
         os.replace(finished, target)
         fsync_folder(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    # Before the old one is deleted: else a crash could bring back its name for what is left of it.
+    # Before deleting the old one: a crash could otherwise restore its name for what is left of it.
     fsync_folder(target.parent)
     shutil.rmtree(finished, ignore_errors=True)
 
 
 def link_file(path: Path, target: Path) -> None:
-    """The same file under a second name, in place of what was there; a copy where the disk has no
-    hard links. For files that are only ever replaced, never written to.
+    """Hard-link a file to a second name, replacing what is there; a copy if the disk has no hard
+    links. Only for files that are replaced, never modified.
     """
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -188,13 +189,13 @@ def link_file(path: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one act, so that neither is ever missing; False where the
-    system or the disk does not know how.
+    """Swap two names atomically, so that neither is ever missing; False if the system or the file
+    system does not support it.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -202,22 +203,22 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
-def _sweep(target: Path) -> None:
-    """Remove what killed processes of this machine left while they wrote `target`: it may be
+def _remove_partials_of(target: Path) -> None:
+    """Remove what killed processes of this machine left while writing `target`; it may be
     gigabytes.
     """
     for kind in ("partial", "replaced"):
-        _remove_of_the_dead(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
+        _remove_leftovers(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
 
 
 @functools.lru_cache(maxsize=256)
-def _sweep_folder(folder: Path) -> None:
-    """The same for all files of a folder; once in a process, since it may hold thousands."""
-    _remove_of_the_dead(left for left in folder.glob(".*.partial-*") if not left.is_dir())
+def _remove_partial_files(folder: Path) -> None:
+    """Remove leftovers of all files in a folder; once per process, since it may hold thousands."""
+    _remove_leftovers(left for left in folder.glob(".*.partial-*") if not left.is_dir())
 
 
-def _remove_of_the_dead(lefts: Iterable[Path]) -> None:
-    for left in lefts:
+def _remove_leftovers(leftovers: Iterable[Path]) -> None:
+    for left in leftovers:
         process = left.name.rpartition("-")[2]
         if process.isdecimal() and not _is_alive(int(process)):
             if left.is_dir():
@@ -238,9 +239,7 @@ def _is_alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the operating system's refusals while writing `path` into one line with the next
-    action.
-    """
+    """Turn operating system errors while writing `path` into one line with the next action."""
     try:
         yield
     except OSError as error:

@@ -146,7 +146,7 @@ FAULTS = [
     Fault(
         "marker-not-checked",
         "ingot/base/markers.py",
-        "if not isinstance(marker, dict) or not _is_as_written(marker, content):",
+        "if not isinstance(marker, dict) or not _is_unchanged(marker, content):",
         "if not isinstance(marker, dict):",
         "a half-written marker that happens to be JSON is believed",
     ),

@@ -1,3 +1,3 @@
-"""Object storage: buckets by generation conditions, leases on them, and the replica of a run folder
-that lies in one.
+"""Object storage: buckets with writes conditional on generations, leases, and the replica of a run
+folder in a bucket.
 """

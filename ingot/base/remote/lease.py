@@ -1,10 +1,10 @@
 """A lease on a bucket, so that a run has one writer: an object that names its holder, written under
 a condition on its generation.
 
-The holder rewrites it every third of its life. Another process may overwrite a lease that was not
+The holder renews it every third of its life. Another process may overwrite a lease that was not
 renewed for its whole life, or whose holder is a dead process of this machine. Clocks of two
-machines
-are never compared: both the time of the last renewal and the current time are the service's.
+machines are never compared: the time of the last renewal and the current time are both the
+service's.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def lease(
 
     Args:
         owner: what other processes are told about the holder.
-        wait: where there is a lease already, wait for its life: a living holder renews it
-            meanwhile.
+        wait: if there is a lease already, wait for its life to expire: a live holder renews it.
 
     Raises:
-        Failed: somebody else holds it; the message names them.
+        Failed: another process holds it; the message names it.
     """
     held = Lease(bucket, owner, name, life_s)
     held.acquire(wait)
@@ -61,7 +60,7 @@ def lease(
 
 
 class Lease:
-    """Made by `lease`."""
+    """A held lease; made by `lease`."""
 
     def __init__(self, bucket: Bucket, owner: str, name: str, life_s: float) -> None:
         self._bucket, self._name, self._life_s = bucket, name, life_s
@@ -85,7 +84,9 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody else has it, or may have: it was not renewed for its whole life."""
+        """Whether another process has the lease, or may have it: it was not renewed for its whole
+        life.
+        """
         return self._new_holder is not None or time.clock_gettime(_CLOCK) > self._sure_until
 
     def check(self) -> None:
@@ -136,7 +137,7 @@ class Lease:
                     time.sleep(min(left_s, self._life_s / 3))
 
     def renew_until_released(self) -> None:
-        """Renew the lease until it is released or taken over. Network errors are survived for the
+        """Renew the lease until it is released or taken over. Network errors are tolerated for the
         lease's life, and longer if nobody took it over.
         """
         while not self._over.wait(self._life_s / 3):
@@ -175,16 +176,14 @@ class Lease:
         self._sure_until = began + self._life_s
 
     def _is_ours(self, found: Blob) -> bool:
-        """Whether a generation that we do not know is ours all the same: the answer to a renewal
-        was lost.
-        """
+        """Whether an unknown generation is ours after all: the answer to a renewal was lost."""
         if self._read().get("token") != self._about["token"]:
             return False
         self._generation = found.generation
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the present holder says about itself; {} where that cannot be parsed."""
+        """What the present holder wrote about itself; {} if that cannot be parsed."""
         try:
             about = json.loads(self._bucket.get(self._name))
         except (Missing, ValueError):

@@ -1,8 +1,8 @@
 """What a machine remembers about a run folder with a replica: checksums of unchanged files, and the
-content that folder and replica last agreed on.
+content on which folder and replica last agreed.
 
-It lies in a hidden folder of the run folder. If it is lost, files are read again, and files that
-were deleted on one side remain on the other.
+It is stored in a hidden folder of the run folder. If it is lost, files are read again, and files
+deleted on one side remain on the other.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ChecksumCache:
         self._checksums[path] = [*_signature((self._root / path).stat()), checksum]
 
     def write(self, **more: Any) -> None:
-        """Store it, without checksums of files that no longer exist; `more` lies beside it."""
+        """Store the checksums of files that still exist, with the values in `more` beside them."""
         checksums = {
             path: about
             for path, about in sorted(self._checksums.items())
@@ -100,7 +100,7 @@ class ChecksumCache:
 
 
 class AgreedState(ChecksumCache):
-    """`known`: by path the content that folder and replica last had in common."""
+    """`known`: by path, the content that folder and replica last had in common."""
 
     def __init__(self, root: Path, url: str) -> None:
         super().__init__(root, "memory.json")

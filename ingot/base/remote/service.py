@@ -1,9 +1,9 @@
-"""Google's packages for object storage, which are imported here only; their errors as our own; and
+"""Google's packages for object storage, imported only here; their errors translated to ours; and
 resumable uploads of large files.
 
 An interruption costs the current chunk: the service is asked what it has, and the rest is sent.
-With a note on disk another process can continue, too. Whoever knows the address of an upload can
-write to it, so only the owner may read the note.
+With a note on disk another process can continue the upload. Whoever knows the address of an upload
+can write to it, so only the owner may read the note.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Conflict(Failed):
 
 
 def connect(url: str) -> tuple[Any, Any]:
-    """A client, and a session for requests that the client does not offer; with the credentials of
+    """A client, and a session for requests that the client does not offer, with the credentials of
     the environment.
 
     Raises:
@@ -65,7 +65,7 @@ def connect(url: str) -> tuple[Any, Any]:
 
 @functools.cache
 def google_packages() -> SimpleNamespace:
-    """The names that are used of Google's packages.
+    """The names used from Google's packages.
 
     Raises:
         WrongInput: one of them is not installed.

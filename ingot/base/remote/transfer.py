@@ -1,5 +1,5 @@
-"""What every synchronisation with a bucket does: a few files at a time, and each file whole, with
-the content that was asked for, or not at all.
+"""Transfers from and to a bucket: a few files at a time, each complete with the requested content
+or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class OtherContent(Missing):
-    """An object has other content than was asked for: it was replaced meanwhile, or is damaged."""
+    """An object has other content than requested: it was replaced meanwhile, or is damaged."""
 
 
 def in_parallel(
@@ -78,7 +78,7 @@ def fetch_file(
         Missing: there is no such object; as OtherContent where it is not what it must be.
         Corrupt: its checksum is not the one that it was written with.
     """
-    # The process stands last: by it what the dead have left is told from what is being written.
+    # The process id stands last: it tells leftovers of dead processes from files being written.
     partial = partial or path.with_name(
         f".{path.name}.partial-{threading.get_ident()}-{os.getpid()}"
     )
