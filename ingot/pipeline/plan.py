@@ -20,6 +20,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import StepPlace, Verb
 from ingot.config.sections.launch import Machine
+from ingot.launch.places.node_commands import accelerators_in_vain
 from ingot.launch.staging import local_folders, recipe_for_nodes
 from ingot.pipeline.steps import STEPS
 
@@ -166,6 +167,8 @@ def _placement_problems(recipe: Recipe, verb: Verb) -> list[str]:
                 "what runs in a container of the pipeline is not bounded by cloud.max_cost; set"
                 f" pipeline.steps.{verb}.launch to vertex"
             )
+    if kind in ("gce", "vertex"):
+        found += accelerators_in_vain(recipe, verb)
     return found if kind != "local" else [*found, *_container_problems(recipe, verb)]
 
 

@@ -304,7 +304,7 @@ def test_float8_is_asked_of_the_machine_that_trains(
     ("overrides", "weights"),
     [
         (("model.source=preset:llama-3m",), "4 M weights"),
-        (("model.source=big", "model.lora={}"), "8,030 M weights"),
+        (("model.source=big", "model.lora={}"), "8,030 M weights take 33.6 GB"),
         (("model.source=preset:t5-mini", "objective.kind=seq2seq"), "M weights"),
         (("model.source=preset:bert-mini", "objective={kind: classify, labels: [a, b]}"), "M weig"),
     ],
@@ -332,7 +332,8 @@ def test_what_does_not_validate_is_told_with_all_else(place: Path) -> None:
         "gate.metric x/y is measured by none",
     ):
         assert told in done.stderr
-    done = command("run", "recipe.yaml", "model.sourse=nosuch", "data.train.0.text=b", cwd=place)
+    wrong = ("model.sourse=nosuch", "data.train.0.text=b", "data.seq_len=2000")
+    done = command("run", "recipe.yaml", *wrong, cwd=place)
     assert "unknown knob `model.sourse`" in done.stderr
     assert "has no column `b`" in done.stderr
     assert "positions" not in done.stderr, "nothing is told of a model that stands for another"

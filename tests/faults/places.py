@@ -550,4 +550,12 @@ FAULTS = [
         "an adopted training leaves out the steps of a checkpoint that it does not start from",
         "tests/config/adopt/test_llama_env.py",
     ),
+    Fault(
+        "words-counted-on-sixteen-gpus",
+        "ingot/launch/places/node_commands.py",
+        "if verb not in UNACCELERATED or not count or own is not None:",
+        "if True:",
+        "texts are prepared on the machines of a training, at 56 dollars an hour",
+        "tests/pipeline/test_plan.py",
+    ),
 ]

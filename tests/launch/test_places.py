@@ -16,13 +16,17 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import pull, push
 from ingot.base.runlog import read_lines, record_event
 from ingot.base.storage import write_atomic
+from ingot.cloud.machines import accelerators_of
+from ingot.cloud.prices import time_limit_s
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import StepPlace
 from ingot.launch import run_job, staging
 from ingot.launch.handles import store_handle
 from ingot.launch.job import Handle, Job, JobState
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
+from ingot.launch.places.node_commands import accelerators_in_vain
 from ingot.launch.rendezvous import EXIT, Rendezvous
 from tests import gcs
 from tests.small import small_recipe
@@ -251,3 +255,22 @@ def test_what_a_job_made_while_nobody_waited_is_not_written_over(
             "finish",
             "hang",
         }
+
+
+@pytest.mark.parametrize("place", sorted((Path(__file__).parents[2] / "recipes/places").iterdir()))
+def test_in_the_shipped_places_no_step_ends_for_its_cost_or_has_more_than_it_uses(
+    place: Path,
+) -> None:
+    quickstart = place.parents[1] / "quickstart.yaml"
+    recipe = load_recipe([quickstart, place], environ={}, dotenv=None)
+    if recipe.launch.kind in ("local", "ssh", "slurm"):
+        return
+    for verb, nodes in (("train", recipe.launch.nodes), ("evaluate", 1)):
+        assert time_limit_s(recipe.at(verb), nodes=nodes) == recipe.cloud.max_run
+    for verb in ("ingest", "prepare", "gate", "register"):
+        with_gpus = accelerators_of(recipe.launch.machine)[1] > 0
+        assert bool(accelerators_in_vain(recipe, verb)) == with_gpus
+        own = {**recipe.pipeline.steps, verb: StepPlace(machine=recipe.launch.machine)}
+        steps = recipe.pipeline.model_copy(update={"steps": own})
+        asked = recipe.model_copy(update={"pipeline": steps})
+        assert accelerators_in_vain(asked, verb) == [], "what is asked for by name is given"

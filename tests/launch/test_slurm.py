@@ -135,6 +135,10 @@ def test_the_script_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "--exclusive" not in script_of(
         tmp_path, Job("evaluate", ("evaluate",), rendezvous=meet), launch__slurm__gpus=1
     ), "one of several devices of a node"
+    prepares = Job("prepare", ("prepare",), rendezvous=meet)
+    text = script_of(tmp_path, prepares, launch__slurm__gpus=2)
+    assert "gpus-per-node" not in text, "it computes on none"
+    assert "--cpus-per-task" in text
 
 
 @pytest.mark.parametrize(

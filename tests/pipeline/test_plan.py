@@ -190,6 +190,19 @@ LOCAL = {"launch.machine.type": "a2-highgpu-2g", "launch.processes": 2}
                 " cloud.max_cost; set pipeline.steps.evaluate.launch to vertex"
             ],
         ),
+        (
+            VERTEX | {"pipeline.steps": "{prepare: {launch: gce}, gate: {launch: local}}"},
+            [
+                "prepare: prepare uses no accelerator, and launch.machine a2-highgpu-2g has 2 x"
+                " nvidia-tesla-a100; set pipeline.steps.prepare.machine.type to one without, such"
+                " as n2-standard-16, or pipeline.steps.prepare.launch to local"
+            ],
+        ),
+        (
+            VERTEX
+            | {"pipeline.steps": "{prepare: {launch: vertex, machine: {type: n2-standard-16}}}"},
+            [],
+        ),
         ({"cloud.max_cost": 100}, []),
         (
             VERTEX | {"launch.machine.type": "n2-custom-8-16384"},

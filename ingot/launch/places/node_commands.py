@@ -23,6 +23,8 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 
 MODULE = "ingot.launch.node"
+UNACCELERATED = ("ingest", "prepare", "gate", "register", "deploy")
+"""Steps that compute on no accelerator."""
 RENDEZVOUS_SHARE = 0.9
 """Nodes wait for each other for this share of `launch.start_s`, so that they report which node did
 not come before their silence counts as a hang.
@@ -174,7 +176,23 @@ def machine_reasons(recipe: Recipe, job: Job) -> list[str]:
             "launch.code sync copies ingot to hosts that are there already; set it to image and"
             " build one with `ingot images build train`"
         )
-    return [*reasons, *bucket_reasons(job)]
+    return [*reasons, *accelerators_in_vain(recipe, job.name), *bucket_reasons(job)]
+
+
+def accelerators_in_vain(recipe: Recipe, verb: str) -> list[str]:
+    """Why a step that computes on no accelerator does not get the machines of a training, unless it
+    is given such ones by name.
+    """
+    own = {str(name): place.machine for name, place in recipe.pipeline.steps.items()}.get(verb)
+    machine = recipe.launch.machine
+    name, count = accelerators_of(machine)
+    if verb not in UNACCELERATED or not count or own is not None:
+        return []
+    return [
+        f"{verb} uses no accelerator, and launch.machine {machine.type} has {count} x {name}; set"
+        f" pipeline.steps.{verb}.machine.type to one without, such as n2-standard-16, or"
+        f" pipeline.steps.{verb}.launch to local"
+    ]
 
 
 def bucket_reasons(job: Job) -> list[str]:

@@ -30,6 +30,7 @@ from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState
 from ingot.launch.places import slurm_cluster
 from ingot.launch.places.logs import FileLog
 from ingot.launch.places.node_commands import (
+    UNACCELERATED,
     interpreter,
     node_variables,
     path_on_nodes,
@@ -170,6 +171,8 @@ class SlurmLauncher:
 
     def _sbatch_options(self, job: Job, logs: Path) -> list[str]:
         knobs, limit_s = self._knobs, self._limit_s(job)
+        # What computes on no accelerator gets the share of a node's cores alone.
+        gpus = None if job.name in UNACCELERATED else knobs.gpus
         options: dict[str, str | None] = {
             "job-name": f"ingot-{self.recipe.name}-{job.name}",
             "account": knobs.account,
@@ -177,7 +180,7 @@ class SlurmLauncher:
             "time": slurm_cluster.format_time(limit_s) if limit_s else None,
             "nodes": str(job.nodes),
             "ntasks-per-node": "1",
-            "gpus-per-node": str(knobs.gpus) if knobs.gpus is not None else None,
+            "gpus-per-node": None if gpus is None else str(gpus),
             **slurm_cluster.node_share(knobs, job.nodes),
             "signal": f"B:USR1@{knobs.signal_s}",
             "no-requeue": "",

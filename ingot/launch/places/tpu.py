@@ -28,6 +28,7 @@ from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import TpuLog
 from ingot.launch.places.node_commands import (
     RUN,
+    UNACCELERATED,
     VERB,
     boot_note_fields,
     bucket_reasons,
@@ -76,6 +77,11 @@ class TpuLauncher:
         if job.nodes > 1:
             reasons.append(
                 f"{job.nodes} nodes are asked for and a TPU VM is one; set launch.nodes=1"
+            )
+        if job.name in UNACCELERATED:
+            reasons.append(
+                f"{job.name} uses no accelerator, and a TPU VM is one; set"
+                f" pipeline.steps.{job.name}.launch to local"
             )
         if job.image is None and self.recipe.cloud.images.train is None:
             reasons.append(
