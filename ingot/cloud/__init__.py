@@ -1,1 +1,3 @@
-"""One thin face over each cloud client. Empty until the first of them is needed."""
+"""Google's cloud clients behind one thin module per service; machines, prices and images.
+No torch.
+"""

@@ -1,8 +1,8 @@
-"""Rows out of BigQuery through Google's own client, with the credentials of the environment.
+"""Reads rows from BigQuery through Google's own client, with the credentials of the environment.
 
-A query runs where its tables lie, which BigQuery finds out by itself: `cloud.region` is not asked
-for, since that of the runs may be another. Its result goes into a table without a name, which
-BigQuery keeps for a day, and which holds 10 GB (compressed) at the most.
+A query runs in the location of its tables, which BigQuery finds itself; `cloud.region` is not used,
+since runs may be in another region. The result goes to an anonymous table, which BigQuery keeps for
+a day and limits to 10 GB (compressed).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from ingot.base.errors import Failed, WrongInput
 
 PAGE_ROWS = 50_000
-"""At the most: the service ends a page at about 20 MB, so that memory is bounded by bytes and short
-rows do not cost a request for every few of them.
+"""Upper limit only: the service ends a page at about 20 MB, which bounds memory, while short rows
+do not cost a request for every few of them.
 """
 TOO_LARGE = "responseTooLarge"
 FILES_INSTEAD = (
@@ -28,13 +28,13 @@ EMULATOR = "BIGQUERY_EMULATOR_HOST"
 
 
 def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a query, one page at a time in memory. `project` pays for it, that of the
-    environment where it is None.
+    """The rows of a query, with one page at a time in memory. `project` is billed; None means the
+    environment's project.
 
     Raises:
         WrongInput: the query is wrong or not allowed, its result is too large, there are no
             credentials or no project, or the package is missing.
-        Failed: the service cannot be reached, or breaks down.
+        Failed: the service cannot be reached or fails.
     """
     client = _client(project)
     from google.api_core.exceptions import ClientError, GoogleAPIError
@@ -83,8 +83,7 @@ def _client(project: str | None) -> Any:
         ) from error
     anonymous: Any = AnonymousCredentials
     try:
-        # An emulator knows no credentials; the client takes its address from the environment
-        # itself.
+        # An emulator needs no credentials; the client reads its address from the environment.
         return (
             Client(project=project, credentials=anonymous())
             if os.environ.get(EMULATOR)

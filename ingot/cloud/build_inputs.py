@@ -1,8 +1,8 @@
-"""What goes into the images that Cloud Build makes: ingot's source, as git knows it or as it is
-installed, and parts of a run. Archives of equal content are equal.
+"""The inputs of the images that Cloud Build makes: ingot's source, from git or as installed, and
+parts of a run. Archives of equal content are identical.
 
-The source holds only what the Dockerfiles copy: nothing untracked, no runs, no `.env`. Parts of a
-run are taken from its folder or fetched from its replica, and sent to the bucket once.
+The source contains only what the Dockerfiles copy: nothing untracked, no runs, no `.env`. Parts of
+a run are taken from its folder or fetched from its replica, and uploaded to the bucket once.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ingot.config.recipe import Recipe
 
 PACKAGE = Path(ingot.__file__).resolve().parent
 WANTED = ("images", "ingot", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
-"""What the Dockerfiles copy, and they themselves."""
+"""The Dockerfiles and what they copy."""
 SHARED = "share/ingot"
-"""Where an installed ingot has of these what is no package."""
+"""Where an installed ingot keeps those of these files that are not in the package."""
 TAG_LENGTH = 12
 
 
 @dataclass(frozen=True)
 class BuildSource:
-    """The source as a .tar.gz; `revision` is the commit, or of an installed ingot its version and a
-    hash. `unsaved` files are not in it.
+    """The source as a .tar.gz; `revision` is the commit, or for an installed ingot its version with
+    a hash. `unsaved` counts uncommitted files, which are not included.
     """
 
     data: bytes
@@ -53,17 +53,17 @@ class BuildSource:
 
 
 def ingot_source() -> BuildSource:
-    """The source of the ingot that runs: of a checkout what is committed, else the files that pip
+    """The source of the running ingot: the committed files of a checkout, else the files that pip
     installed.
 
     Raises:
-        WrongInput: neither is complete.
-        Failed: git does not do its work.
+        WrongInput: files are missing.
+        Failed: git failed.
     """
     root = PACKAGE.parent
     if (root / ".git").exists():
         return _committed(root)
-    files = _beside(root) if (root / "images").is_dir() else _installed(PACKAGE)
+    files = _files_without_git(root) if (root / "images").is_dir() else _installed(PACKAGE)
     names = {name.split("/")[0] for name in files}
     if missing := [name for name in WANTED if name not in names]:
         raise WrongInput(
@@ -79,7 +79,7 @@ def ingot_source() -> BuildSource:
 
 
 def write_tar(files: Mapping[str, Path], stream: IO[bytes]) -> None:
-    """Files by their names as a tar that tells nothing of who made it when."""
+    """Write files under the given names as a tar without owners and times."""
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(files):
             path = files[name]
@@ -124,8 +124,8 @@ def _git(root: Path, *arguments: str) -> bytes:
     return done.stdout
 
 
-def _beside(root: Path) -> dict[str, Path]:
-    """Of a folder without git: all that lies there under the names that are wanted."""
+def _files_without_git(root: Path) -> dict[str, Path]:
+    """The wanted files in a folder without git."""
     found = [root / name for name in WANTED if (root / name).exists()]
     return _named(
         root,
@@ -163,18 +163,18 @@ HOLDS: dict[ImageKind, dict[str, tuple[str, ...]]] = {
     "serve": {"model": ("model",)},
     "spark": {},
 }
-"""What an image of each kind can carry, as parts of a run folder."""
+"""The parts of a run folder that an image of each kind can contain."""
 MADE_BY = {"model": "train", "data": "prepare"}
 
 
 def parts_by_image(
     kinds: Sequence[ImageKind], what: Sequence[str]
 ) -> dict[ImageKind, tuple[str, ...]]:
-    """What of `what` (`model`, `data`) goes into which of the images.
+    """Which of the parts in `what` (`model`, `data`) go into which image.
 
     Raises:
-        WrongInput: it is something else, or there is an image among them that takes none of it, or
-            a part that none takes.
+        WrongInput: an unknown part, an image that takes none of the parts, or a part that no image
+            takes.
     """
     known = {name for parts in HOLDS.values() for name in parts}
     if wrong := [name for name in what if name not in known]:
@@ -196,10 +196,10 @@ def parts_by_image(
 def bake(
     google: GoogleClients, recipe: Recipe, wanted: Mapping[ImageKind, Sequence[str]], *, send: bool
 ) -> dict[ImageKind, BakedParts]:
-    """An archive in the bucket for each image. Without `send` nothing is fetched and nothing sent.
+    """Put an archive in the bucket for each image. With `send` False nothing is fetched or sent.
 
     Raises:
-        WrongInput: the run has not made it yet.
+        WrongInput: the run has not produced a part yet.
     """
     baked = {}
     for kind, what in wanted.items():
@@ -208,7 +208,7 @@ def bake(
             for part in what
             for name, path in _files(google, recipe, kind, part, fetch=send).items()
         }
-        hashed = _Hashed()
+        hashed = _HashingSink()
         write_tar(files, cast(IO[bytes], hashed))
         name = f"{FOLDER}/baked-{hashed.digest.hexdigest()[:16]}.tar"
         if send:
@@ -220,8 +220,8 @@ def bake(
 def _files(
     google: GoogleClients, recipe: Recipe, kind: ImageKind, what: str, *, fetch: bool
 ) -> dict[str, Path]:
-    """Names below the working folder of the image, where a run folder has the same relative place
-    as here.
+    """Files by their names below the image's working folder, where the run folder has the same
+    relative path as here.
     """
     root, parts = recipe.folder.root, HOLDS[kind][what]
     if not all((root / part).is_dir() for part in parts) and fetch:
@@ -267,8 +267,8 @@ def _send(google: GoogleClients, name: str, files: Mapping[str, Path]) -> None:
         bucket.put(name, archive)
 
 
-class _Hashed:
-    """Takes what is written to it for its hash alone."""
+class _HashingSink:
+    """A writable stream that only computes a hash."""
 
     def __init__(self) -> None:
         self.digest, self.bytes = hashlib.sha256(), 0

@@ -1,7 +1,7 @@
-"""Container images by Cloud Build: the request for a build, and following it to its end.
+"""Container images by Cloud Build: the build request, and following the build to its end.
 
-Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other builder with a
-cache there, is no longer maintained.
+Docker's own builder (BuildKit) with the newest image as cache: kaniko, the other builder there with
+a cache, is no longer maintained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ingot.cloud.clients import GoogleClients, call_api, message_types
 from ingot.cloud.images import ImageKind, untagged_name
 
 FOLDER = "ingot/builds"
-"""In the bucket: sources, what is baked in, logs."""
+"""Folder in the bucket for sources, baked parts and logs."""
 DOCKER = "gcr.io/cloud-builders/docker"
 GCLOUD = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 MACHINE, DISK_GB, MOST_DISK_GB = "E2_HIGHCPU_8", 100, 4000
@@ -28,13 +28,13 @@ GOING_ON = ("STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING")
 TIMEOUT_S, QUEUE_S = 7200, 3600
 POLL_S = 5.0
 LOG_LINES = 20
-"""Lines of the log that are shown of a build that failed."""
+"""Log lines shown when a build failed."""
 MODULE = "google.cloud.devtools.cloudbuild_v1"
 
 
 @dataclass(frozen=True)
 class BakedParts:
-    """Parts of a run that go into an image: an archive in the bucket."""
+    """Parts of a run that go into an image, as an archive in the bucket."""
 
     run: str
     object: str
@@ -43,7 +43,7 @@ class BakedParts:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Images to build from one source. `tags` go on each beside the commit and `latest`; `torch` is
+    """Images to build from one source. `tags` are added beside the commit and `latest`; `torch` is
     the build of torch by kind.
     """
 
@@ -57,20 +57,20 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuiltImage:
-    """An image with the hash that the registry knows it by."""
+    """An image with its digest in the registry."""
 
     name: str
     digest: str
 
     @property
     def pinned(self) -> str:
-        """The name by which it is this image for ever."""
+        """The immutable name of this image."""
         return f"{self.name.rpartition(':')[0]}@{self.digest}"
 
 
 def build_message(google: GoogleClients, wanted: BuildRequest, *, generation: int = 0) -> Any:
-    """The request for the build. `generation`: of the source's object, so that exactly what was
-    sent is built.
+    """The build request. `generation` of the source's object makes sure that exactly what was
+    uploaded is built.
     """
     types, cloud = message_types(MODULE), google.cloud
     bucket = google.bucket.removeprefix("gs://")
@@ -93,7 +93,7 @@ def build_message(google: GoogleClients, wanted: BuildRequest, *, generation: in
         ),
         logs_bucket=f"gs://{bucket}/{FOLDER}/logs",
         options=types.BuildOptions(
-            # An archive, its content and the image made of it lie on the disk at the same time.
+            # The archive, its content and the image made of it are on the disk at the same time.
             machine_type=MACHINE,
             disk_size_gb=min(MOST_DISK_GB, DISK_GB + 4 * baked // 10**9),
             logging="LEGACY",
@@ -103,19 +103,21 @@ def build_message(google: GoogleClients, wanted: BuildRequest, *, generation: in
 
 
 def image_names(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
-    """All names that an image of a kind gets, those of the run that is baked in at the end."""
-    return [*_plain(google, wanted, kind), *_of_run(google, wanted, kind)]
+    """All names that an image of a kind gets; those with parts of a run come last."""
+    return [*_base_names(google, wanted, kind), *_run_names(google, wanted, kind)]
 
 
-def _plain(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
+def _base_names(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
     return [
         f"{untagged_name(google.cloud, kind)}:{tag}"
         for tag in dict.fromkeys([wanted.revision, "latest", *wanted.tags])
     ]
 
 
-def _of_run(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
-    """`latest` is never the image of one run, since every other run would start from it."""
+def _run_names(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> list[str]:
+    """The names of the image with parts of a run. `latest` is never among them, since all other
+    runs would start from it.
+    """
     if kind not in wanted.baked:
         return []
     image, run = untagged_name(google.cloud, kind), wanted.baked[kind].run
@@ -123,8 +125,8 @@ def _of_run(google: GoogleClients, wanted: BuildRequest, kind: ImageKind) -> lis
 
 
 def _steps(google: GoogleClients, wanted: BuildRequest, kind: ImageKind, types: Any) -> list[Any]:
-    """The image, with its own newest one as cache, and on top of it the one with parts of a run.
-    Kinds do not wait for each other.
+    """The build steps of an image, with its newest version as cache, followed by those of the image
+    with parts of a run. Kinds are built in parallel.
     """
     image, baked = untagged_name(google.cloud, kind), wanted.baked.get(kind)
     arguments = {"COMMIT": wanted.revision, "BUILDKIT_INLINE_CACHE": "1"} | (
@@ -139,7 +141,7 @@ def _steps(google: GoogleClients, wanted: BuildRequest, kind: ImageKind, types: 
             args=_docker(
                 f"images/{kind}.Dockerfile",
                 arguments,
-                _plain(google, wanted, kind),
+                _base_names(google, wanted, kind),
                 ".",
                 cache=f"{image}:latest",
             ),
@@ -167,7 +169,7 @@ def _steps(google: GoogleClients, wanted: BuildRequest, kind: ImageKind, types: 
                 args=_docker(
                     "images/bake.Dockerfile",
                     {"BASE": f"{image}:{wanted.revision}", "NAME": baked.run},
-                    _of_run(google, wanted, kind),
+                    _run_names(google, wanted, kind),
                     folder,
                 ),
             ),
@@ -183,7 +185,7 @@ def _docker(
     *,
     cache: str | None = None,
 ) -> list[str]:
-    said = [
+    build_args = [
         part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")
     ]
     tags = [part for name in called for part in ("--tag", name)]
@@ -191,7 +193,7 @@ def _docker(
         "build",
         "--file",
         file,
-        *said,
+        *build_args,
         *(["--cache-from", cache] if cache else []),
         *tags,
         context,
@@ -199,7 +201,7 @@ def _docker(
 
 
 def render_build(google: GoogleClients, wanted: BuildRequest) -> str:
-    """The build as JSON, as it would be asked for."""
+    """The build request as JSON."""
     build = build_message(google, wanted)
     text: str = type(build).to_json(
         build,
@@ -211,12 +213,12 @@ def render_build(google: GoogleClients, wanted: BuildRequest) -> str:
 
 
 def run_build(google: GoogleClients, wanted: BuildRequest) -> list[BuiltImage]:
-    """Run the build to its end and return the images with their digests; when this process is
-    stopped meanwhile, the build is cancelled.
+    """Run the build to its end and return the images with their digests; if this process is stopped
+    meanwhile, the build is cancelled.
 
     Raises:
-        WrongInput: it cannot be asked for: no rights, no repository, no bucket.
-        Failed: a step failed, it took too long, or was cancelled; the end of its log is shown.
+        WrongInput: it cannot be requested: no permission, no repository, no bucket.
+        Failed: a step failed, it timed out, or was cancelled; the end of its log is shown.
     """
     stat = open_bucket(google.bucket).stat(wanted.source)
     if stat is None:
@@ -243,8 +245,8 @@ def run_build(google: GoogleClients, wanted: BuildRequest) -> list[BuiltImage]:
 
 
 def _submit(google: GoogleClients, message: Any, mark: str) -> str:
-    """The name of the build. After a lost answer the build is looked for by its mark, so that it is
-    not made twice.
+    """Request the build; returns its name. If the answer is lost, the build is found by its unique
+    tag, so that it is not started twice.
     """
     client = google.client("builds")
     kinds = ", ".join(tag for tag in message.tags if not tag.startswith("ingot"))
@@ -253,7 +255,7 @@ def _submit(google: GoogleClients, message: Any, mark: str) -> str:
         " --role=roles/cloudbuild.builds.editor"
     )
     try:
-        # The long-running operation itself is of no use: the build says more.
+        # The long-running operation is not needed: the build itself has more information.
         operation = call_api(
             client.create_build,
             f"build the images {kinds}",
@@ -279,7 +281,7 @@ def _submit(google: GoogleClients, message: Any, mark: str) -> str:
 
 
 def _follow(google: GoogleClients, name: str) -> Any:
-    """Poll until it is over, reporting each step as it begins and ends."""
+    """Poll the build until it ends, reporting each step as it begins and ends."""
     client, progress = google.client("builds"), _Progress()
     while True:
         now = call_api(client.get_build, "look at the build", request={"name": name})
@@ -290,7 +292,7 @@ def _follow(google: GoogleClients, name: str) -> Any:
 
 
 class _Progress:
-    """Reports each change of a build and its steps once."""
+    """Reports each state change of a build and its steps once."""
 
     def __init__(self) -> None:
         self._began, self._states = time.monotonic(), dict[str, str]()
@@ -329,7 +331,7 @@ def _failure(google: GoogleClients, build: Any) -> Failed:
 
 
 def _log(google: GoogleClients, number: str) -> list[str]:
-    """The last lines of a build's log; none where it cannot be read."""
+    """The last lines of a build's log; empty if it cannot be read."""
     try:
         data = open_bucket(f"{google.bucket}/{FOLDER}/logs").get(f"log-{number}.txt")
     except (Missing, WrongInput, Failed):
@@ -338,7 +340,7 @@ def _log(google: GoogleClients, number: str) -> list[str]:
 
 
 def _cancel(google: GoogleClients, name: str) -> None:
-    """End a build that nobody waits for any more; one that is over stays as it is."""
+    """Cancel a build; one that has ended stays as it is."""
     try:
         call_api(google.client("builds").cancel_build, "cancel the build", request={"name": name})
         say("the build is cancelled")

@@ -1,8 +1,8 @@
-"""Google's own clients, each made when it is first used, and their errors as ours: the one place
-that imports them.
+"""Google's own clients, each created when first used, and their errors translated to ours; the only
+module that imports them.
 
-All speak JSON over HTTPS (their REST transports), so that `cloud.endpoint` may be any address that
-answers Google's paths.
+All speak JSON over HTTPS (REST transports), so that `cloud.endpoint` may be any address that serves
+Google's paths.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from ingot.config.sections.deployment import Cloud
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 PATIENCE_S, FIRST_WAIT_S, CALL_S = 60.0, 1.0, 120.0
-"""How long a call that may be repeated is tried, the first pause between two tries, and how long
-one may take.
+"""For calls that may be repeated: how long they are retried, the first pause between attempts, and
+the timeout of one attempt.
 """
 LOGIN = "run `gcloud auth application-default login`"
-# Service -> module and class of its client, and its host; {region} stands in those that are asked
-# where they run.
+# Service -> module and class of its client, and its host, with {region} for regional services.
 SERVICES: dict[str, tuple[str, str, str]] = {
     "jobs": (
         "google.cloud.aiplatform_v1",
@@ -127,8 +126,8 @@ class GoogleClients:
 
     @property
     def project(self) -> str:
-        """`cloud.project`, or the project of the credentials. Raises WrongInput when neither says
-        it.
+        """`cloud.project`, or the project of the credentials. Raises WrongInput if neither
+        is set.
         """
         project = self.cloud.project or _credentials(self.cloud.endpoint)[1]
         if not project:
@@ -144,7 +143,7 @@ class GoogleClients:
 
     @property
     def bucket(self) -> str:
-        """`gs://BUCKET`. Raises WrongInput when there is none."""
+        """`gs://BUCKET`. Raises WrongInput if none is set."""
         if self.cloud.bucket is None:
             raise WrongInput("this needs a bucket where runs and models lie; set cloud.bucket")
         return f"gs://{self.cloud.bucket}"
@@ -158,23 +157,23 @@ class GoogleClients:
         return _client(service, self.cloud.endpoint, self.cloud.region)
 
     def session(self) -> Any:
-        """A `requests` session with the credentials, for what Google has no REST client for."""
+        """A `requests` session with the credentials, for services without a REST client."""
         google = google_packages()
         credentials, _ = _credentials(self.cloud.endpoint)
         return google["AuthorizedSession"](credentials)
 
     def host(self, service: str) -> str:
-        """Where a service in `SERVICES` lives."""
+        """The host of a service in `SERVICES`."""
         return SERVICES[service][2].format(region=self.cloud.region)
 
     def address(self, host: str) -> str:
-        """Where to ask a service that lives at `host`."""
+        """The base URL for requests to `host`."""
         return self.cloud.endpoint or f"https://{host}"
 
 
 @functools.cache
 def google_packages() -> dict[str, Any]:
-    """What is used of Google's common packages. Raises WrongInput when they are not installed."""
+    """The names used from Google's common packages. Raises WrongInput if they are not installed."""
     try:
         import google.api_core.exceptions as exceptions
         from google.api_core.retry import Retry, if_exception_type
@@ -201,7 +200,7 @@ def google_packages() -> dict[str, Any]:
 
 def message_types(module: str) -> Any:
     """The message types of one of Google's client packages, such as `google.cloud.aiplatform_v1`.
-    Raises WrongInput when it is not installed.
+    Raises WrongInput if it is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -235,14 +234,15 @@ def _credentials(endpoint: str | None) -> tuple[Any, str | None]:
 
 @contextmanager
 def google_errors(what: str, *, missing: str = "", denied: str = "") -> Iterator[None]:
-    """Whatever a client raises inside as one line: `what` is what was attempted, `make the job
-    ingot-x`. `missing` and `denied` are the next action where something is not found, and where the
-    right is missing.
+    """Translate errors of a client into ours, in one line. `what` is the attempted action, such as
+    `make the job ingot-x`; `missing` and `denied` are the next action if something is not found or
+    permission is denied.
 
     Raises:
-        WrongInput: what was asked for cannot be had: not found, no right, invalid, exists already,
-            quota.
-        Failed: the service cannot be reached or broke down; trying again may help.
+        WrongInput: the request cannot be fulfilled: not found, no permission, invalid, already
+            exists.
+        Failed: a quota is used up, or the service cannot be reached or failed; trying again may
+            help.
     """
     google = google_packages()
     exceptions = google["exceptions"]
@@ -284,8 +284,8 @@ def call_api(
     denied: str = "",
     **request: Any,
 ) -> Any:
-    """Call a client's method with the fields of its request (or `request=` itself). Where `again`,
-    what may pass is tried again for PATIENCE_S: only for calls that are safe to repeat. Raises as
+    """Call a client's method with the fields of its request (or `request=` itself). With `again`,
+    transient errors are retried for PATIENCE_S: only for calls that are safe to repeat. Raises as
     `google_errors` does.
     """
     google = google_packages()
@@ -313,7 +313,7 @@ def call_api(
 
 
 def short(error: Any) -> str:
-    """What the service says, in one line."""
+    """The service's message in one line."""
     try:
         text = error.response.json()["error"]["message"]
     except (AttributeError, KeyError, TypeError, ValueError):

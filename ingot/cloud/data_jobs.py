@@ -1,6 +1,5 @@
-"""Jobs that prepare data as a service: batches of Managed Service for Apache Spark (Dataproc
-Serverless), and jobs of Dataflow, which Beam creates itself. What is in one is for the launchers to
-say.
+"""Managed jobs that prepare data: batches of Managed Service for Apache Spark (Dataproc
+Serverless), and Dataflow jobs, which Beam creates itself. The launchers decide what is in them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ DATAFLOW_FINAL_STATES = (
     "JOB_STATE_DRAINED",
     "JOB_STATE_CANCELLING",
 )
-"""States in which there is nothing to cancel; one that is being cancelled takes minutes to go."""
+"""States in which there is nothing to cancel; a job that is being cancelled takes minutes
+to end.
+"""
 
 
 @dataclass(frozen=True)
 class DataflowJob:
-    """A job: its id, name and state, as the service names it."""
+    """A job: its id, name and state, under the service's names."""
 
     id: str
     name: str
@@ -43,11 +44,10 @@ class DataflowJob:
 def active_dataflow_jobs(
     google: GoogleClients, name: str, labels: Mapping[str, str]
 ) -> list[DataflowJob]:
-    """Jobs of the recipe's region that are not over, whose names begin with `name`, with all of
+    """The active jobs in the recipe's region whose names begin with `name` and which have all of
     these labels.
 
-    A list has summaries only, which tell no labels: each that comes into question is asked for by
-    itself.
+    A list contains summaries without labels, so each candidate is requested individually.
     """
     types, client, what = (
         message_types(MODULE),
@@ -55,7 +55,7 @@ def active_dataflow_jobs(
         "list Dataflow jobs",
     )
     place = {"project_id": google.project, "location": google.cloud.region}
-    with google_errors(what):  # each page is asked for when it is come to
+    with google_errors(what):  # pages are requested while iterating
         jobs = call_api(
             client.list_jobs,
             what,
@@ -85,7 +85,7 @@ def active_dataflow_jobs(
 
 
 def cancel_dataflow_job(google: GoogleClients, job: DataflowJob) -> None:
-    """Ask the service to end a job; it takes its machines down within minutes."""
+    """Cancel a job; its machines are removed within minutes."""
     types = message_types(MODULE)
     wanted = types.Job(requested_state=types.JobState.JOB_STATE_CANCELLED)
     request = types.UpdateJobRequest(
@@ -107,8 +107,8 @@ BATCH_FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 @dataclass(frozen=True)
 class SparkBatch:
-    """How a batch stands: `state` as the service names it, what it says to that, and where its
-    driver's output lies (gs://, a prefix).
+    """The status of a batch: `state` under the service's names, its message, and where its driver's
+    output is (a gs:// prefix).
     """
 
     name: str
@@ -128,8 +128,8 @@ def batch_parent(google: GoogleClients) -> str:
 
 
 def create_batch(google: GoogleClients, batch_id: str, batch: Any, request_id: str) -> None:
-    """Ask for a batch under an id of our own. One of this id that is there already is ours, whose
-    answer was lost.
+    """Create a batch under an id of our own. An existing batch of this id is ours: the answer to an
+    earlier request was lost.
     """
     try:
         call_api(
@@ -149,7 +149,7 @@ def create_batch(google: GoogleClients, batch_id: str, batch: Any, request_id: s
 
 
 def get_batch(google: GoogleClients, batch_id: str) -> SparkBatch | None:
-    """None where there is none."""
+    """The batch; None if there is none."""
     try:
         found = call_api(
             google.client("batches").get_batch,
@@ -164,7 +164,7 @@ def get_batch(google: GoogleClients, batch_id: str) -> SparkBatch | None:
 
 
 def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[SparkBatch]:
-    """Batches with all of these labels, the newest first."""
+    """Batches with all of these labels, newest first."""
     wanted = " AND ".join(f"labels.{name}={value}" for name, value in sorted(labels.items()))
     request, what = (
         {
@@ -174,7 +174,7 @@ def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[Spar
         },
         "list Spark batches",
     )
-    with google_errors(what):  # each page is asked for when it is come to
+    with google_errors(what):  # pages are requested while iterating
         return [
             _batch(found)
             for found in call_api(google.client("batches").list_batches, what, request=request)
@@ -182,14 +182,14 @@ def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[Spar
 
 
 def cancel_batch(google: GoogleClients, batch_id: str) -> None:
-    """End a batch and wait until it is over; nothing where it is. Raises Failed when it does not
-    end.
+    """Cancel a batch if it is running, and wait until it has ended. Raises Failed if it
+    does not end.
     """
     until = time.monotonic() + GONE_S
-    asked = False
+    requested = False
     while (standing := get_batch(google, batch_id)) is not None and standing.is_alive:
-        if not asked:
-            asked = _ask_to_end(google, standing)
+        if not requested:
+            requested = _cancel_operation(google, standing)
         if time.monotonic() > until:
             raise Failed(
                 f"the Spark batch {batch_id} was cancelled {GONE_S:g} s ago and still is"
@@ -198,9 +198,9 @@ def cancel_batch(google: GoogleClients, batch_id: str) -> None:
         time.sleep(LOOK_S)
 
 
-def _ask_to_end(google: GoogleClients, standing: SparkBatch) -> bool:
-    """By its operation, which alone can be cancelled. False where it has none yet, or has just
-    ended.
+def _cancel_operation(google: GoogleClients, standing: SparkBatch) -> bool:
+    """Cancel a batch by its operation, the only way to cancel it. False if it has no
+    operation yet.
     """
     if not standing.operation:
         return False

@@ -1,4 +1,4 @@
-"""The names of our container images in Artifact Registry; `builds.py` makes them."""
+"""The names of ingot's container images in Artifact Registry; `builds.py` builds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPOSITORY = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def image_of(cloud: Cloud, kind: ImageKind) -> str:
-    """The image that jobs of a kind run: `cloud.images.KIND`, or the newest that was built into
+    """The image that jobs of a kind run: `cloud.images.KIND`, or the newest one built into
     `cloud.repository`.
 
     Raises:
@@ -31,10 +31,10 @@ def image_of(cloud: Cloud, kind: ImageKind) -> str:
 
 
 def untagged_name(cloud: Cloud, kind: ImageKind) -> str:
-    """`REGION-docker.pkg.dev/PROJECT/REPOSITORY/ingot-KIND`, to which a tag belongs.
+    """The image name without a tag: `REGION-docker.pkg.dev/PROJECT/REPOSITORY/ingot-KIND`.
 
     Raises:
-        WrongInput: there is no repository or no project, or the repository's name cannot be one.
+        WrongInput: there is no repository or no project, or the repository's name is invalid.
     """
     repository = cloud.repository
     if repository is None:
@@ -46,6 +46,6 @@ def untagged_name(cloud: Cloud, kind: ImageKind) -> str:
             f"cloud.repository {repository!r} is no name of a repository (lower case letters,"
             " digits, hyphens); give its name alone"
         )
-    # A project of a domain is `example.com:name` in an id, and `example.com/name` in an image.
+    # A domain-scoped project is `example.com:name` as an id, and `example.com/name` in image names.
     project = GoogleClients(cloud).project.replace(":", "/")
     return f"{cloud.region}-docker.pkg.dev/{project}/{repository}/ingot-{kind}"

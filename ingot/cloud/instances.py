@@ -1,5 +1,5 @@
-"""Virtual machines of Compute Engine: created, found by labels, deleted, and their serial ports
-read. Which machines is for the launcher to decide.
+"""Virtual machines of Compute Engine: creating, finding by labels, deleting, and reading their
+serial ports. The launcher decides which machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ingot.cloud.clients import (
 
 MODULE = "google.cloud.compute_v1"
 POLL_S, LIMIT_S = 2.0, 600.0
-"""Seconds between two polls of an operation, and how long one is waited for."""
+"""Seconds between two polls of an operation, and the timeout."""
 MOST_CHARACTERS = 63
 GONE = (
     "STOPPING",
@@ -50,8 +50,8 @@ _NO_SUCH = re.compile(
 
 
 class NoCapacity(Failed):
-    """A zone has no machines of this kind now, or a quota is used up: another zone, or a later
-    hour, may have them.
+    """A zone has no capacity for such machines now, or a quota is used up: another zone or a later
+    attempt may succeed.
     """
 
 
@@ -75,8 +75,8 @@ class Instance:
 
 
 def resource_name(text: str, *, room: int = 0) -> str:
-    """`text` as the name of a machine, to which `room` characters are added; where that loses
-    something it ends in a hash of the whole.
+    """`text` as a valid resource name, leaving space for `room` more characters; if that changes
+    the text, the name ends in a hash of it.
     """
     plain, most = re.sub(r"[^a-z0-9-]", "-", text.lower()), MOST_CHARACTERS - room
     return (
@@ -87,9 +87,7 @@ def resource_name(text: str, *, room: int = 0) -> str:
 
 
 def label(text: str) -> str:
-    """`text` as the value (or key) of a label; where that loses something it ends in a hash of the
-    whole.
-    """
+    """`text` as a valid label value (or key); if that changes the text, it ends in a hash of it."""
     plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
     return (
         plain
@@ -99,16 +97,15 @@ def label(text: str) -> str:
 
 
 def insert(google: GoogleClients, zone: str, machines: Sequence[Any]) -> None:
-    """Make all of these machines (messages `Instance`) in a zone, and wait until each is there.
-    What was made when one is refused stays.
+    """Create these machines (messages `Instance`) in a zone, and wait until each exists. If one is
+    refused, those already created stay.
 
-    Each is asked for with an id of the request, so that asking once more after a lost answer makes
-    no second one.
+    Each request has an id, so that repeating it after a lost answer creates no second machine.
 
     Raises:
-        NoCapacity: the zone has not enough of them now, or a quota is used up.
-        NoSuchMachine: it never has such machines, or there is no such zone.
-        WrongInput, Failed: it cannot be made, or not now.
+        NoCapacity: the zone has not enough capacity now, or a quota is used up.
+        NoSuchMachine: the zone never has such machines, or there is no such zone.
+        WrongInput, Failed: a machine cannot be created, or not now.
     """
     client, compute = google.client("instances"), message_types(MODULE)
     refusals: list[IngotError] = []
@@ -142,11 +139,11 @@ def insert(google: GoogleClients, zone: str, machines: Sequence[Any]) -> None:
         except (WrongInput, Failed) as error:
             refusals.append(error)
     if refusals:
-        raise _worst(refusals)
+        raise _most_informative(refusals)
 
 
-def _worst(refusals: Sequence[IngotError]) -> IngotError:
-    """What tells most of several: a fault of the request before a lack of room."""
+def _most_informative(refusals: Sequence[IngotError]) -> IngotError:
+    """The most informative of several errors: a fault of the request before a lack of capacity."""
     for error in refusals:
         if not _NO_ROOM.search(str(error)) and not _NO_SUCH.search(str(error)):
             return error
@@ -157,7 +154,7 @@ def _worst(refusals: Sequence[IngotError]) -> IngotError:
 
 
 def labelled(google: GoogleClients, labels: Mapping[str, str]) -> list[Instance]:
-    """All machines of the project with these labels, in whatever zone, by name."""
+    """All machines of the project with these labels, in any zone, sorted by name."""
     wanted = " AND ".join(f'(labels.{key} = "{value}")' for key, value in labels.items())
     request = message_types(MODULE).AggregatedListInstancesRequest(
         project=google.project, filter=wanted
@@ -177,10 +174,10 @@ def labelled(google: GoogleClients, labels: Mapping[str, str]) -> list[Instance]
 
 
 def delete(google: GoogleClients, machines: Collection[Instance]) -> None:
-    """Delete these machines and wait until they are gone; that one is gone already is as well.
+    """Delete these machines and wait until they are gone; one that is already gone is no error.
 
     Raises:
-        WrongInput, Failed: one could not be deleted; the others are, as far as that can be.
+        WrongInput, Failed: one could not be deleted; the others are deleted as far as possible.
     """
     client, compute = google.client("instances"), message_types(MODULE)
     asked, errors = [], []
@@ -208,10 +205,10 @@ def delete(google: GoogleClients, machines: Collection[Instance]) -> None:
 
 
 def wait_for_zone_operation(google: GoogleClients, zone: str, operation: str, what: str) -> None:
-    """Until an operation of a zone is done.
+    """Wait until an operation of a zone is done.
 
     Raises:
-        WrongInput, Failed: it ended with an error, which is told, or not within LIMIT_S.
+        WrongInput, Failed: it ended with an error, which is shown, or not within LIMIT_S.
     """
     client, until = google.client("zone operations"), time.monotonic() + LIMIT_S
     while (
@@ -232,8 +229,8 @@ def wait_for_zone_operation(google: GoogleClients, zone: str, operation: str, wh
 
 
 def serial_port(google: GoogleClients, machine: Instance, start: int = 0) -> tuple[str, int]:
-    """What a machine said on its serial port from byte `start`, and where it goes on; nothing where
-    the machine is gone.
+    """The output of a machine's serial port from byte `start` on, and the next start; empty if the
+    machine is gone.
     """
     request = message_types(MODULE).GetSerialPortOutputInstanceRequest(
         project=google.project, zone=machine.zone, instance=machine.name, start=start
@@ -252,7 +249,7 @@ def serial_port(google: GoogleClients, machine: Instance, start: int = 0) -> tup
 
 
 def as_json(machine: Any) -> str:
-    """A machine (message `Instance`) as it is sent, keys sorted."""
+    """A machine (message `Instance`) as the JSON that is sent, keys sorted."""
     values = json.loads(
         type(machine).to_json(
             machine, use_integers_for_enums=False, always_print_fields_with_no_presence=False

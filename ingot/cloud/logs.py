@@ -1,5 +1,5 @@
-"""Entries of Cloud Logging by a filter, through its REST interface: Google's client for it speaks
-gRPC only.
+"""Entries of Cloud Logging selected by a filter, through its REST interface: Google's client for it
+supports only gRPC.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from ingot.cloud.clients import GoogleClients, google_errors, google_packages
 
 HOST = "logging.googleapis.com"
 PAGE, MOST_PAGES = 1000, 10
-"""Entries of one answer, and answers to one question: what is more comes with the next."""
+"""Entries per page, and pages per call; the rest follows with the next call."""
 LATE_S = 30.0
-"""How much later than others an entry may come to be seen."""
+"""How much later than newer entries an entry may become visible."""
 CALL_S = 60.0
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What was said: the text of one entry, when (RFC 3339), and the labels of the resource that
-    said it.
-    """
+    """One entry: its text, time (RFC 3339), and the labels of the resource that logged it."""
 
     text: str
     at: str
@@ -32,16 +30,16 @@ class LogEntry:
 
 
 def read_entries(google: GoogleClients, filter: str, after: str = "") -> tuple[list[LogEntry], str]:
-    """The entries that are new since `after`, oldest first, and what to hand in as `after` the next
-    time; "" at first.
+    """The new entries since `after`, oldest first, and the value to pass as `after` next time (""
+    the first time).
 
-    Entries come to be seen out of order: the last half minute is asked for once more, and what was
-    seen is left out. Where that is more than one question can hold, it goes on from the last that
-    was seen, and what comes late meanwhile is given up.
+    Entries become visible out of order, so the last half minute is requested again and entries
+    already seen are left out. If that is more than one call can return, reading continues after the
+    last entry seen, and late entries from that time are lost.
 
     Raises:
-        WrongInput: the right to read logs is missing.
-        Failed: the service cannot be reached, or too much is asked (sixty questions a minute).
+        WrongInput: the permission to read logs is missing.
+        Failed: the service cannot be reached, or its limit of sixty requests a minute was exceeded.
     """
     seen: dict[str, str] = json.loads(after) if after else {}
     found = _unseen(google, filter, seen)
@@ -56,21 +54,21 @@ def read_entries(google: GoogleClients, filter: str, after: str = "") -> tuple[l
 
 
 def _unseen(google: GoogleClients, filter: str, seen: Mapping[str, str]) -> list[dict[str, Any]]:
-    """`seen`: when each entry was, by its id."""
+    """The entries not in `seen`, which maps the id of an entry to its time."""
     if not seen:
-        return _asked(google, filter)[0]
+        return _query(google, filter)[0]
     last = max(_moment(at) for at in seen.values())
-    # The last is for more entries at one moment than a question can hold.
+    # The last start is for more entries with one timestamp than a call can return.
     for start in (last - timedelta(seconds=LATE_S), last, last + timedelta(microseconds=1)):
-        found, is_all = _asked(google, f'{filter} AND timestamp>="{_told(start)}"')
+        found, is_all = _query(google, f'{filter} AND timestamp>="{_rfc3339(start)}"')
         new = [entry for entry in found if entry["insertId"] not in seen]
         if new or is_all:
             return new
     return []
 
 
-def _asked(google: GoogleClients, filter: str) -> tuple[list[dict[str, Any]], bool]:
-    """The first entries that fit, and whether those are all."""
+def _query(google: GoogleClients, filter: str) -> tuple[list[dict[str, Any]], bool]:
+    """The first entries, as many as fit in MOST_PAGES, and whether those are all."""
     body: dict[str, Any] = {
         "resourceNames": [f"projects/{google.project}"],
         "filter": filter,
@@ -107,5 +105,5 @@ def _moment(at: str) -> datetime:
     return datetime.fromisoformat(at)
 
 
-def _told(moment: datetime) -> str:
+def _rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,8 +1,8 @@
 """Machine types and accelerators of Compute Engine for training, preparing and serving: what each
-has, and what can be combined.
+has, and which can be combined.
 
-A table and arithmetic over it; Google's own list by zone and quota is what `ingot doctor --cloud`
-queries.
+A table and arithmetic over it; `ingot doctor --cloud` asks Google for actual availability by zone
+and quota.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ingot.config.sections.deployment import Cloud
 from ingot.config.sections.launch import Machine
 
 ZONES = "abcdf"
-"""Letters of the zones that regions have. None has all of them, and few have an `e`."""
+"""Zone letters that are tried. No region has all of them, and few have an `e`."""
 
 
 @dataclass(frozen=True)
 class MachineType:
-    """A machine type; `accelerator` is what it brings, as Compute Engine names it, `accelerators`
-    how many of them.
+    """A machine type; `accelerator` is the built-in one under Compute Engine's name, `accelerators`
+    their number.
     """
 
     name: str
@@ -43,8 +43,8 @@ class MachineType:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An accelerator in both spellings, its memory, and, where it is attached to n1 machines, how
-    many go with up to how many vCPUs.
+    """An accelerator under both names, its memory and, if it can be attached to n1 machines, the
+    possible counts with the most vCPUs for each.
     """
 
     name: str
@@ -78,7 +78,7 @@ ACCELERATORS = {
 }
 _BY_VERTEX = {accelerator.vertex: accelerator.name for accelerator in ACCELERATORS.values()}
 
-# Series of machines without accelerators: GB of memory per vCPU, and the sizes in vCPUs.
+# Machine series without accelerators: GB of memory per vCPU, and the sizes in vCPUs.
 _SERIES: dict[str, tuple[float, tuple[int, ...]]] = {
     "n1-standard": (3.75, (1, 2, 4, 8, 16, 32, 64, 96)),
     "n1-highmem": (6.5, (2, 4, 8, 16, 32, 64, 96)),
@@ -93,8 +93,8 @@ _SERIES: dict[str, tuple[float, tuple[int, ...]]] = {
     "e2-highmem": (8, (2, 4, 8, 16)),
     "e2-highcpu": (1, (2, 4, 8, 16, 32)),
 }
-# Machine types that bring theirs: vCPUs, GB, accelerator, how many.
-_BRINGING: dict[str, tuple[int, float, str, int]] = {
+# Machine types with built-in accelerators: vCPUs, GB, accelerator, count.
+_WITH_ACCELERATORS: dict[str, tuple[int, float, str, int]] = {
     "a2-highgpu-1g": (12, 85, "nvidia-tesla-a100", 1),
     "a2-highgpu-2g": (24, 170, "nvidia-tesla-a100", 2),
     "a2-highgpu-4g": (48, 340, "nvidia-tesla-a100", 4),
@@ -141,8 +141,8 @@ NOT_ON_DEMAND = (
     "a3-highgpu-2g",
     "a3-highgpu-4g",
 )
-"""Compute Engine gives these as Spot, by flex-start, or the large ones bound to a reservation;
-never as an ordinary machine.
+"""Machine types available only as Spot, by flex-start or (the large ones) with a reservation, never
+on demand.
 """
 MACHINES = {
     **{
@@ -150,7 +150,7 @@ MACHINES = {
         for series, (memory, sizes) in _SERIES.items()
         for size in sizes
     },
-    **{name: MachineType(name, *values) for name, values in _BRINGING.items()},
+    **{name: MachineType(name, *values) for name, values in _WITH_ACCELERATORS.items()},
 }
 
 
@@ -160,8 +160,8 @@ def zones_of(cloud: Cloud) -> list[str]:
 
 
 def machine_type(name: str) -> MachineType | None:
-    """The machine type of this name, `n2-custom-8-16384` (vCPUs, MB) too; None where it is not
-    known here.
+    """The machine type of this name, including custom ones such as `n2-custom-8-16384` (vCPUs, MB);
+    None if unknown.
     """
     if custom := re.fullmatch(r"(?:(?:n1|n2|e2)-)?custom-(\d+)-(\d+)(?:-ext)?", name):
         return MachineType(
@@ -173,21 +173,23 @@ def machine_type(name: str) -> MachineType | None:
 
 
 def accelerator_name(name: str) -> str | None:
-    """Compute Engine's name of an accelerator, whichever spelling is given: `nvidia-tesla-t4` for
-    `NVIDIA_TESLA_T4`. None where it is not known.
+    """Compute Engine's name of an accelerator given in either spelling: `nvidia-tesla-t4` for
+    `NVIDIA_TESLA_T4`. None if unknown.
     """
     return name if name in ACCELERATORS else _BY_VERTEX.get(name.upper().replace("-", "_"))
 
 
 def vertex_accelerator(name: str) -> str:
     """Vertex AI's name of an accelerator: `NVIDIA_TESLA_T4` for `nvidia-tesla-t4`. Raises KeyError
-    where it is not known.
+    if it is unknown.
     """
     return ACCELERATORS[accelerator_name(name) or name].vertex
 
 
 def accelerators_of(machine: Machine) -> tuple[str | None, int]:
-    """What a machine has, brought or attached, as Compute Engine names it, and how many."""
+    """The accelerator of a machine, built-in or attached, under Compute Engine's name, and
+    the count.
+    """
     known = machine_type(machine.type)
     if known is not None and known.accelerator is not None:
         return known.accelerator, known.accelerators
@@ -197,7 +199,7 @@ def accelerators_of(machine: Machine) -> tuple[str | None, int]:
 
 
 def check_machine(machine: Machine) -> list[str]:
-    """Why there is no such machine, one reason each that names the nearest that there is; [] when
+    """The reasons why there is no such machine, each naming the nearest one that exists; [] if
     there is.
     """
     known = machine_type(machine.type)
@@ -218,7 +220,7 @@ def check_machine(machine: Machine) -> list[str]:
     if machine.accelerator is None:
         if machine.accelerators and machine.accelerators != known.accelerators:
             reasons.append(
-                _brings(known, machine.accelerators)
+                _wrong_accelerator(known, machine.accelerators)
                 if known.accelerator
                 else (
                     f"accelerators {machine.accelerators} of which kind? set"
@@ -239,11 +241,11 @@ def check_machine(machine: Machine) -> list[str]:
     if known.accelerator is not None:
         count = machine.accelerators or known.accelerators
         same = (name, count) == (known.accelerator, known.accelerators)
-        return reasons if same else [*reasons, _brings(known, count, name)]
+        return reasons if same else [*reasons, _wrong_accelerator(known, count, name)]
     return [*reasons, *_check_attached(known, ACCELERATORS[name], machine.accelerators or 1)]
 
 
-def _brings(known: MachineType, count: int, name: str = "") -> str:
+def _wrong_accelerator(known: MachineType, count: int, name: str = "") -> str:
     asked = f"{count} x {name}" if name else f"accelerators {count}"
     brought = f"{known.accelerators} x {known.accelerator}"
     return (
@@ -253,7 +255,7 @@ def _brings(known: MachineType, count: int, name: str = "") -> str:
 
 
 def _others(name: str) -> str:
-    """Which machine types have the accelerator that was asked for."""
+    """The machine types that have the requested accelerator."""
     bringing = [
         machine.name for machine in MACHINES.values() if name and machine.accelerator == name
     ]

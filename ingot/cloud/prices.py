@@ -1,8 +1,8 @@
-"""What machines cost an hour, by the project's table or by `cloud.prices`, and how long a run may
-last for its budget.
+"""Hourly prices of machines, from the bundled table or `cloud.prices`, and how long a run may last
+within its budget.
 
-Estimates that stop a run, not a bill: the table is approximate and dated, and disks, network and
-storage are not in it.
+Estimates used to stop a run, not a bill: the table is approximate and dated, and excludes disks,
+network and storage.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ingot.config.sections.deployment import Cloud
 from ingot.config.sections.launch import Machine
 
 SHORTEST_RUN_S = 600.0
-"""Machines come up, load and meet in minutes: a bound below this pays for nothing."""
+"""Starting machines takes minutes: a run limited to less would be paid for in vain."""
 
 
 @functools.cache
 def price_table() -> dict[str, Any]:
-    """The table of prices, as in its file; `date` says of what day it is."""
+    """The bundled price table; `date` is the day of its prices."""
     text = (
         importlib.resources.files("ingot.cloud").joinpath("prices.yaml").read_text(encoding="utf-8")
     )
@@ -36,10 +36,10 @@ def price_table() -> dict[str, Any]:
 
 
 def hourly_price(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
-    """US dollars an hour of `nodes` such machines; None where the price of one is not known.
+    """US dollars per hour for `nodes` such machines; None if a price is unknown.
 
-    A price in `cloud.prices` is taken as it stands, on demand or spot; one for a machine type that
-    brings accelerators includes them.
+    A price in `cloud.prices` is used as given, on demand or spot; that of a machine type with
+    built-in accelerators includes them.
     """
     whole = _priced(cloud, machine.type, "machines", machine.spot)
     known = machine_type(machine.type)
@@ -56,8 +56,8 @@ def hourly_price(cloud: Cloud, machine: Machine, nodes: int) -> float | None:
 
 
 def hourly_price_of_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float | None:
-    """US dollars an hour of a TPU VM of an accelerator type such as `v5litepod-8`; None where its
-    price is not known.
+    """US dollars per hour of a TPU VM with an accelerator type such as `v5litepod-8`; None if
+    unknown.
     """
     given = cloud.prices.get(kind)
     if given is not None:
@@ -68,8 +68,8 @@ def hourly_price_of_tpu(cloud: Cloud, kind: str, *, spot: bool = False) -> float
 
 
 def tpu_chips(kind: str) -> int | None:
-    """Chips of a TPU's accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8` to `v5p-8`
-    count cores, of which a chip has two.
+    """The number of chips of a TPU accelerator type: `v5litepod-8` and `v6e-8` count chips, `v2-8`
+    to `v5p-8` count cores, of which a chip has two.
     """
     found = re.fullmatch(r"(v\d\w*)-(\d+)", kind)
     if found is None:
@@ -80,14 +80,13 @@ def tpu_chips(kind: str) -> int | None:
 def time_limit_s(
     recipe: Recipe, *, nodes: int | None = None, used: tuple[float, float] = (0.0, 0.0)
 ) -> float:
-    """Seconds that a job may still take: what is left of `cloud.max_run`, or less where what is
-    left of `cloud.max_cost` pays for less; not above
-    zero when that is used up. `nodes`: of the job, `launch.nodes` when not given; `used`: seconds
-    and US dollars that its earlier starts have had.
+    """The seconds that a job may still run: the rest of `cloud.max_run`, or less if the rest of
+    `cloud.max_cost` pays for less; zero or negative once that is used up. `nodes`: of the job,
+    default `launch.nodes`; `used`: seconds and US dollars of its earlier attempts.
 
     Raises:
-        WrongInput: `max_cost` is set, and the machine's price is not known, or all of it pays for
-            less than it takes to come up.
+        WrongInput: `max_cost` is set, and the machine's price is unknown, or all of it pays for
+            less time than starting takes.
     """
     cloud, each = recipe.cloud, hourly_price_of(recipe, nodes)
     if cloud.max_cost is None or not each:
@@ -102,8 +101,8 @@ def time_limit_s(
 
 
 def hourly_price_of(recipe: Recipe, nodes: int | None = None) -> float:
-    """US dollars an hour of the machines that the recipe asks for; 0 where that is not known and
-    `cloud.max_cost` does not ask. Raises WrongInput where it does.
+    """US dollars per hour of the machines that the recipe requests; 0 if unknown and
+    `cloud.max_cost` is not set. Raises WrongInput if unknown and it is set.
     """
     cloud, launch = recipe.cloud, recipe.launch
     if launch.kind == "tpu":
@@ -132,7 +131,9 @@ def _name(machine: Machine) -> str:
 
 
 def _priced(cloud: Cloud, name: str, part: str, spot: bool) -> float | None:
-    """By `cloud.prices`, in either spelling of an accelerator, else by the table."""
+    """The price from `cloud.prices`, under either spelling of an accelerator, else from the
+    table.
+    """
     for key, price in cloud.prices.items():
         if key == name or accelerator_name(key) == name:
             return price

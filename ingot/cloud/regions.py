@@ -1,5 +1,5 @@
-"""Where the bucket lies, and whether machines of a region are beside it: traffic between regions is
-slow, and billed at each start.
+"""The location of the bucket, and whether a region's machines are close to it: traffic between
+regions is slow, and billed at each start.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ingot.cloud.clients import GoogleClients, google_errors
 from ingot.config.sections.deployment import Cloud
 
 _CHECK_S = (10.0, 60.0)
-"""How long it may take to connect to the service of buckets, and to be answered."""
-# Multi-regions: the regions that begin so are theirs, but for some.
+"""Timeouts for connecting to Cloud Storage and for its answer."""
+# Multi-regions: they contain the regions with these prefixes, except those in `_OUTSIDE`.
 _WIDE = {"us": ("us-",), "eu": ("europe-",), "asia": ("asia-",)}
 _OUTSIDE = {"europe-west2", "europe-west6"}
-# Pairs of regions with a name; a pair that somebody chose is told with the bucket.
+# Predefined dual-regions; the regions of a configurable one are in the bucket's metadata.
 _PAIRS = {
     "nam4": ("us-central1", "us-east1"),
     "eur4": ("europe-north1", "europe-west4"),
@@ -28,8 +28,8 @@ _PAIRS = {
 
 
 def serves_region(location: str, region: str, within: Iterable[str] = ()) -> bool:
-    """Does a bucket in `location` (a region, a multi-region or a pair) serve machines of `region`?
-    `within`: the regions of a pair that was chosen.
+    """Whether a bucket in `location` (a region, multi-region or dual-region) is close to machines
+    in `region`. `within`: the regions of a configurable dual-region.
     """
     location = location.lower()
     if within := [name.lower() for name in within]:
@@ -43,12 +43,11 @@ def serves_region(location: str, region: str, within: Iterable[str] = ()) -> boo
 
 
 def region_mismatch(cloud: Cloud) -> str | None:
-    """Why `cloud.bucket` and `cloud.region` do not go together, in one line. None where they do,
-    and where the bucket may not be looked at: who may read and write its objects may not always do
-    that.
+    """Why `cloud.bucket` and `cloud.region` do not match, in one line. None if they match, or if
+    the bucket's metadata may not be read: permission for objects does not imply that.
 
     Raises:
-        WrongInput: no bucket is set, there is none of this name, or there are no credentials.
+        WrongInput: no bucket is set, it does not exist, or there are no credentials.
         Failed: the service cannot be reached.
     """
     google = GoogleClients(cloud)

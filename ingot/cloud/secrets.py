@@ -1,5 +1,5 @@
-"""Secrets by reference, from Secret Manager. Values go into the environment of a verb and nowhere
-else: no error and no log contains one.
+"""Secrets by reference, from Secret Manager. Values go only into the environment of a verb; no
+error and no log contains one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _REFERENCE = re.compile(r"secret:([A-Za-z0-9_-]{1,255})(?:/([1-9][0-9]*|latest))
 
 
 def parse_reference(variable: str, reference: str) -> tuple[str, str]:
-    """Name and version (`latest` unless it says one) of `secret:NAME` or `secret:NAME/VERSION`.
-    Raises WrongInput when it is neither.
+    """Name and version (default `latest`) in `secret:NAME` or `secret:NAME/VERSION`. Raises
+    WrongInput for anything else.
     """
     found = _REFERENCE.fullmatch(reference)
     if found is None:
-        # What stands there may be the secret itself, and is not repeated.
+        # The value may be the secret itself, so it is not repeated in the message.
         raise WrongInput(
             f"cloud.secrets.{variable} is no reference; write secret:NAME, or secret:NAME/VERSION"
             " with a number"
@@ -32,8 +32,8 @@ def resolve_secrets(google: GoogleClients, references: Mapping[str, str]) -> dic
     """The values behind references, by variable: `{"HF_TOKEN": "secret:hf-token"}`.
 
     Raises:
-        WrongInput: names the variable and the secret that is missing, disabled, or may not be read.
-        Failed: the service cannot be reached, or gave something damaged.
+        WrongInput: names the variable and the secret that is missing, disabled or not readable.
+        Failed: the service cannot be reached, or returned a damaged value.
     """
     wanted = {
         variable: parse_reference(variable, reference) for variable, reference in references.items()

@@ -1,5 +1,5 @@
 """TPU VMs as queued resources, through the REST interface of tpu.googleapis.com (v2), for which
-Google has no REST client. No policy here.
+Google has no REST client. Policy is left to the launcher.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ FIRST_WAIT_S = 1.0
 
 
 def create(google: GoogleClients, zone: str, id: str, wanted: dict[str, Any]) -> None:
-    """Ask for a queued resource by an id of our own; one of that id that is there already is ours,
-    from a lost answer.
+    """Request a queued resource under an id of our own. An existing one with that id is ours: the
+    answer to an earlier request was lost.
     """
     path = f"projects/{google.project}/locations/{zone}/queuedResources?queuedResourceId={id}"
     try:
@@ -30,16 +30,16 @@ def create(google: GoogleClients, zone: str, id: str, wanted: dict[str, Any]) ->
 
 
 def state(google: GoogleClients, zone: str, id: str) -> str | None:
-    """Of a queued resource: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDED,
-    FAILED, ...; None where there is none.
+    """The state of a queued resource: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE,
+    SUSPENDED, FAILED, ...; None if there is none.
     """
     found = _get(google, zone, id)
     return None if found is None else str(found.get("state", {}).get("state", "STATE_UNSPECIFIED"))
 
 
 def delete(google: GoogleClients, zone: str, id: str) -> None:
-    """Delete a queued resource with its TPU VM, and wait until it is gone. Raises Failed when it
-    stays.
+    """Delete a queued resource with its TPU VM, and wait until it is gone. Raises Failed if
+    it stays.
     """
     what, until = f"delete the TPU {id} in {zone}", time.monotonic() + LIMIT_S
     while (found := _get(google, zone, id)) is not None:
@@ -79,8 +79,8 @@ def _get(google: GoogleClients, zone: str, id: str) -> dict[str, Any] | None:
 def _call(
     google: GoogleClients, verb: str, path: str, what: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What passes is tried again: reads and deletes may be repeated, and so may what is made under
-    an id of our own.
+    """Call the API and retry transient errors: reads, deletes and creations under an id of our own
+    are all safe to repeat.
     """
     with google_errors(what, denied="ask for the role TPU Admin"):
         for number in range(TRIES):

@@ -1,1 +1,1 @@
-"""`ingot doctor --cloud`: what of Google Cloud a recipe needs, and whether it exists. No torch."""
+"""`ingot doctor --cloud`: what a recipe needs of Google Cloud, and whether it exists. No torch."""

@@ -1,8 +1,7 @@
-"""`ingot doctor --cloud`: what of Google Cloud a recipe needs (arithmetic over its knobs), and how
-the checks run that look whether it exists. They change nothing.
+"""`ingot doctor --cloud`: what a recipe needs of Google Cloud (derived from its knobs), and running
+the checks whether it exists. The checks change nothing.
 
-The checks are independent of each other: one that is denied or fails reports so in a line of its
-own.
+They are independent of each other: one that is denied or fails is reported in a line of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SERVICES: dict[str, tuple[str, tuple[Use, ...]]] = {
         ("compute", "vertex", "dataproc", "dataflow", "tpu"),
     ),
 }
-"""The services by the names that gcloud enables them with, and what needs them."""
+"""The services by the names with which gcloud enables them, and their uses."""
 _PLACES: dict[str, tuple[Use, ...]] = {
     "gce": ("compute",),
     "vertex": ("vertex",),
@@ -52,7 +51,9 @@ _PLACES: dict[str, tuple[Use, ...]] = {
 
 @dataclass(frozen=True)
 class MachineDemand:
-    """Machines that the recipe will ask for: `why` is the knob, `place` who lends them."""
+    """Machines that the recipe will request: `why` is the knob, `place` the service that provides
+    them.
+    """
 
     why: str
     machine: Machine
@@ -62,8 +63,8 @@ class MachineDemand:
 
 @dataclass(frozen=True)
 class CloudNeeds:
-    """`uses`: each thing that is needed, with the knob that needs it. `images`: those that must be
-    in the repository.
+    """`uses`: each required use, with the knob that requires it. `images`: those that must be in
+    the repository.
     """
 
     uses: dict[Use, str]
@@ -71,12 +72,12 @@ class CloudNeeds:
     machines: tuple[MachineDemand, ...]
 
     def why(self, uses: tuple[Use, ...]) -> str | None:
-        """The knob that needs one of these; None when nothing does."""
+        """The knob that requires one of these uses; None if none does."""
         return next((self.uses[use] for use in uses if use in self.uses), None)
 
 
 def needs_of(recipe: Recipe) -> CloudNeeds:
-    """The needs of every verb that the recipe may be given to."""
+    """The needs of all verbs that the recipe may be used with."""
     places = _places(recipe)
     uses: dict[Use, str] = {}
     images: dict[ImageKind, str] = {}
@@ -113,7 +114,7 @@ def needs_of(recipe: Recipe) -> CloudNeeds:
 
 
 def _places(recipe: Recipe) -> dict[str, str]:
-    """Kinds of places in the cloud, each with the knob that chose it."""
+    """The cloud launch kinds that the recipe uses, each with the knob that chose it."""
     found: dict[str, str] = (
         {recipe.launch.kind: f"launch.kind {recipe.launch.kind}"}
         if recipe.launch.kind in _PLACES
@@ -158,15 +159,15 @@ def _machines(recipe: Recipe) -> list[MachineDemand]:
 
 PARALLEL_CHECKS = 8
 CALLER = '"user:$(gcloud config get-value account)"'
-"""Who runs the check, for a shell: credentials do not tell their name. (A service account would be
-`serviceAccount:...`.)
+"""The caller, as a shell expression: credentials do not contain their name. (A service account
+would be `serviceAccount:...`.)
 """
 
 
 @dataclass(frozen=True)
 class CloudFinding:
-    """One line. `ok` None: not known. `get` is the command that helps; `needed`: without it the
-    recipe cannot do what it says.
+    """One line of the report. `ok` None means unknown. `get` is a command that helps; `needed`: the
+    recipe cannot run without it.
     """
 
     what: str
@@ -178,7 +179,7 @@ class CloudFinding:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What the checks look at."""
+    """The inputs of the checks."""
 
     recipe: Recipe
     google: GoogleClients
@@ -204,8 +205,8 @@ class CheckContext:
 
     @property
     def account(self) -> str:
-        """The service account that jobs run as. Custom jobs of Vertex AI that are given none run as
-        an agent of it, all else as Compute Engine's account.
+        """The service account that jobs run as. If none is set, custom jobs of Vertex AI run as its
+        service agent, everything else as Compute Engine's default account.
         """
         if given := self.google.cloud.service_account:
             return given
@@ -222,7 +223,7 @@ Check = Callable[[CheckContext], Iterable[CloudFinding]]
 
 
 def check_context(recipe: Recipe) -> CheckContext:
-    """Raises WrongInput when no project is known, or there are no credentials."""
+    """The inputs of the checks. Raises WrongInput if there is no project or no credentials."""
     google = GoogleClients(recipe.cloud)
     _ = google.project
     google.client("projects")
@@ -230,18 +231,18 @@ def check_context(recipe: Recipe) -> CheckContext:
 
 
 def run_checks(site: CheckContext, checks: Iterable[tuple[str, Check]]) -> list[CloudFinding]:
-    """What all checks find, in their order; `checks` are named for the line of one that cannot be
-    done.
+    """The findings of all checks, in order; each check has a name for the line shown if it cannot
+    run.
     """
     with ThreadPoolExecutor(PARALLEL_CHECKS) as pool:
         return [
             finding
-            for findings in pool.map(lambda check: _guarded(site, *check), list(checks))
+            for findings in pool.map(lambda check: _run_check(site, *check), list(checks))
             for finding in findings
         ]
 
 
-def _guarded(site: CheckContext, name: str, check: Check) -> list[CloudFinding]:
+def _run_check(site: CheckContext, name: str, check: Check) -> list[CloudFinding]:
     found: list[CloudFinding] = []
     try:
         for finding in check(site):
@@ -252,7 +253,7 @@ def _guarded(site: CheckContext, name: str, check: Check) -> list[CloudFinding]:
 
 
 def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | None:
-    """The answer to a call, None where the service has no such thing. Raises as `call_api` does."""
+    """The answer to a call; None if the object does not exist. Raises as `call_api` does."""
     try:
         return call_api(call, what, **request)
     except WrongInput as error:
@@ -262,7 +263,7 @@ def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | N
 
 
 def unknown_finding(site: CheckContext, what: str, error: IngotError) -> CloudFinding:
-    """The line of what could not be looked at."""
+    """The line of a check that could not run."""
     text = str(error).split(": ", 1)[-1].rpartition(";")[0] or str(error)
     denied = "ermission" in text or "denied" in text
     get = (

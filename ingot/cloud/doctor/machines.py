@@ -1,5 +1,5 @@
-"""Checks of the machines that a recipe will request: do their types exist in its zones, and does
-the quota allow so many?
+"""Checks of the machines that a recipe will request: whether their types exist in its zones, and
+whether the quota suffices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ _GPU_METRICS = {
 
 
 def accelerator_of(name: str) -> str:
-    """As Compute Engine spells it, Vertex AI's spelling too; as it stands where it is not known
-    here.
-    """
+    """Compute Engine's name of an accelerator given in either spelling; unchanged if unknown."""
     return accelerator_name(name) or name
 
 
 def metric_of(accelerator: str) -> str:
-    """What Compute Engine counts these accelerators as."""
+    """Compute Engine's quota metric for an accelerator."""
     plain = _GPU_METRICS.get(accelerator) or accelerator.upper().replace("-", "_").replace(
         "TESLA_", ""
     )
@@ -37,7 +35,7 @@ def metric_of(accelerator: str) -> str:
 
 
 def types(site: CheckContext) -> Iterator[CloudFinding]:
-    """Machine and accelerator types, in one of the zones at least, both in the same."""
+    """Check that machine type and accelerator both exist in at least one of the zones."""
     for demand in site.needs.machines:
         yield from _types(site, demand)
 
@@ -76,7 +74,7 @@ def _types(site: CheckContext, demand: MachineDemand) -> Iterator[CloudFinding]:
         is not None
     ]
     both = [zone for zone in with_it if zone in having] if having else with_it
-    told = (
+    status = (
         f"in {', '.join(both)}"
         if both
         else (
@@ -89,7 +87,7 @@ def _types(site: CheckContext, demand: MachineDemand) -> Iterator[CloudFinding]:
         f"gcloud compute accelerator-types list --project={site.project}   # then set"
         f" {demand.why}.accelerator, cloud.zone or cloud.region"
     )
-    yield CloudFinding(f"accelerator {name} ({demand.why})", bool(both), told, get, needed=True)
+    yield CloudFinding(f"accelerator {name} ({demand.why})", bool(both), status, get, needed=True)
 
 
 def _machine(site: CheckContext, zone: str, kind: str) -> object | None:
@@ -116,8 +114,8 @@ def _nearest(site: CheckContext, service: str, name: str, zones: list[str]) -> s
 
 
 def quotas(site: CheckContext) -> Iterator[CloudFinding]:
-    """CPUs and GPUs that Compute Engine may still lend, for all machines of the recipe that run at
-    once: each demand by itself.
+    """Check that the free quota of Compute Engine for CPUs and GPUs covers each demand of the
+    recipe, one by one.
     """
     lent = [demand for demand in site.needs.machines if demand.place == "gce"]
     if any(demand.place == "vertex" for demand in site.needs.machines):
@@ -148,7 +146,7 @@ def quotas(site: CheckContext) -> Iterator[CloudFinding]:
                 yield _quota(site, demand, metric, count, worldwide)
                 continue
             spare = f"PREEMPTIBLE_{metric}"
-            # Spot machines count as ordinary ones where the project has no quota for spot.
+            # Spot machines count against the ordinary quota if the project has no spot quota.
             yield _quota(
                 site,
                 demand,
@@ -159,8 +157,8 @@ def quotas(site: CheckContext) -> Iterator[CloudFinding]:
 
 
 def _amounts(site: CheckContext, demand: MachineDemand) -> dict[str, int]:
-    """By quota metric, what the machines of a demand take. {} when no zone knows the machine type,
-    which is told elsewhere.
+    """The amount that a demand's machines take from each quota metric. {} if no zone has the
+    machine type, which another check reports.
     """
     machine = next(
         (

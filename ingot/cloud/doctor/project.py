@@ -1,5 +1,5 @@
-"""Checks of the project itself: does it exist, which services are enabled, and what may the caller
-and the jobs' service account do?
+"""Checks of the project itself: whether it exists, which services are enabled, and the permissions
+of the caller and the jobs' service account.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ACCOUNT_ROLES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "roles/compute.instanceAdmin.v1": ("Compute Instance Admin (v1)", ("compute",)),
     "roles/tpu.admin": ("TPU Admin", ("tpu",)),
 }
-"""What the account of jobs must be allowed; by the last two machines delete themselves. Nothing
-that runs asks for a build; images are built by who types the command.
+"""The roles that the jobs' service account needs; with the last two, machines delete themselves. No
+job starts a build; images are built by the user.
 """
 BROADER: dict[str, set[str]] = {
     "roles/owner": set(ACCOUNT_ROLES),
@@ -39,7 +39,7 @@ BROADER: dict[str, set[str]] = {
     "roles/logging.admin": {"roles/logging.logWriter"},
     "roles/compute.admin": {"roles/compute.instanceAdmin.v1"},
 }
-"""Roles that hold others."""
+"""Roles that include others."""
 CALLER_MAY: dict[str, tuple[str, str, tuple[Use, ...]]] = {
     "cloudbuild.builds.create": (
         "Cloud Build Editor",
@@ -64,7 +64,7 @@ def project(site: CheckContext) -> Iterator[CloudFinding]:
     try:
         number = site.number
     except WrongInput as error:
-        # Google says of a project that is not there the same as of one that one may not see.
+        # Google answers the same for a project that does not exist and one that may not be seen.
         text = str(error).rpartition(";")[0]
         disabled = "has not been used" in text or "is disabled" in text
         get = (
@@ -78,7 +78,7 @@ def project(site: CheckContext) -> Iterator[CloudFinding]:
 
 
 def services(site: CheckContext) -> Iterator[CloudFinding]:
-    """The services that are needed must be on; of the usual ones the others are told as well."""
+    """Required services must be enabled; the other common ones are listed as well."""
     listed = [
         name
         for name, (_, uses) in SERVICES.items()
@@ -108,8 +108,8 @@ def _off(why: str | None) -> str:
 
 
 def account_roles(site: CheckContext) -> Iterable[CloudFinding]:
-    """What the project grants the account of jobs. What it has from a folder or an organisation is
-    not seen from here.
+    """The roles that the project grants the jobs' account. Those inherited from a folder or an
+    organisation are not visible here.
     """
     account = site.account
     policy = call_api(
@@ -145,7 +145,7 @@ def account_roles(site: CheckContext) -> Iterable[CloudFinding]:
 
 
 def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
-    """What the caller may do, wherever the right comes from."""
+    """The caller's permissions, wherever they come from."""
     wanted = {name: about for name, about in CALLER_MAY.items() if site.needs.why(about[2])}
     if not wanted:
         return
@@ -171,12 +171,12 @@ def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
 
 
 def acting(site: CheckContext) -> Iterable[CloudFinding]:
-    """Jobs that run as an account can be started only by who may act as it."""
+    """Starting jobs that run as an account requires the permission to act as it."""
     if (
         site.needs.why(("compute", "vertex", "dataproc", "dataflow", "tpu")) is None
         or "@gcp-sa-" in site.account
     ):
-        return  # Google's own agents act by themselves
+        return  # service agents need no such permission
     answer = call_api(
         site.google.client("projects").test_iam_permissions,
         "ask whether you may act as the account",
@@ -189,7 +189,7 @@ def acting(site: CheckContext) -> Iterable[CloudFinding]:
         f" --role=roles/iam.serviceAccountUser --project={site.project}"
     )
     has = "iam.serviceAccounts.actAs" in answer.permissions
-    # The right may be given on the account alone, which the project does not tell.
+    # The permission may be granted on the account alone, which the project's policy does not show.
     yield CloudFinding(
         f"you: act as {account}",
         True if has else None,

@@ -1,5 +1,5 @@
-"""Checks of what must exist in the project: bucket, repository and images, subnetwork, secrets,
-TensorBoard.
+"""Checks of resources that must exist in the project: bucket, repository and images, subnetwork,
+secrets, TensorBoard.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ OBJECT_ROLES = {
 
 
 def bucket(site: CheckContext) -> Iterator[CloudFinding]:
-    """There, near, and open to you and to the jobs' account."""
+    """Check that the bucket exists, is close, and is accessible to the caller and the jobs'
+    account.
+    """
     name, why = site.google.cloud.bucket, site.needs.why(("storage",))
     make = (
         f"gcloud storage buckets create gs://{name or 'BUCKET'} --location={site.region}"
@@ -105,7 +107,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
 def _bucket_of_account(
     site: CheckContext, found: Any, what: str, grant: str
 ) -> Iterator[CloudFinding]:
-    """By the bucket's own policy; a role on the project would do as well, and is looked for too."""
+    """Check the account's roles on the bucket and on the project; either suffices."""
     member = f"serviceAccount:{site.account}"
     try:
         bindings = found.get_iam_policy(
@@ -136,7 +138,7 @@ def _bucket_of_account(
 
 
 def repository(site: CheckContext) -> Iterator[CloudFinding]:
-    """The repository and the images in it that jobs will run."""
+    """Check the repository and the images in it that jobs will run."""
     name, why = site.google.cloud.repository, site.needs.why(("images",))
     make = (
         f"gcloud artifacts repositories create {name or 'ingot'} --repository-format=docker"
@@ -161,7 +163,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
         client.get_repository, f"look at the repository {name}", request={"name": full}
     )
     docker = found is not None and found.format_.name == "DOCKER"
-    told = (
+    status = (
         f"in {site.region}"
         if docker
         else (
@@ -170,7 +172,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
             else f"not in {site.region}"
         )
     )
-    yield CloudFinding(what, docker, told, make, needed=why is not None)
+    yield CloudFinding(what, docker, status, make, needed=why is not None)
     for kind, reason in site.needs.images.items() if docker else ():
         built = call_or_none(
             client.get_tag,
@@ -187,19 +189,19 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
             f"ingot images build {kind}"
             f" {' '.join(f'cloud.{knob}={value}' for knob, value in settings.items())}"
         )
-        told = "built" if built else f"not built yet, and {reason} runs it"
+        status = "built" if built else f"not built yet, and {reason} runs it"
         yield CloudFinding(
             f"image {untagged_name(site.google.cloud, kind)}",
             built is not None,
-            told,
+            status,
             get,
             needed=True,
         )
 
 
 def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
-    """Machines of Spark as a service have no addresses of their own, and reach Google's services
-    only where the subnetwork lets them.
+    """Check the subnetwork. Machines of managed Spark have no external addresses, and reach
+    Google's services only if the subnetwork has Private Google Access.
     """
     name, spark = site.google.cloud.subnetwork, site.needs.why(("dataproc",))
     if name is None and not spark:
@@ -222,7 +224,7 @@ def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
         yield CloudFinding(what, False, f"not in {site.region}", make, needed=True)
         return
     private = bool(found.private_ip_google_access)
-    told = "there" + (
+    status = "there" + (
         ", with Private Google Access"
         if private
         else ", without Private Google Access" + (f", which {spark} needs" if spark else "")
@@ -230,20 +232,24 @@ def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
     get = (
         f"gcloud compute networks subnets update {short} --enable-private-ip-google-access {place}"
     )
-    yield CloudFinding(what, private or not spark, told, get, needed=True)
+    yield CloudFinding(what, private or not spark, status, get, needed=True)
 
 
 def secrets(site: CheckContext) -> Iterator[CloudFinding]:
-    """Each is read, and nothing of it is told."""
+    """Check that each secret can be read; values are not shown."""
     for variable, reference in site.google.cloud.secrets.items():
         what = f"secret for ${variable}"
         try:
             name, _ = parse_reference(variable, reference)
             resolve_secrets(site.google, {variable: reference})
         except WrongInput as error:
-            told, _, get = str(error).rpartition("; ")
+            status, _, get = str(error).rpartition("; ")
             yield CloudFinding(
-                what, False, told, get if get.startswith(("gcloud", "printf")) else "", needed=True
+                what,
+                False,
+                status,
+                get if get.startswith(("gcloud", "printf")) else "",
+                needed=True,
             )
             continue
         except Failed as error:
@@ -253,7 +259,7 @@ def secrets(site: CheckContext) -> Iterator[CloudFinding]:
 
 
 def tensorboard(site: CheckContext) -> Iterator[CloudFinding]:
-    """The managed TensorBoard, in the region of the jobs."""
+    """Check the managed TensorBoard, which must be in the region of the jobs."""
     given = site.google.cloud.tensorboard
     if given is None:
         return

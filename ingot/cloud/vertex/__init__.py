@@ -1,1 +1,1 @@
-"""Vertex AI's services, one thin face each: jobs, endpoints, models, TensorBoard. No torch."""
+"""Vertex AI's services, one thin module each: jobs, endpoints, models, TensorBoard. No torch."""

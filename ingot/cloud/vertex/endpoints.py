@@ -1,5 +1,5 @@
-"""Endpoints of Vertex AI and the models deployed to them. Plain values in and out; the order of
-operations is for the registry to know.
+"""Endpoints of Vertex AI and the models deployed to them. Plain values in and out; the registry
+decides the order of operations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ingot.cloud.vertex.jobs import (
 
 _TYPES = "google.cloud.aiplatform_v1"
 _BY = "X-Vertex-AI-Deployed-Model-Id"
-"""Names in the headers of a raw answer the deployed model that gave it."""
+"""Header of a raw answer that names the deployed model that gave it."""
 
 
 @dataclass(frozen=True)
 class EndpointResources:
-    """The machines behind a deployed model. `accelerator` as Vertex AI spells it; `reservation` is
-    the full name of one.
+    """The machines behind a deployed model. `accelerator` under Vertex AI's name; `reservation` is
+    a full name; `least` and `most` are replica counts.
     """
 
     machine: str
@@ -45,7 +45,7 @@ class EndpointResources:
 
 @dataclass(frozen=True)
 class DeployedModel:
-    """A model behind an endpoint; `model` is the resource's name without the version."""
+    """A model deployed to an endpoint; `model` is the resource name without the version."""
 
     id: str
     model: str
@@ -55,9 +55,7 @@ class DeployedModel:
 
 @dataclass(frozen=True)
 class VertexEndpoint:
-    """`traffic` is percent by the id of what is deployed; whoever gets none may be missing in
-    it.
-    """
+    """`traffic` is in percent by deployed model id; one without traffic may be missing in it."""
 
     name: str
     display_name: str
@@ -68,7 +66,7 @@ class VertexEndpoint:
 
 
 def find(google: GoogleClients, display_name: str) -> list[VertexEndpoint]:
-    """The endpoints that are called so."""
+    """The endpoints with this display name."""
     what = f"look for the endpoint {display_name}"
     with google_errors(what):
         found = call_api(
@@ -97,8 +95,8 @@ def create_request(
 
 
 def create(google: GoogleClients, request: Any) -> str:
-    """Make an endpoint, and wait for it; its name. One that is there by this id already, since an
-    earlier answer was lost, is as good.
+    """Create an endpoint and wait for it; returns its name. An existing one with this id is ours:
+    an earlier answer was lost.
     """
     what, name = (
         f"create the endpoint {request.endpoint_id}",
@@ -115,7 +113,7 @@ def create(google: GoogleClients, request: Any) -> str:
     except WrongInput as error:
         if http_status_of(error) != 409:
             raise
-        settle(google, name)
+        wait_until_idle(google, name)
     return name
 
 
@@ -128,9 +126,7 @@ def deploy_request(
     display_name: str,
     resources: EndpointResources,
 ) -> Any:
-    """The request that puts `model` (a version's full name) behind an endpoint, without any of its
-    traffic.
-    """
+    """The request that deploys `model` (a version's full name) to an endpoint, without traffic."""
     types = message_types(_TYPES)
     machine: dict[str, Any] = {"machine_type": resources.machine}
     if resources.accelerator:
@@ -161,7 +157,7 @@ def deploy_request(
 
 
 def begin_deploy(google: GoogleClients, request: Any) -> str:
-    """Send what `deploy_request` made; the name of the operation."""
+    """Send the request of `deploy_request`; returns the name of the operation."""
     call = google.client("endpoints").deploy_model
     begun = call_api(
         call,
@@ -174,21 +170,21 @@ def begin_deploy(google: GoogleClients, request: Any) -> str:
 
 
 def await_deploy(google: GoogleClients, request: Any, operation: str) -> None:
-    """Wait until it serves. Raises WrongInput or Failed in the service's words: quota, an image
-    that cannot be had, a container that is not well.
+    """Wait until the deployed model serves. Raises WrongInput or Failed with the service's message:
+    quota, an image that cannot be pulled, an unhealthy container.
     """
     wait_for_operation(google, "endpoints", operation, _deploying(request), "DeployModelResponse")
 
 
-def give_up(google: GoogleClients, operation: str) -> None:
+def cancel_deploy(google: GoogleClients, operation: str) -> None:
     cancel_operation(google, "endpoints", operation)
 
 
 def set_traffic(
     google: GoogleClients, endpoint: VertexEndpoint, traffic: Mapping[str, int]
 ) -> None:
-    """Share the traffic out anew, on condition that nobody changed the endpoint since it was looked
-    at.
+    """Set the traffic split, on condition that the endpoint has not changed since it was
+    read (etag).
     """
     types = message_types(_TYPES)
     changed = types.Endpoint(name=endpoint.name, traffic_split=dict(traffic), etag=endpoint.etag)
@@ -204,7 +200,7 @@ def set_traffic(
 
 
 def undeploy(google: GoogleClients, endpoint: str, deployed: str) -> None:
-    """Take one away that gets no traffic, and wait until it is gone."""
+    """Undeploy a model that gets no traffic, and wait until it is gone."""
     what = f"undeploy {deployed} from {endpoint}"
     begun = call_api(
         google.client("endpoints").undeploy_model,
@@ -216,16 +212,16 @@ def undeploy(google: GoogleClients, endpoint: str, deployed: str) -> None:
 
 
 def delete(google: GoogleClients, name: str) -> None:
-    """Remove an endpoint behind which there is nothing."""
+    """Delete an endpoint without deployed models."""
     begun = call_api(
         google.client("endpoints").delete_endpoint, f"delete {name}", request={"name": name}
     )
     wait_for_operation(google, "endpoints", begun.operation.name, f"delete {name}")
 
 
-def settle(google: GoogleClients, name: str) -> None:
-    """Wait until nothing is being done to an endpoint any more: what a command began that died goes
-    on without it.
+def wait_until_idle(google: GoogleClients, name: str) -> None:
+    """Wait until no operation is running on an endpoint: those started by a command that died
+    continue without it.
     """
     for operation in running_operations(google, "endpoints", name):
         try:
@@ -236,20 +232,20 @@ def settle(google: GoogleClients, name: str) -> None:
                 f"wait for what is being done to {name}",
             )
         except IngotError:
-            continue  # how it ended shows in the endpoint
+            continue  # its outcome shows in the endpoint
 
 
 def predict(
     google: GoogleClients, endpoint: str, texts: Sequence[str], parameters: Mapping[str, Any]
 ) -> tuple[list[Any], str]:
-    """Predictions as plain values, and the id of the deployed model that made them, which the
-    traffic decides.
+    """Predictions as plain values, and the id of the deployed model that made them, which depends
+    on the traffic split.
     """
     types, value = message_types(_TYPES), message_types("google.protobuf.struct_pb2").Value
     request = types.PredictRequest(endpoint=endpoint, parameters=dict(parameters))
     request.instances.extend(
         value(string_value=text) for text in texts
-    )  # a list of values in the constructor would be taken for one value
+    )  # protobuf would take a list of values in the constructor for one value
     answer = call_api(
         google.client("predictions").predict, f"get a prediction from {endpoint}", request=request
     )
@@ -260,11 +256,11 @@ def predict(
 def raw_predict(
     google: GoogleClients, endpoint: str, body: Mapping[str, Any]
 ) -> tuple[Any, str | None]:
-    """The same for a container that takes `body` in words of its own: its answer, and who gave it,
-    None where the service does not say.
+    """The same for a container with its own request format: the answer to `body`, and the id of the
+    deployed model that gave it (None if the service does not say).
 
-    What another deployed model than the one that is wanted says to such words may be an error, and
-    is an answer too.
+    A deployed model other than the intended one may answer such a body with an error, which counts
+    as an answer.
     """
     url = f"{google.address(google.host('predictions'))}/v1/{endpoint}:rawPredict"
 

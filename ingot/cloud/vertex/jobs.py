@@ -1,5 +1,5 @@
-"""Jobs of Vertex AI: long-running operations, custom jobs, pipeline jobs and the schedules that
-start them. What a job means is for its launcher or pipeline to know.
+"""Vertex AI's long-running operations, custom jobs, pipeline jobs and schedules. Launchers and
+pipelines decide what the jobs contain.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ingot.cloud.clients import (
 )
 
 POLL_S = 5.0
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 LIMIT_S = 7200.0
-"""How long an operation is waited for: the longest that Vertex AI gives a deployment."""
+"""Timeout for an operation: the longest that Vertex AI allows a deployment."""
 
 
 def wait_for_operation(
@@ -34,7 +34,7 @@ def wait_for_operation(
     *,
     limit_s: float = LIMIT_S,
 ) -> Any:
-    """Look at the operation `name` until it is done; its response as a message of the type
+    """Poll the operation `name` until it is done; returns its response as a message of the type
     `response`.
 
     Raises:
@@ -62,8 +62,8 @@ def wait_for_operation(
 
 
 def running_operations(google: GoogleClients, service: str, thing: str) -> list[str]:
-    """Names of the operations on `thing` (a model, an endpoint) that are not done; none where there
-    is no such thing.
+    """Names of the unfinished operations on `thing` (a model, an endpoint); none if it does
+    not exist.
     """
     client, found, page = google.client(service), [], ""
     try:
@@ -83,13 +83,13 @@ def running_operations(google: GoogleClients, service: str, thing: str) -> list[
 
 
 def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
-    """Ask for the end of an operation; it may be done all the same."""
+    """Request cancellation of an operation, which may complete all the same."""
     call_api(google.client(service).cancel_operation, f"give up {name}", request={"name": name})
 
 
 def http_status_of(error: BaseException) -> int | None:
-    """The HTTP status with which Google refused, of an error that `call_api` or `google_errors`
-    raised; None where it was no refusal.
+    """The HTTP status of Google's refusal behind an error raised by `call_api` or `google_errors`;
+    None if there was none.
     """
     code = getattr(error.__cause__, "code", None)
     return int(code) if code is not None else None
@@ -97,14 +97,14 @@ def http_status_of(error: BaseException) -> int | None:
 
 _TYPES = "google.cloud.aiplatform_v1"
 CUSTOM_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING", "CANCELLING")
-"""States of a job that may still do something, without their prefix."""
+"""States of a job that may still run or change, without their prefix."""
 _JOB_PREFIX = "JOB_STATE_"
 
 
 @dataclass(frozen=True)
 class CustomJobStatus:
-    """How a job stands: `name` is its resource's, `state` without its prefix, `code` (of
-    google.rpc) and `error` why it ended.
+    """The status of a job: `name` is the resource name, `state` is without its prefix, `code` (of
+    google.rpc) and `error` say why it ended.
     """
 
     name: str
@@ -120,8 +120,8 @@ class CustomJobStatus:
 
 
 def custom_job_request(google: GoogleClients, job: Mapping[str, Any]) -> Any:
-    """The request that makes `job`, which is written as the REST interface has it. Raises
-    ValueError for a field that there is not.
+    """The request that creates `job`, which is in the format of the REST interface. Raises
+    ValueError for an unknown field.
     """
     types = message_types(_TYPES)
     return types.CreateCustomJobRequest(
@@ -130,12 +130,13 @@ def custom_job_request(google: GoogleClients, job: Mapping[str, Any]) -> Any:
 
 
 def create_custom_job(google: GoogleClients, job: Mapping[str, Any]) -> CustomJobStatus:
-    """Make a job. Not repeated: the service gives the name, and asking twice would make two.
+    """Create a job. Not retried: the service assigns the name, so a second request could create a
+    second job.
 
     Raises:
-        WrongInput: it is refused: no right, no such machine or region.
-        Failed: the quota is used up, or the service breaks down, after which the job may be there
-            all the same.
+        WrongInput: it is refused: no permission, no such machine or region.
+        Failed: a quota is used up, or the service failed, in which case the job may exist all the
+            same.
     """
     what = f"make the job {job['displayName']}"
     return _custom_job_status(
@@ -156,12 +157,12 @@ def get_custom_job(google: GoogleClients, name: str) -> CustomJobStatus:
 
 
 def cancel_custom_job(google: GoogleClients, name: str) -> None:
-    """Ask for the end of a job; it takes a while. One that is over is left as it is."""
+    """Request cancellation of a job, which takes a while. One that has ended is left as it is."""
     call_api(google.client("jobs").cancel_custom_job, f"cancel the job {name}", name=name)
 
 
 def labelled_custom_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[CustomJobStatus]:
-    """All jobs of project and region with these labels, the newest first."""
+    """All jobs of project and region with these labels, newest first."""
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     what = f"look for jobs with {wanted}"
     with google_errors(what):
@@ -190,14 +191,14 @@ def _custom_job_status(job: Any) -> CustomJobStatus:
 
 _PIPELINE_PREFIX = "PIPELINE_STATE_"
 PIPELINE_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
-"""States of a pipeline job that may still do something, without their prefix."""
+"""States of a pipeline job that may still run or change, without their prefix."""
 _DENIED = "ask for the role Vertex AI User"
 _EXISTS = 409
 
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """One step of a pipeline job: `name` as compiled, `id` of this start of it."""
+    """One task of a pipeline job: `name` as compiled, `id` of this execution."""
 
     id: int
     name: str
@@ -207,7 +208,7 @@ class PipelineTask:
 
 @dataclass(frozen=True)
 class PipelineJobStatus:
-    """How a pipeline job stands; `id` is the last part of its name."""
+    """The status of a pipeline job; `id` is the last part of its name."""
 
     id: str
     state: str
@@ -221,8 +222,8 @@ class PipelineJobStatus:
 
 @dataclass(frozen=True)
 class ScheduleStatus:
-    """A schedule by its whole name; `next` is when it starts a job, seconds since the epoch, 0
-    where that is not known.
+    """A schedule by its full name; `next` is its next start in seconds since the epoch, 0
+    if unknown.
     """
 
     name: str
@@ -230,11 +231,11 @@ class ScheduleStatus:
 
 
 def create_pipeline_job(google: GoogleClients, id: str, job: Mapping[str, Any]) -> None:
-    """Make the pipeline job `id`; one that is there already, since the answer got lost, is as good.
+    """Create the pipeline job `id`. An existing one is ours: an earlier answer was lost.
 
     Raises:
         WrongInput: it is refused.
-        Failed: the service breaks down, or a quota is used up.
+        Failed: the service failed, or a quota is used up.
     """
     types = message_types(_TYPES)
     request = types.CreatePipelineJobRequest(
@@ -255,7 +256,7 @@ def create_pipeline_job(google: GoogleClients, id: str, job: Mapping[str, Any]) 
 
 
 def get_pipeline_job(google: GoogleClients, id: str) -> PipelineJobStatus | None:
-    """None where there is no such job."""
+    """The pipeline job's status; None if there is no such job."""
     try:
         return _pipeline_job_status(
             call_api(
@@ -271,7 +272,7 @@ def get_pipeline_job(google: GoogleClients, id: str) -> PipelineJobStatus | None
 
 
 def running_pipeline_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[str]:
-    """Ids of the pipeline jobs with these labels that are not over."""
+    """Ids of the unfinished pipeline jobs with these labels."""
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     states = " OR ".join(f'state="{_PIPELINE_PREFIX}{state}"' for state in PIPELINE_JOB_ALIVE)
     what = "look for pipelines of this run"
@@ -286,7 +287,7 @@ def running_pipeline_jobs(google: GoogleClients, labels: Mapping[str, str]) -> l
 
 
 def cancel_pipeline_job(google: GoogleClients, id: str) -> None:
-    """Ask for the end of a job; its steps are told to stop."""
+    """Request cancellation of a job; its tasks are told to stop."""
     call_api(
         google.client("pipelines").cancel_pipeline_job,
         f"cancel the pipeline {id}",
@@ -295,11 +296,11 @@ def cancel_pipeline_job(google: GoogleClients, id: str) -> None:
 
 
 def put_schedule(google: GoogleClients, schedule: Mapping[str, Any]) -> ScheduleStatus:
-    """Make the schedule, or put it in the place of the one that has its display name; of several,
-    all but one are deleted.
+    """Create the schedule, or update the one with its display name; if there are several, all but
+    one are deleted.
 
     Raises:
-        WrongInput, Failed: as `create_pipeline_job` does.
+        WrongInput, Failed: as `create_pipeline_job`.
     """
     types, client, name = message_types(_TYPES), google.client("schedules"), schedule["displayName"]
     found = _schedules(google, name)
@@ -334,7 +335,7 @@ def put_schedule(google: GoogleClients, schedule: Mapping[str, Any]) -> Schedule
 
 
 def _schedules(google: GoogleClients, name: str) -> list[Any]:
-    """Oldest first."""
+    """The schedules with this display name, oldest first."""
     what = f"look for the schedule {name}"
     with google_errors(what):
         request = {"parent": google.parent, "filter": f'display_name="{name}"'}

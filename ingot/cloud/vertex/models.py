@@ -1,5 +1,5 @@
-"""Versions of models in Vertex AI's Model Registry. Plain values in and out; what a version means
-is for the registry to know.
+"""Model versions in Vertex AI's Model Registry. Plain values in and out; the registry room decides
+what a version means.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PAGE = 100
 
 @dataclass(frozen=True)
 class ServingContainer:
-    """What serves a model: image, what runs in it, and where it is asked. Both routes are always
-    given: the service's defaults for them are one.
+    """The container that serves a model: image, command and routes. Both routes are always given:
+    the service's defaults are the same path for both.
     """
 
     image: str
@@ -36,7 +36,7 @@ class ServingContainer:
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One version of a model; `model` is the resource's name without it."""
+    """One version of a model; `model` is the resource name without the version."""
 
     model: str
     number: int
@@ -62,7 +62,7 @@ def upload_request(
     labels: Mapping[str, str],
     description: str,
 ) -> Any:
-    """The request that makes a version of a model: of a new one where it is the `first`."""
+    """The request that creates a version of a model; with `first`, of a new model."""
     types = message_types(_TYPES)
     spec = types.ModelContainerSpec(
         image_uri=container.image,
@@ -95,7 +95,7 @@ def upload_request(
 
 
 def upload(google: GoogleClients, request: Any) -> int:
-    """Make the version that `upload_request` describes, and wait for it; its number."""
+    """Create the version of `upload_request` and wait for it; returns its number."""
     what = f"register {request.model.display_name}"
     begun = call_api(
         google.client("models").upload_model,
@@ -108,19 +108,19 @@ def upload(google: GoogleClients, request: Any) -> int:
     return int(made.model_version_id)
 
 
-def being_uploaded(google: GoogleClients, model_id: str) -> list[str]:
-    """Operations on a model that still run: somebody's upload."""
+def running_uploads(google: GoogleClients, model_id: str) -> list[str]:
+    """Unfinished operations on a model: an upload by another process."""
     return running_operations(google, "models", model_name(google, model_id))
 
 
 def await_upload(google: GoogleClients, operation: str) -> None:
-    """Wait until somebody's upload is over, however it ends."""
-    with _ended():
+    """Wait until an upload by another process has ended, with success or not."""
+    with _errors_ignored():
         wait_for_operation(google, "models", operation, "wait for another upload")
 
 
 def versions(google: GoogleClients, model_id: str) -> list[ModelVersion]:
-    """All versions of a model, oldest first; none where there is no such model."""
+    """All versions of a model, oldest first; none if there is no such model."""
     name = model_name(google, model_id)
     what = f"list the versions of {name}"
     try:
@@ -141,7 +141,7 @@ def versions(google: GoogleClients, model_id: str) -> list[ModelVersion]:
 
 
 def models(google: GoogleClients) -> list[ModelVersion]:
-    """The models of project and region, each by its default version."""
+    """The models of project and region, each with its default version."""
     what = f"list the models of {google.parent}"
     with google_errors(what):
         return [
@@ -161,7 +161,7 @@ def change_aliases(
     add: Sequence[str] = (),
     remove: Sequence[str] = (),
 ) -> None:
-    """Aliases of one version; the names that others ask for it by."""
+    """Add and remove aliases of one version, by which it can be requested."""
     request = {
         "name": f"{version.model}@{version.number}",
         "version_aliases": [*add, *(f"-{alias}" for alias in remove)],
@@ -198,8 +198,8 @@ def _version(model: Any) -> ModelVersion:
 
 
 @contextmanager
-def _ended() -> Iterator[None]:
-    """It is not ours whether it came off."""
+def _errors_ignored() -> Iterator[None]:
+    """Ignore errors: the outcome of another process's operation does not matter."""
     try:
         yield
     except (Failed, WrongInput):

@@ -1,8 +1,8 @@
-"""Metrics of a run to a managed TensorBoard while it trains: the content of `metrics.jsonl`, each
-step once, whatever was restarted meanwhile.
+"""Uploads a run's metrics to a managed TensorBoard while it trains: the content of `metrics.jsonl`,
+each step once even across restarts.
 
-The service itself knows how far it is, by the highest step of each time series; nothing is stored
-on this disk.
+The service itself knows how far the upload got, by the highest step of each time series; nothing is
+stored on this disk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ingot.cloud.instances import resource_name
 from ingot.cloud.vertex.jobs import http_status_of
 
 LOOK_S = 30.0
-"""Between two looks for new metrics."""
+"""Seconds between two checks for new metrics."""
 END_S = 60.0
-"""How long the last of them may take when a run is over."""
+"""Timeout for the last upload when a run ends."""
 MOST_POINTS = 1000
-"""Of one time series in one request: the lines that are read at a time, so that a long run's are
-never in memory together.
+"""Points per time series and request, and lines read at a time, so that a long run's metrics are
+never all in memory.
 """
 RUN = "train"
 _TYPES = "google.cloud.aiplatform_v1"
@@ -41,37 +41,37 @@ _EXISTS = 409
 class _Series:
     name: str
     sent: int
-    """The highest step that is there; -1 for none."""
+    """The highest step uploaded; -1 if none."""
 
 
 @contextlib.contextmanager
 def upload_metrics(google: GoogleClients, name: str, metrics: Path) -> Iterator[None]:
-    """While entered, and at its end, what comes to the file `metrics` goes to `cloud.tensorboard`
-    as the experiment `name`. Without one, nothing.
+    """Inside the block, and at its end, upload what is appended to `metrics` to `cloud.tensorboard`
+    as the experiment `name`. Does nothing if none is set.
 
-    What goes wrong is warned of once and never raised, and the end takes END_S at the most: it may
-    be entered in the training itself.
+    Errors are warned of once and never raised, and the end takes at most END_S, since this may run
+    inside the training process.
     """
     if google.cloud.tensorboard is None:
         yield
         return
     over = threading.Event()
 
-    def go_on() -> None:
-        board, told = None, False
+    def upload_until_over() -> None:
+        board, warned = None, False
         while True:
             is_last = over.wait(LOOK_S)
             try:
                 board = board or TensorboardRun(google, name)
                 board.send(metrics)
-            except Exception as error:  # whatever a client raises: none of it may stop a training
-                if not told:
+            except Exception as error:  # no error of a client may stop a training
+                if not warned:
                     say(f"warning: metrics do not reach TensorBoard ({error}); training goes on")
-                told = True
+                warned = True
             if is_last:
                 return
 
-    thread = threading.Thread(target=go_on, daemon=True)
+    thread = threading.Thread(target=upload_until_over, daemon=True)
     thread.start()
     try:
         yield
@@ -81,15 +81,15 @@ def upload_metrics(google: GoogleClients, name: str, metrics: Path) -> Iterator[
 
 
 def tensorboard_name(google: GoogleClients) -> str:
-    """The whole name of `cloud.tensorboard`, which may be given by it or by its id alone. Raises
-    WrongInput where no project is known.
+    """The full name of `cloud.tensorboard`, which may be given in full or as an id. Raises
+    WrongInput if no project is known.
     """
     given = google.cloud.tensorboard or ""
     return given if given.startswith("projects/") else f"{google.parent}/tensorboards/{given}"
 
 
 class TensorboardRun:
-    """One run of one experiment. Raises WrongInput where no project is known."""
+    """One run of one experiment. Raises WrongInput if no project is known."""
 
     def __init__(self, google: GoogleClients, name: str) -> None:
         self._google, self._name = google, name
@@ -98,15 +98,15 @@ class TensorboardRun:
         self._at, self._last = 0, b""
 
     def send(self, metrics: Path) -> int:
-        """Send what the file holds and the service has not yet; how many points that were.
+        """Upload what the file has and the service has not; returns the number of points.
 
         Raises:
-            WrongInput, Failed: as Google's services do; what was sent is looked up again before
-                anything more is.
+            WrongInput, Failed: as Google's services do; the state of the service is then read again
+                before anything more is sent.
         """
         sent = 0
         try:
-            while lines := self._unsent(metrics):
+            while lines := self._next_lines(metrics):
                 sent += self._send(_points(lines))
                 self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
             return sent
@@ -117,9 +117,9 @@ class TensorboardRun:
                 ) from error
             raise
 
-    def _unsent(self, metrics: Path) -> list[bytes]:
-        """The next whole lines, MOST_POINTS at the most. Where the last one that was sent is there
-        no more, a resumed run has written the file anew: then from its beginning.
+    def _next_lines(self, metrics: Path) -> list[bytes]:
+        """The next complete lines, at most MOST_POINTS. If the last line that was sent is no longer
+        in its place, a resumed run has rewritten the file: then from its beginning.
         """
         with contextlib.suppress(FileNotFoundError), metrics.open("rb") as stream:
             stream.seek(self._at - len(self._last))
@@ -130,11 +130,11 @@ class TensorboardRun:
         return []
 
     def _send(self, points: Mapping[str, list[tuple[int, float, float]]]) -> int:
-        """Those beyond the highest step of their series."""
+        """Upload the points beyond the highest step of their series; returns their number."""
         if not points:
             return 0
         series = self._series if self._series is not None else self._known()
-        self._series = None  # until this has come off
+        self._series = None  # read again if this upload fails
         self._add(series, points.keys() - series.keys())
         new = {
             tag: wanted
@@ -149,10 +149,10 @@ class TensorboardRun:
         return sum(map(len, new.values()))
 
     def _known(self) -> dict[str, _Series]:
-        """The time series that there are; experiment and run are made where they are not."""
+        """The existing time series; experiment and run are created if they do not exist."""
         types, client = message_types(_TYPES), self._google.client("tensorboards")
         parent, _, id = self._experiment.partition("/experiments/")
-        _made(
+        _create_if_missing(
             client.create_tensorboard_experiment,
             request=types.CreateTensorboardExperimentRequest(
                 parent=parent,
@@ -160,7 +160,7 @@ class TensorboardRun:
                 tensorboard_experiment=types.TensorboardExperiment(display_name=self._name[:128]),
             ),
         )
-        _made(
+        _create_if_missing(
             client.create_tensorboard_run,
             request=types.CreateTensorboardRunRequest(
                 parent=self._experiment,
@@ -176,7 +176,7 @@ class TensorboardRun:
                 again=False,
                 parent=f"{self._experiment}/runs/{RUN}",
             ):
-                # Without points there is no highest step: step 0 may still come.
+                # An empty series reports max_step 0, but its step 0 is still to come.
                 is_empty = not series.metadata.max_wall_time
                 found[series.display_name] = _Series(
                     series.name, -1 if is_empty else series.metadata.max_step
@@ -238,8 +238,8 @@ class TensorboardRun:
         )
 
 
-def _made(create: Any, request: Any) -> None:
-    """Make something, unless it is there."""
+def _create_if_missing(create: Any, request: Any) -> None:
+    """Create a resource unless it exists."""
     try:
         call_api(
             create,
@@ -254,8 +254,8 @@ def _made(create: Any, request: Any) -> None:
 
 
 def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]:
-    """Step, seconds since the epoch and value by key, in the order of steps, each step once. Torn
-    lines are left out.
+    """(step, seconds since the epoch, value) by key, sorted by step, each step once. Torn lines are
+    left out.
     """
     found: dict[str, dict[int, tuple[int, float, float]]] = {}
     for text in lines:

@@ -327,7 +327,7 @@ class VertexRegistry:
     def _upload(self, name: str, key: str, report: EvaluationReport, spec: ServingSpec) -> None:
         """Create the version, once uploads that a killed process started have ended."""
         model_id = resource_id(name)
-        for operation in models.being_uploaded(self._google, model_id):
+        for operation in models.running_uploads(self._google, model_id):
             models.await_upload(self._google, operation)
         if self._found(name, key, spec.mark) is not None:
             return

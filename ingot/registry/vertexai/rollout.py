@@ -224,7 +224,7 @@ class _Rollout:
             if self._operation is not None and not isinstance(
                 error, Exception
             ):  # stopped by a signal: cancel the deployment instead of waiting for it
-                endpoints.give_up(self._google, self._operation)
+                endpoints.cancel_deploy(self._google, self._operation)
             if self._stable is not None:
                 self._keep_only(self._stable)
                 return
@@ -254,7 +254,7 @@ class _Rollout:
 
     def _settled(self) -> VertexEndpoint:
         """The endpoint, once its running operations have ended."""
-        endpoints.settle(self._google, self._name)
+        endpoints.wait_until_idle(self._google, self._name)
         return self._read()
 
     def _read(self) -> VertexEndpoint:
