@@ -14,8 +14,9 @@ import typer
 
 import ingot
 from ingot.base.errors import EXIT_DONE
+from ingot.base.processes import leave
 from ingot.cli.cloud import images, submit
-from ingot.cli.guard import guarded, leave, listen_to_signals, split_debug
+from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
 from ingot.cli.show import show
 from ingot.cli.verify import bench, verify

@@ -4,17 +4,14 @@ Tracebacks only with `--debug`.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
 
@@ -30,6 +27,15 @@ class SignalReceived(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
+
+
+def _quiet_libraries() -> None:
+    """Keep to themselves what libraries say of their own insides while they are imported:
+    transformers imports torchao, which looks for products of other machines and registers its types
+    in a way that torch calls old.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def split_debug(arguments: list[str]) -> tuple[bool, list[str]]:
@@ -60,6 +66,8 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     """Run `call` and give its exit code; what it raises is told in one line, or several where
     several things are wrong.
     """
+    if not debug:
+        _quiet_libraries()
     try:
         code = call() or 0
         sys.stdout.flush()
@@ -91,29 +99,6 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
             EXIT_FAILED,
             debug=debug,
         )
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with its exit code, once that is decided.
-
-    The code of a stop stands: Python gives handlers back before the process is gone, and the same
-    request, come late from elsewhere (a launcher asks each node), would end it as killed.
-
-    A daemon thread that is still inside a library written in C++ when the interpreter ends is
-    unwound through code that allows no exception, and takes the process down with SIGABRT. Where
-    one is left, the process ends without taking the interpreter apart.
-    """
-    if code == EXIT_STOPPED:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-    if any(thread.daemon for thread in threading.enumerate()):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the other threads
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def _write_no_more() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 
 from ingot.base.errors import IngotError
+from ingot.base.processes import leave
 from ingot.base.progress import say
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
@@ -22,4 +23,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -255,7 +255,7 @@ def test_other_ranks_say_who_they_are(
 BUSY = """
 import threading, time
 import torch
-from ingot.cli.guard import leave
+from ingot.base.processes import leave
 
 def work():
     numbers = torch.ones(700, 700)
@@ -276,6 +276,25 @@ def test_a_thread_inside_a_library_does_not_take_the_process_down() -> None:
         [sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (7, "answer\nwaited for\n", "")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_libraries_do_not_talk_of_their_own_insides(
+    debug: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torchao", "torch.utils._pytree"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+        logging.getLogger(name)._cache.clear()  # type: ignore[attr-defined]
+
+    def talk() -> int:
+        logging.getLogger("torchao.kernels").warning("Failed to load")
+        logging.getLogger("torch.utils._pytree").warning("deprecated")
+        logging.getLogger("torchao").error("broken")
+        return 0
+
+    assert guarded(talk, debug=debug) == 0
+    assert [record.message for record in caplog.records][-1] == "broken"
+    assert (len(caplog.records) > 1) == debug
 
 
 @pytest.mark.parametrize("words", [(), ("show",), ("images",)])

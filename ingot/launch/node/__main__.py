@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
+from ingot.base.processes import leave
 from ingot.launch.node.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -53,6 +53,7 @@ import os
 import sys
 import tempfile
 
+from ingot.base.processes import leave
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
 from ingot.config.sections.deployment import Cloud
@@ -63,7 +64,7 @@ if __name__ == "__main__":
     os.environ.update(about["environment"])
     os.environ.update(resolve_secrets(GoogleClients(Cloud(**about["cloud"])), about["secrets"]))
     os.chdir(tempfile.mkdtemp(prefix="ingot-"))
-    sys.exit(main())
+    leave(main())
 '''
 
 
