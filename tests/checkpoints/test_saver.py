@@ -231,7 +231,7 @@ def test_room_can_be_made_before(tmp_path: Path) -> None:
     made: list[Staged] = []
     copy = Staging.copy
     with mock.patch(
-        "ingot.checkpoints.state._room", side_effect=AssertionError("room is made again")
+        "ingot.checkpoints.state._allocate_block", side_effect=AssertionError("room is made again")
     ) as making:
         saver.wait()
         with mock.patch.object(
