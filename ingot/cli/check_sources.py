@@ -84,7 +84,7 @@ class FarSources:
                 process.kill()
                 process.wait()
             if said is None:
-                found.skip(f"{source} gave no answer within {LOOK_S:g} s; its records", knob)
+                found.skip(f"the records of {source}: none came within {LOOK_S:g} s", knob)
             elif "wrong" in said:
                 found.add(said["wrong"], knob)
             elif "unknown" in said:

@@ -13,18 +13,18 @@ from ingot.base.hub import fetch_model
 FETCH = """
 import sys
 from ingot.base.errors import IngotError
-from ingot.base.hub import fetch_model
+from ingot.base import hub
 try:
-    print(fetch_model(sys.argv[1]))
+    print(getattr(hub, sys.argv[2])(sys.argv[1]))
 except IngotError as error:
     print(type(error).__name__, error)
 """
 
 
-def fetch_offline(cache: Path, name: str) -> str:
+def fetch_offline(cache: Path, name: str, how: str = "fetch_model") -> str:
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, "-c", FETCH, name],
+        [sys.executable, "-c", FETCH, name, how],
         env=environment,
         capture_output=True,
         text=True,
@@ -45,6 +45,10 @@ def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(
     assert "hf:org/other cannot be fetched" in (said := fetch_offline(tmp_path, "org/other"))
     assert said.startswith("Failed ")
     assert "check the network, or give a folder" in said
+    assert fetch_offline(tmp_path, "org/tiny", "ask_tokenizer").startswith("Failed "), "not whole"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}")
+    assert fetch_offline(tmp_path, "org/tiny", "ask_tokenizer") == str(snapshot)
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "org/", "with space", "../up"])

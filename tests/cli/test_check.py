@@ -224,7 +224,7 @@ def test_one_that_gives_no_answer_is_not_waited_for(
     with socket.create_server(("127.0.0.1", 0)) as mute:
         monkeypatch.setenv(EMULATOR, f"http://127.0.0.1:{mute.getsockname()[1]}")
         (told,) = found("data.train=[{source: gs://buck/x.jsonl}]", verbs=("ingest",)).unknown
-    assert "gs://buck/x.jsonl gave no answer within 0.2 s" in told
+    assert "the records of gs://buck/x.jsonl: none came within 0.2 s" in told
 
 
 def write_model(place: Path, name: str, **config: Any) -> str:
