@@ -147,7 +147,7 @@ def test_what_did_not_change_is_neither_read_nor_sent(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    fill(run, {f"data/{number % 7}/{number}": b"%d" % number for number in range(1000)})
+    fill(run, {f"data/{number % 7}/{number}": b"%d" % number for number in range(200)})
     age(run)
     push(run, URL)
     read: list[Path] = []
