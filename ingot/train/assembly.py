@@ -244,8 +244,9 @@ def make_step_context(
 
 
 def tracked_id(recipe: Recipe, setup: TrainSetup, start: CommittedCheckpoint | None) -> str:
-    """The id of the run at a tracker: the recipe's, else that of the checkpoint that is resumed,
-    whatever `resume.allow` let change since; else one that every start of this run makes alike.
+    """The id of the run at a tracker: the recipe's; else that of the resumed checkpoint, even if
+    `resume.allow` let the recipe change since; else one that is the same at every start of this
+    run.
     """
     if recipe.track.wandb is not None and recipe.track.wandb.id is not None:
         return recipe.track.wandb.id

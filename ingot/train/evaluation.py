@@ -1,5 +1,5 @@
-"""What is measured while training runs (the objective on held-out rows, tasks, sample texts), which
-measurement was the best so far, and whether it is time to stop.
+"""Evaluation during training (the objective on held-out rows, tasks, sample texts), the best result
+so far, and early stopping.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ingot.train.step import StepInfo
 
 @dataclass(frozen=True)
 class Measured:
-    """A number that was measured while training, and which way is better."""
+    """A metric measured during training, and which direction is better."""
 
     value: float
     direction: Literal["lower", "higher"] = "lower"
 
 
 class BestTracker:
-    """Follows one metric: its best value, the step of that, and how many measurements in a row were
-    no better.
+    """Tracks one metric: its best value, the step of that, and the number of measurements in a row
+    without improvement.
     """
 
     def __init__(self, metric: str, min_delta: float = 0.0) -> None:
@@ -48,10 +48,11 @@ class BestTracker:
         self.worse_in_row = 0
 
     def see(self, step: int, measured: Mapping[str, Measured]) -> bool:
-        """Take in what was measured at a step; True where it is an improvement.
+        """Record the metrics measured at a step; returns whether the tracked one improved by more
+        than `min_delta`.
 
         Raises:
-            WrongInput: the metric is not among what was measured.
+            WrongInput: the tracked metric was not measured.
         """
         if self.metric not in measured:
             raise WrongInput(
@@ -72,7 +73,7 @@ class BestTracker:
         return improved
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know to decide alike."""
+        """The state that a resumed run needs to decide the same way."""
         return {
             "metric": self.metric,
             "best": self.best,
@@ -89,7 +90,7 @@ class BestTracker:
 
 
 def subject_of(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> EvalModel:
-    """The model in training as evaluation sees it."""
+    """The model in training, in the form that evaluation takes."""
     eos = frozenset(stop_tokens(plan.tokenizer))
     dealt = _dealt_over(trainee, mesh)
     return EvalModel(
@@ -106,8 +107,8 @@ def subject_of(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> EvalModel:
 
 
 def _dealt_over(trainee: TrainState, mesh: Mesh) -> Mesh:
-    """The ranks that items are dealt over. Where weights are gathered for each use, all ranks must
-    use them equally often, so each does all.
+    """The ranks among which items are distributed. A sharded model is gathered by collectives in
+    each forward pass, so every rank must run equally many: each then processes all items.
     """
     return Mesh(Ranks(), mesh.device) if is_fsdp(trainee.model) else mesh.data
 
@@ -119,14 +120,14 @@ def measuring(
     all_asked: Callable[[], bool],
     asked: Callable[[], bool],
 ) -> Callable[[], dict[str, Measured] | None]:
-    """What every evaluation while training measures, as a function of nothing; every rank calls it.
-    None where it was broken off.
+    """A function that runs an evaluation during training and returns its metrics; None if it was
+    interrupted. The function is collective.
 
-    `all_asked` is collective and says the same on all ranks, `asked` knows of this one alone: where
-    items are dealt, ranks do not go in step.
+    `all_asked` is collective and gives the same answer on all ranks; `asked` knows only this rank,
+    and is used where items are distributed, since ranks then do not run in lockstep.
 
     Raises:
-        WrongInput: a task among `train.evaluate_tasks` cannot be done; before anything is trained.
+        WrongInput: a task of `train.evaluate_tasks` cannot be run; raised before training starts.
     """
     knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
     subject = subject_of(plan, trainee, mesh)
@@ -166,16 +167,16 @@ def measuring(
 
 
 def sample_texts(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> list[dict[str, str]]:
-    """Completions of `evaluate.prompts` by the model as it is now."""
+    """Completions of `evaluate.prompts` by the current model."""
     with evaluating(trainee.model):
         return complete_prompts(subject_of(plan, trainee, mesh), plan.recipe.evaluate.prompts)
 
 
 class EvaluateHook:
-    """Measures on held-out data as often as `every` says, and ends training when `stopping` has
-    seen no improvement for `patience` times.
+    """Evaluates at the recurrence `every`, and ends training when `stopping` has seen no
+    improvement `patience` times in a row.
 
-    `measure` gives None where it was broken off.
+    `measure` returns None if it was interrupted.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class EvaluateHook:
         sinks: Sequence[JsonLines | FailSafeSink],
         account: TimeAccount,
     ) -> EvaluateHook:
-        """The hook as the recipe asks for it."""
+        """The hook that the recipe asks for."""
         stop, best = recipe.train.early_stop, recipe.checkpoint.best
         stopping = None if stop is None else BestTracker(stop.metric, stop.min_delta)
         patience = 0 if stop is None else stop.patience
@@ -219,11 +220,11 @@ class EvaluateHook:
         if not self.every.is_due(info.step):
             return False
         self.at(info.step)
-        self.every.begin_anew()
+        self.every.restart()
         return self.is_over
 
     def at(self, step: int) -> None:
-        """Measure the model as it is after `step`."""
+        """Evaluate the current model, that of `step`; `owes` says whether it was interrupted."""
         started = time.monotonic()
         with self.account.spending("evaluating", "evaluating"):
             measured = self.measure()
@@ -245,11 +246,15 @@ class EvaluateHook:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation so far, where the best checkpoint is asked for."""
+        """The step of the best evaluation so far; None unless the recipe tracks the best
+        checkpoint.
+        """
         return None if self.best is None else self.best.best_step
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know to stop at the same step and to keep the same checkpoint."""
+        """The state that a resumed run needs to stop at the same step and keep the same
+        checkpoint.
+        """
         return {
             name: tracker.state()
             for name, tracker in (("early_stop", self.stopping), ("best", self.best))
@@ -266,10 +271,10 @@ class EvaluateHook:
 
 
 class SampleHook:
-    """Writes what the model makes of the recipe's prompts, as text, every `every` steps.
+    """Writes completions of the recipe's prompts as text every `every` steps.
 
-    `complete_prompts` is called on rank 0 alone, but where the model is spread over ranks: there on
-    all of them, in lockstep. It is not begun where `asked` says that training is to stop.
+    `complete_prompts` is called on rank 0 only, or for a sharded model on all ranks in lockstep. It
+    is skipped if `asked` says that training is to stop.
     """
 
     def __init__(
@@ -300,7 +305,9 @@ class SampleHook:
         return False
 
     def at(self, step: int) -> None:
-        """Write what the model makes of the prompts as it is after `step`."""
+        """Write completions by the current model, that of `step`; `owes` if a stop was
+        requested.
+        """
         self.owes = self.asked()
         if self.owes:
             return

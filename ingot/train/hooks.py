@@ -1,6 +1,6 @@
-"""Side effects of training (metrics and progress, skipped steps, checkpoints), each of which is
-given a StepInfo and never the loop; and what fetches the data of a step and stops the loop before
-it.
+"""The side effects of training (metrics and progress, skipped steps, checkpoints), which are given
+a StepInfo and never the loop; and the loop's control, which fetches a step's data and may stop
+before it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
 @dataclass(frozen=True)
 class Workload:
-    """What a token costs and what one device could do at best; both for MFU."""
+    """The cost of a token and the peak of one device; both for MFU."""
 
     flops_per_token: float | None
-    """None where there is no formula for this kind of model; then no MFU is told."""
+    """None if there is no formula for this kind of model; then no MFU is reported."""
     stated_peak: float | None
-    """FLOP/s as the maker says; None where that is not known and must be measured."""
+    """The vendor's peak in FLOP/s; None if it is unknown and must be measured."""
     compute: Compute
 
     @classmethod
@@ -70,7 +70,7 @@ class LogHook:
         gpu: bool,
         skipped: float = 0.0,
     ) -> None:
-        """`skipped` steps were not taken by earlier attempts."""
+        """`skipped`: the number of steps skipped by earlier attempts."""
         self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = (
             sinks,
             progress,
@@ -96,7 +96,7 @@ class LogHook:
 
     def _write(self, info: StepInfo) -> None:
         usage = self._usage()
-        loss = float(info.outcome.loss)  # waits for the device: from here on `seconds` is honest
+        loss = float(info.outcome.loss)  # synchronises with the device, so that `seconds` is right
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         values: dict[str, float | str] = {
@@ -119,11 +119,11 @@ class LogHook:
 
     @property
     def skipped(self) -> float:
-        """Steps that were not taken, from the first on. Waits for the device."""
+        """The number of steps skipped since the start of training. Synchronises with the device."""
         return float(self._skipped)
 
     def _usage(self) -> dict[str, float]:
-        """Memory and GPU use of every rank, `memory/rank0_gb` and so on; collective."""
+        """Memory and GPU use of every rank, `memory/rank0_gb` and so on. Collective."""
         here = gpu_usage(self.mesh.device) if self.gpu else {}
         mine = [
             peak_memory_bytes(self.mesh.device) / 1e9,
@@ -145,10 +145,10 @@ class LogHook:
 
 
 class CheckpointHook:
-    """Saves as often as `every` says and at each best evaluation, at most `keep` of them kept
-    beside the best; `finish` is called after the loop.
+    """Saves at the recurrence `every` and at each best evaluation, keeping at most `keep`
+    checkpoints and the best one; `finish` is called after the loop.
 
-    `payload` is what else a resumed run must know.
+    `payload` supplies further fields that a resumed run needs.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class CheckpointHook:
         )
         self.every, self.is_main = every, is_main
         self.saved = first
-        """The step of the newest checkpoint that was begun."""
+        """The step of the newest checkpoint whose save has started."""
         self._due, self._prepared, self._is_saving = False, False, False
 
     def after_step(self, info: StepInfo) -> bool:
@@ -186,8 +186,8 @@ class CheckpointHook:
             )  # the optimizer has its state now
             self._prepared = True
         self._due = self._due or self.every.is_due(info.step)
-        # Where steps are not taken for a while, what training may have to go back to is the state
-        # before them.
+        # While steps are being skipped no checkpoint is made: training may have to roll back to the
+        # state before them.
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
         if is_best or (self._due and not float(info.outcome.skipped)):
             self.save(info.step)
@@ -196,9 +196,9 @@ class CheckpointHook:
         return False
 
     def save(self, step: int) -> None:
-        """Begin to save the state after `step` steps, unless that was saved last."""
+        """Start saving the state after `step` steps, unless that is already saved."""
         self._due = False
-        self.every.begin_anew()
+        self.every.restart()
         if step == self.saved:
             return
         if self.is_main:
@@ -222,8 +222,8 @@ class CheckpointHook:
         self._record(self.saver.done())
 
     def finish(self, step: int) -> None:
-        """Save the state after `step` steps, and wait until it is committed and what need not be
-        kept is gone.
+        """Save the state after `step` steps, and wait until it is committed and older checkpoints
+        are deleted.
         """
         done_before = step == self.saved
         self.save(step)
@@ -234,14 +234,16 @@ class CheckpointHook:
             )  # an attempt may have died before it came to that
 
     def wait(self) -> None:
-        """Raises Failed on every rank when a checkpoint could not be written."""
+        """Wait for the save in progress. Raises Failed on every rank if a checkpoint could not be
+        written.
+        """
         with self.account.spending("saving", "saving"):
             committed = self.saver.wait()
         self._record(committed)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save of this rank has failed, which `wait` will raise on every rank."""
+        """Whether a save of this rank has failed; `wait` then raises on every rank."""
         return self._is_saving and self.saver.failed
 
     def _record(self, committed: Sequence[Saved]) -> None:
@@ -254,7 +256,7 @@ class CheckpointHook:
 
 
 class TooManySkipped(Exception):
-    """Steps from `first` to `last` (counted from 0) were skipped, one after the other."""
+    """Steps `first` to `last` (from 0) were all skipped."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__(first, last)
@@ -262,8 +264,8 @@ class TooManySkipped(Exception):
 
 
 class SkipHook:
-    """Counts steps that were skipped. Each is read one step late, so that the device never waits
-    for the host; this hook comes first, since it may end training.
+    """Counts skipped steps. Each outcome is read one step late, so that the device never waits for
+    the host. It is the first hook, since it may end training.
     """
 
     def __init__(self, in_row: int, events: EventSink) -> None:
@@ -278,7 +280,7 @@ class SkipHook:
         return False
 
     def judge(self, step: int, outcome: StepOutcome) -> None:
-        """Raises TooManySkipped when with `step` (counted from 0) there were too many in a row."""
+        """Raises TooManySkipped if `step` (from 0) makes too many skipped steps in a row."""
         if not float(outcome.skipped):
             self._row = 0
             return
@@ -298,9 +300,7 @@ class SkipHook:
 
 
 class KillHook:
-    """Kills this process once `step` steps are done, as by `kill -9`: for proofs that nothing is
-    lost.
-    """
+    """Kills this process with SIGKILL after `step` steps, for proofs that nothing is lost."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -315,12 +315,12 @@ class KillHook:
 
 
 class TrainingControl(StepControl):
-    """Fetches from a loader, beats the heart of this rank, and ends the loop where any rank was
-    asked to stop.
+    """Fetches from a loader, beats this rank's heartbeat, and ends the loop when any rank was asked
+    to stop.
 
     Args:
-        timed: what may recur by the clock, which is rank 0's.
-        first: the step that this attempt begins with.
+        timed: recurrences that may depend on the clock; rank 0's clock decides.
+        first: the first step of this attempt.
     """
 
     def __init__(
@@ -347,20 +347,20 @@ class TrainingControl(StepControl):
             return self._loader.step(step, self._while_waiting)
 
     def _while_waiting(self) -> bool:
-        """A rank that waits for data is alive; asked to stop it needs none, since all ranks hear of
-        that before the step.
+        """Beat while waiting for data. True gives up waiting: a rank that was asked to stop needs
+        no data, since all ranks learn of it before the step.
         """
         self._heart.beat()
         return self._signals.signum != 0
 
     def votes(self) -> Sequence[bool]:
-        told = [self._is_main and one.vote() for one in self._timed]
-        return self._signals.signum != 0, self._checkpoint.has_failed, *told
+        clock_votes = [self._is_main and one.vote() for one in self._timed]
+        return self._signals.signum != 0, self._checkpoint.has_failed, *clock_votes
 
     def must_stop(self, votes: Sequence[bool]) -> bool:
-        asked, save_failed, *told = votes
-        for one, vote in zip(self._timed, told, strict=True):
-            one.hear(vote)
+        asked, save_failed, *clock_votes = votes
+        for one, vote in zip(self._timed, clock_votes, strict=True):
+            one.set_due(vote)
         if save_failed:
             self._checkpoint.wait()  # raises on every rank
         return asked

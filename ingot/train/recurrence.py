@@ -1,6 +1,7 @@
-"""When something recurs in training: after so many steps, at the end of each pass over the rows, or
-after so much time. Steps and passes are arithmetic, the same after a restart; time is told by rank
-0, whose word travels with the votes before each step, so that all ranks act after the same one.
+"""When something recurs in training: every N steps, at the end of each pass over the rows, or after
+an interval of time. Steps and passes are arithmetic, the same after a restart. Time is measured by
+rank 0, whose vote is combined with the other votes before each step, so that all ranks act after
+the same one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from ingot.config.sections.training import Every, seconds_of
 
 
 class Recurrence:
-    """Asked after every step whether it is time.
+    """Decides after every step whether something is due.
 
     Args:
-        every: what the recipe says; None for never.
-        rows: training rows, and `batch` of them in a step.
+        every: the recipe's value; None for never.
+        rows: training rows; `batch` of them are used per step.
     """
 
     def __init__(
@@ -28,28 +29,28 @@ class Recurrence:
     ) -> None:
         self.every, self._rows, self._batch, self._clock = every, rows, batch, clock
         self._seconds = seconds_of(every)
-        self._since, self._told = clock(), False
+        self._since, self._due = clock(), False
 
     def vote(self) -> bool:
-        """Whether so much time has passed here; only rank 0 is asked."""
+        """Whether the interval has passed on this rank; only rank 0's vote counts."""
         return self._seconds is not None and self._clock() - self._since >= self._seconds
 
-    def hear(self, vote: bool) -> None:
-        """What rank 0 said before this step."""
-        self._told = vote
+    def set_due(self, vote: bool) -> None:
+        """Store the combined vote of the ranks, received before this step."""
+        self._due = vote
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time after `step` steps (from 1)."""
+        """Whether it is due after `step` steps (from 1)."""
         if isinstance(self.every, int):
             return step % self.every == 0
         if self.every == "epoch":
-            # The last whole step of each pass: `train.epochs` ends with it, too.
+            # True at the last whole step of each pass; `train.epochs` ends with it, too.
             passes, next_passes = (
                 -(-steps * self._batch // self._rows) for steps in (step, step + 1)
             )
             return next_passes > passes
-        return self._told
+        return self._due
 
-    def begin_anew(self) -> None:
-        """It has been done: the next time is counted from now."""
-        self._since, self._told = self._clock(), False
+    def restart(self) -> None:
+        """Restart the interval: it has just been done."""
+        self._since, self._due = self._clock(), False

@@ -51,9 +51,9 @@ def test_steps_epochs_and_times() -> None:
         now = passed
         assert timed.vote() is due
         assert not timed.is_due(7), "only what all ranks were told counts"
-    timed.hear(True)
+    timed.set_due(True)
     assert timed.is_due(7)
-    timed.begin_anew()
+    timed.restart()
     assert not timed.is_due(8)
     assert not timed.vote()
     assert not Recurrence("epoch", 10, 4, lambda: 1e9).vote()
