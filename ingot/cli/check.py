@@ -75,7 +75,8 @@ def findings(
         for verb in verbs:
             for message, knob in recipe.missing_held_out(verb):
                 found.add(message, knob)
-    if asks("sources", "ingest", "prepare") and not read_record(recipe.folder.steps, "ingest"):
+    ingested = "ingest" not in given and read_record(recipe.folder.steps, "ingest")
+    if asks("sources", "ingest", "prepare") and not ingested:
         check_sources(recipe, found, far)
     if asks("tasks", "evaluate"):
         check_evaluation(recipe, found, far, here=here)

@@ -339,6 +339,15 @@ def test_what_does_not_validate_is_told_with_all_else(place: Path) -> None:
     assert "positions" not in done.stderr, "nothing is told of a model that stands for another"
 
 
+def test_a_source_that_is_gone_since_is_told_with_all_else(place: Path) -> None:
+    assert command("ingest", "recipe.yaml", cwd=place).returncode == 0
+    (place / "texts.jsonl").unlink()
+    done = command("run", "recipe.yaml", "gate.metric=x/y", cwd=place)
+    assert "data.train.0.source texts.jsonl: no such file" in done.stderr
+    assert "gate.metric x/y is measured by none" in done.stderr
+    assert found(verbs=("prepare",)).wrong == [], "what was ingested is a copy"
+
+
 def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
     nothing = ("model.source=nosuch", "gate.metric=x/y")
     assert found(*nothing, verbs=("ingest",)).wrong == []
