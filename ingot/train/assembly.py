@@ -23,7 +23,7 @@ from ingot.data.batches.loader import Loader
 from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
-from ingot.train.evaluation import EvaluateHook, SampleHook, measuring, sample_texts
+from ingot.train.evaluation import EvaluateHook, SampleHook, make_measure, sample_texts
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
@@ -140,7 +140,7 @@ def make_hooks(
         skipped=commit.get("skipped", 0.0),
     )
     asked = process.any_rank_asked
-    measure = measuring(setup, state, mesh, asked, lambda: process.signals.signum != 0)
+    measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
     rows = len(setup.rows), setup.batch.global_batch
     evaluate_every = Recurrence(knobs.evaluate_every, *rows)
     evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account)

@@ -89,33 +89,33 @@ class BestTracker:
         )
 
 
-def subject_of(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> EvalModel:
+def subject_of(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalModel:
     """The model in training, in the form that evaluation takes."""
     eos = frozenset(stop_tokens(plan.tokenizer))
-    dealt = _dealt_over(trainee, mesh)
+    item_ranks = _item_ranks(train_state, mesh)
     return EvalModel(
         plan.recipe,
-        trainee.model,
+        train_state.model,
         plan.model_spec.kind,
         plan.tokenizer,
         eos,
         plan.compute,
-        dealt,
+        item_ranks,
         "the model in training",
         quiet=True,
     )
 
 
-def _dealt_over(trainee: TrainState, mesh: Mesh) -> Mesh:
+def _item_ranks(train_state: TrainState, mesh: Mesh) -> Mesh:
     """The ranks among which items are distributed. A sharded model is gathered by collectives in
     each forward pass, so every rank must run equally many: each then processes all items.
     """
-    return Mesh(Ranks(), mesh.device) if is_fsdp(trainee.model) else mesh.data
+    return Mesh(Ranks(), mesh.device) if is_fsdp(train_state.model) else mesh.data
 
 
-def measuring(
+def make_measure(
     plan: TrainSetup,
-    trainee: TrainState,
+    train_state: TrainState,
     mesh: Mesh,
     all_asked: Callable[[], bool],
     asked: Callable[[], bool],
@@ -130,20 +130,20 @@ def measuring(
         WrongInput: a task of `train.evaluate_tasks` cannot be run; raised before training starts.
     """
     knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
-    subject = subject_of(plan, trainee, mesh)
+    subject = subject_of(plan, train_state, mesh)
     in_step = subject.mesh.world < mesh.data.world
     watch = TaskEvaluator(
         replace(subject, should_stop=all_asked if in_step else asked), knobs.evaluate_tasks
     )
-    held_out = trainee.objectives.held_out
+    held_out = train_state.objectives.held_out
 
     def measure() -> dict[str, Measured] | None:
         try:
-            with evaluating(trainee.model):
+            with evaluating(train_state.model):
                 found: dict[str, float] = {}
                 if plan.recipe.data.holds_out:
                     found = validation_losses(
-                        trainee.model,
+                        train_state.model,
                         held_out,
                         plan.held_out,
                         knobs.evaluate_rows,
@@ -166,10 +166,10 @@ def measuring(
     return measure
 
 
-def sample_texts(plan: TrainSetup, trainee: TrainState, mesh: Mesh) -> list[dict[str, str]]:
+def sample_texts(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[dict[str, str]]:
     """Completions of `evaluate.prompts` by the current model."""
-    with evaluating(trainee.model):
-        return complete_prompts(subject_of(plan, trainee, mesh), plan.recipe.evaluate.prompts)
+    with evaluating(train_state.model):
+        return complete_prompts(subject_of(plan, train_state, mesh), plan.recipe.evaluate.prompts)
 
 
 class EvaluateHook:

@@ -35,7 +35,7 @@ from ingot.train.setup import TrainSetup
 
 
 def take_best(
-    plan: TrainSetup, trainee: TrainState, best: int | None, reached: int, mesh: Mesh
+    plan: TrainSetup, train_state: TrainState, best: int | None, reached: int, mesh: Mesh
 ) -> int:
     """Load the weights of the best checkpoint, unless none is asked for or it is the last one.
     Returns the step whose weights the model now has.
@@ -52,18 +52,18 @@ def take_best(
             " checkpoint.best=null to export the last one"
         )
     found = mesh.from_main(lambda: checkpoint_in(folder))
-    load_checkpoint(found, trainee.masters, None, mesh)
+    load_checkpoint(found, train_state.masters, None, mesh)
     if mesh.is_main:
         say(f"train: step {best:,} was the best by {plan.recipe.checkpoint.best} and is exported")
     return best
 
 
-def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
+def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
     """Write `model/`, and for an adapter also `adapter/`, with the weights of `step`, which has
     been committed. Called on one rank.
     """
     recipe, run = plan.recipe, plan.recipe.folder
-    model, tensors = _to_export(plan, trainee, step)
+    model, tensors = _to_export(plan, train_state, step)
     about = lineage(plan, step, sum(parameter.numel() for parameter in model.parameters()))
     generation = source_generation(plan.model_spec.folder)
     export_model(
@@ -84,17 +84,19 @@ def export_run(plan: TrainSetup, trainee: TrainState, step: int) -> None:
             else str(plan.model_spec.folder.resolve())
         )
         digests = save_adapter(model, run.adapter, base=base, kind=plan.model_spec.kind)
-        told = {
+        lineage_fields = {
             "tokenizer": plan.tokenizer.identity(),
             "template": plan.tokenizer.template_identity,
             CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
         }
-        write_atomic(run.adapter / LINEAGE, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        write_atomic(
+            run.adapter / LINEAGE, json.dumps(lineage_fields, indent=2, ensure_ascii=False) + "\n"
+        )
 
 
 def _to_export(
-    plan: TrainSetup, trainee: TrainState, step: int
+    plan: TrainSetup, train_state: TrainState, step: int
 ) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
     """The model to export, and its weights if they are not in the model itself.
 
@@ -102,9 +104,9 @@ def _to_export(
     never in memory as a whole; a transformers model is built whole on this host, since only the
     built model knows its tensor names and ties.
     """
-    if _is_whole(trainee):
-        trainee.masters.work_in(torch.float32)
-        return trainee.model, None
+    if _is_whole(train_state):
+        train_state.masters.work_in(torch.float32)
+        return train_state.model, None
     recipe, host = plan.recipe, torch.device("cpu")
     folder = step_folder(recipe.folder.checkpoints, step)
     model = create_model(plan.model_spec, recipe.seed)
@@ -124,16 +126,16 @@ def _to_export(
     return model, named_tensors(plan.model_spec.folder, names)
 
 
-def _is_whole(trainee: TrainState) -> bool:
+def _is_whole(train_state: TrainState) -> bool:
     """Whether this rank holds the complete model, with every weight in float32 or backed by a
     float32 master.
     """
-    model = trainee.model
+    model = train_state.model
     rounded = any(
         parameter.dtype != torch.float32 and not parameter.requires_grad
         for parameter in model.parameters()
     )
-    return not (is_sharded(model) or trainee.masters.mesh.pipeline.world > 1 or rounded)
+    return not (is_sharded(model) or train_state.masters.mesh.pipeline.world > 1 or rounded)
 
 
 def exported_files(folder: Path) -> list[Path]:

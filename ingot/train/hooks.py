@@ -154,7 +154,7 @@ class CheckpointHook:
     def __init__(
         self,
         saver: Saver,
-        trainee: TrainState,
+        train_state: TrainState,
         run: RunFolder,
         knobs: Checkpoint,
         every: Recurrence,
@@ -165,9 +165,17 @@ class CheckpointHook:
         *,
         is_main: bool,
     ) -> None:
-        self.saver, self.trainee, self.run, self.knobs, self.stopper, self.payload, self.account = (
+        (
+            self.saver,
+            self.train_state,
+            self.run,
+            self.knobs,
+            self.stopper,
+            self.payload,
+            self.account,
+        ) = (
             saver,
-            trainee,
+            train_state,
             run,
             knobs,
             stopper,
@@ -182,7 +190,7 @@ class CheckpointHook:
     def after_step(self, info: StepInfo) -> bool:
         if not self._prepared:
             self.saver.prepare(
-                self.trainee.masters, self.trainee.optimizer
+                self.train_state.masters, self.train_state.optimizer
             )  # the optimizer has its state now
             self._prepared = True
         self._due = self._due or self.every.is_due(info.step)
@@ -212,8 +220,8 @@ class CheckpointHook:
         with self.account.spending("saving", "saving"):
             self.saver.save(
                 step,
-                self.trainee.masters,
-                self.trainee.optimizer,
+                self.train_state.masters,
+                self.train_state.optimizer,
                 self.payload(step),
                 keep=self.knobs.keep,
                 best=self.stopper.best_step,

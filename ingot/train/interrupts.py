@@ -113,11 +113,11 @@ class StopSignals:
             start_new_session=True,
         )
         assert self._watchdog.stdin is not None
-        told = self._watchdog.stdin.fileno()
-        os.set_blocking(told, False)
+        wakeup_fd = self._watchdog.stdin.fileno()
+        os.set_blocking(wakeup_fd, False)
         # The wakeup fd is written by the C-level handler, so the watchdog hears of the signal even
         # if the interpreter never gets to run.
-        self._fd_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        self._fd_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -174,11 +174,12 @@ def _table(
     data, micro_batch = mesh.data, plan.batch.micro_batch
     mine = missing[data.rank :: data.world].tolist()
     # Equally many forward passes on every rank: a sharded model is gathered by collectives in each.
-    looks = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
+    forward_passes = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
     nothing = next(fixed_batches(rows, [0], micro_batch))
     nothing = replace(nothing, rows=torch.full_like(nothing.rows, -1))
     batches = itertools.islice(
-        itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(nothing)), looks
+        itertools.chain(fixed_batches(rows, mine, micro_batch), itertools.repeat(nothing)),
+        forward_passes,
     )
     found = torch.zeros(len(rows), 2, dtype=torch.float64)
     model, sharing, done = opened(), row_sharing(mesh), 0

@@ -46,10 +46,10 @@ def roll_back(
         if knobs.spike is None
         else "loss or gradient was not finite, or a spike,"
     )
-    told = f"{what} in {count} steps in a row, {bad.first + 1:,} to {bad.last + 1:,}"
+    cause = f"{what} in {count} steps in a row, {bad.first + 1:,} to {bad.last + 1:,}"
     if knobs.then == "stop":
         return Failed(
-            f"{told}; lower train.optimizer.lr, or set train.skip.then=roll_back to leave their"
+            f"{cause}; lower train.optimizer.lr, or set train.skip.then=roll_back to leave their"
             " data out"
         )
     checkpoint.wait()
@@ -58,7 +58,7 @@ def roll_back(
     begin = max(bad.first, checkpoint.saved)
     if begin > bad.last:
         return Failed(
-            f"{told}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise"
+            f"{cause}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise"
             " checkpoint.every"
         )
     order = plan.order
@@ -67,10 +67,10 @@ def roll_back(
         order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1,
     )
     mesh.from_main(lambda: leave_out(plan, span))
-    events.emit("roll_back", step=checkpoint.saved, cause=told, samples=list(span))
+    events.emit("roll_back", step=checkpoint.saved, cause=cause, samples=list(span))
     if mesh.is_main:
         say(
-            f"{told}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,}"
+            f"{cause}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,}"
             " of the order are left out from now on"
         )
     return RolledBack()

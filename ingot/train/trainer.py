@@ -163,9 +163,9 @@ def _find_start(
 
 
 def _announce(
-    plan: TrainSetup, trainee: TrainState, mesh: Mesh, first: int, *, resumed: bool
+    plan: TrainSetup, train_state: TrainState, mesh: Mesh, first: int, *, resumed: bool
 ) -> None:
-    size, moved = (count / 1e6 for count in parameter_counts(trainee.model, mesh))
+    size, moved = (count / 1e6 for count in parameter_counts(train_state.model, mesh))
     if mesh.is_main:
         of_these = f", {moved:.2f} M of them trained" if moved < size else ""
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""

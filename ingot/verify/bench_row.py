@@ -116,7 +116,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
             cores,
         ]
         best = max(best, _peak(mesh, plan))
-        counted = sum(parameter.numel() for parameter in trial.trainee.model.parameters())
+        counted = sum(parameter.numel() for parameter in trial.train_state.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
     config, native, on_gpu = (
         plan.model_spec.config.to_hf(),
@@ -150,7 +150,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
 def _steps(trial: Trial, steps: int) -> tuple[float, float]:
     """The typical seconds of a step, and the number of cores that this process kept busy."""
     times: list[float] = []
-    with trial.dealing(trial.plan.batch) as take:
+    with trial.step_function(trial.plan.batch) as take:
         before = take(0)
         for step in range(1, WARM_UP):
             before = take(step)
@@ -185,8 +185,8 @@ def _peak(mesh: Mesh, plan: TrainSetup) -> float:
     """FLOP/s of all ranks together, each computing a large matrix product at the same time."""
     mesh.barrier()
     best = max(measured_peak(mesh.device, plan.compute) for _ in range(PEAK_TIMES))
-    [together] = mesh.agree(best)
-    return together
+    [total] = mesh.agree(best)
+    return total
 
 
 def _cores() -> int:

@@ -55,8 +55,8 @@ class RankResult:
 
 
 def train_rank(shrunk: SmallRun) -> RankResult:
-    """Train as `ingot train` does: the real trainee, loader and step. Every rank calls it, with the
-    recipe in the layout of these ranks.
+    """Train as `ingot train` does: the real training state, loader and step. Collective; the
+    recipe has the layout of these ranks.
     """
     here = ranks()
     mesh = _mesh(here, degrees_of(shrunk.small.parallel, here.world))
@@ -75,10 +75,10 @@ def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
 
 
 def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
-    trainee = build_train_state(plan, None, reference_tables(plan, mesh), mesh)
-    _fill_adapter(trainee, plan.recipe.seed)
+    train_state = build_train_state(plan, None, reference_tables(plan, mesh), mesh)
+    _fill_adapter(train_state, plan.recipe.seed)
     loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
-    objective = trainee.objectives.training
+    objective = train_state.objectives.training
     losses, norms, weights, targets = (
         list[float](),
         list[float](),
@@ -92,12 +92,12 @@ def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
         return batches
 
     unclipped = StepContext(
-        trainee.module,
+        train_state.module,
         objective,
-        trainee.masters,
-        trainee.optimizer,
+        train_state.masters,
+        train_state.optimizer,
         mesh,
-        StepControl(fetch, DropoutSeeds(trainee.model, plan.recipe.seed, mesh)),
+        StepControl(fetch, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
         compute=plan.compute,
     )
     # Clipping hides a wrong scale of gradients but depends on the norm, so steps alternate with and
@@ -108,28 +108,28 @@ def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
             outcome = train_step(clipped if step % 2 else unclipped, step)
             losses.append(float(outcome.loss))
             norms.append(float(outcome.grad_norm))
-            weights.append(_parameter_shards(trainee))
+            weights.append(_parameter_shards(train_state))
     finally:
         loader.close()
     held = {
         name: local_tensor(parameter).numel()
-        for name, parameter in trainee.model.named_parameters()
+        for name, parameter in train_state.model.named_parameters()
     }
     return RankResult(losses, norms, weights, held, targets)
 
 
 @torch.no_grad()
-def _fill_adapter(trainee: TrainState, seed: int) -> None:
-    for name, layer in lora_layers(trainee.model).items():
+def _fill_adapter(train_state: TrainState, seed: int) -> None:
+    for name, layer in lora_layers(train_state.model).items():
         fill_normal(layer.lora_B, seed, f"{name}.lora_B", ADAPTED_STD)
 
 
-def _parameter_shards(trainee: TrainState) -> dict[str, ParameterShard]:
+def _parameter_shards(train_state: TrainState) -> dict[str, ParameterShard]:
     return {
         one.name: ParameterShard(
             tuple(one.parameter.shape), shard_slices(one.parameter), one.tensor.detach().clone()
         )
-        for one in trainee.masters
+        for one in train_state.masters
     }
 
 

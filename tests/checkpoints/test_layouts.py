@@ -75,7 +75,7 @@ def value(name: str, tensor: Tensor) -> Tensor:
     )
 
 
-def trainee(
+def train_state(
     name: str, layout: dict[str, int], mesh: Mesh
 ) -> tuple[nn.Module, Masters, torch.optim.Optimizer]:
     """A model with room for its weights, and an optimizer without state."""
@@ -97,7 +97,7 @@ def trainee(
 
 def begin(name: str, layout: dict[str, int], folder: Path, mesh: Mesh) -> None:
     """Write step 1: the state has the values of its names."""
-    _, masters, optimizer = trainee(name, layout, mesh)
+    _, masters, optimizer = train_state(name, layout, mesh)
     for master in masters:
         optimizer.state[master.tensor] = {
             "step": torch.tensor(0.0),
@@ -116,7 +116,7 @@ def carried(name: str, layout: dict[str, int], folder: Path, step: int) -> dict[
     with running_mesh(Parallel(**layout)) as mesh:
         if step == 0:
             begin(name, layout, folder, mesh)
-        _, masters, optimizer = trainee(name, layout, mesh)
+        _, masters, optimizer = train_state(name, layout, mesh)
         load_checkpoint(checkpoint_in(step_folder(folder, max(step, 1))), masters, optimizer, mesh)
         tensors = training_tensors(masters, optimizer)
         for key, tensor in tensors.items():
@@ -190,7 +190,7 @@ def test_any_layout_loads_what_any_other_wrote(
 def test_one_process_reads_the_weights_whole(name: str, written: tuple[Path, Any]) -> None:
     root, _ = written
     with running_mesh() as mesh:
-        _, masters, _ = trainee(name, ALONE, mesh)
+        _, masters, _ = train_state(name, ALONE, mesh)
     for step in range(1, len(CHAINS[name]) + 1):
         weights = WholeWeights(step_folder(root / name, step))
         for master in masters:
@@ -208,7 +208,7 @@ def refused(root: Path) -> list[str]:
         layout = {"pipeline": 2}
         for name, other in (("tied", "untied"), ("untied", "tied"), ("untied", "257")):
             with running_mesh(Parallel(**layout)) as mesh:
-                _, masters, optimizer = trainee(name, layout, mesh)
+                _, masters, optimizer = train_state(name, layout, mesh)
                 with pytest.raises(Failed, match="does not fit this model") as error:
                     load_checkpoint(
                         checkpoint_in(step_folder(root / other, 1)), masters, optimizer, mesh

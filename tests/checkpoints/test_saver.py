@@ -36,7 +36,7 @@ from tests.checkpoints.states import (
     train,
     trained,
 )
-from tests.checkpoints.test_layouts import trainee, value
+from tests.checkpoints.test_layouts import train_state, value
 from tests.ranks import run_ranks
 
 
@@ -93,7 +93,7 @@ def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
     rank's part what it was?
     """
     with running_mesh(Parallel(**layout)) as mesh:
-        _, masters, optimizer = trainee("257", layout, mesh)
+        _, masters, optimizer = train_state("257", layout, mesh)
         for master in masters:
             optimizer.state[master.tensor] = {
                 "step": torch.tensor(7.0),

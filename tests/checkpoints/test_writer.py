@@ -23,7 +23,7 @@ from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import local_tensor
 from ingot.parallel.mesh import running_mesh
 from tests.checkpoints.states import ALONE, trained
-from tests.checkpoints.test_layouts import trainee, value
+from tests.checkpoints.test_layouts import train_state, value
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 
@@ -53,7 +53,7 @@ def sharded(folder: Path) -> tuple[list[str], dict[str, int]]:
         running_mesh(Parallel(shard=4)) as mesh,
         mock.patch.object(markers, "sha256_file", no_reading),
     ):
-        _, masters, optimizer = trainee("257", {"shard": 4}, mesh)
+        _, masters, optimizer = train_state("257", {"shard": 4}, mesh)
         tensors = training_tensors(masters, optimizer)
         for name, tensor in tensors.items():
             local_tensor(tensor).fill_(float(value(name, torch.empty(1)))).add_(mesh.rank)

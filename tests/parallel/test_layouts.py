@@ -1,7 +1,7 @@
 """Every layout gives what one process gives: losses, gradient norms, updated weights; each rank
 holds its share; and faults are seen.
 
-A case is a few steps of the real trainee (`ingot.verify.layout_steps`): packed rows, targets unequal
+A case is a few steps of the real train_state (`ingot.verify.layout_steps`): packed rows, targets unequal
 over ranks down to none, accumulation, clipping that acts, a vocabulary that nothing divides, plain
 gradient descent with a rate of 1.
 """

@@ -1,4 +1,4 @@
-"""`train.micro_batch: auto`: the search by itself with made-up memory, and on a real trainee; what
+"""`train.micro_batch: auto`: the search by itself with made-up memory, and on a real training state; what
 it chooses changes no number of training.
 """
 

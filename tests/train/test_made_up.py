@@ -110,7 +110,7 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
     before = torch.get_rng_state()
     with running_mesh(recipe.parallel) as mesh:
         plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh) as trial, trial.dealing(plan.batch) as take:
+        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
             outcomes = [take(step) for step in range(2)]
     assert all(
         math.isfinite(float(outcome.loss))
@@ -126,7 +126,7 @@ def first_losses(root: Path, knobs: dict[str, Any]) -> list[float]:
     recipe = small_recipe(root, **knobs)
     with running_mesh(recipe.parallel) as mesh:
         plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh) as trial, trial.dealing(plan.batch) as take:
+        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
             return [float(take(step).loss) for step in range(2)]
 
 

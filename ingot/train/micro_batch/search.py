@@ -256,7 +256,7 @@ def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
         Failed: memory ran out in a job of several ranks, where the other ranks cannot be told.
     """
     try:
-        with trial.dealing(batch) as take:
+        with trial.step_function(batch) as take:
             float(take(0).loss)
             began = time.monotonic()
             float(take(1).loss)

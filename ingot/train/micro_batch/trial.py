@@ -40,25 +40,25 @@ class Trial:
 
     plan: TrainSetup
     mesh: Mesh
-    trainee: TrainState
+    train_state: TrainState
 
     @contextlib.contextmanager
-    def dealing(self, batch: BatchPlan) -> Iterator[Callable[[int], StepOutcome]]:
+    def step_function(self, batch: BatchPlan) -> Iterator[Callable[[int], StepOutcome]]:
         """A function that runs step n (from 0) as training would, including data loading and the
         target count; valid inside the block. Collective.
 
         `batch` may divide the batch differently from the setup. Open one at a time: loaders of the
         same rows share their checks.
         """
-        plan, trainee, mesh = self.plan, self.trainee, self.mesh
+        plan, train_state, mesh = self.plan, self.train_state, self.mesh
         with contextlib.closing(Loader(plan.rows, plan.order, batch, mesh.data.rank)) as loader:
             context = StepContext(
-                trainee.module,
-                trainee.objectives.training,
-                trainee.masters,
-                trainee.optimizer,
+                train_state.module,
+                train_state.objectives.training,
+                train_state.masters,
+                train_state.optimizer,
                 mesh,
-                StepControl(loader.step, DropoutSeeds(trainee.model, plan.recipe.seed, mesh)),
+                StepControl(loader.step, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
                 compute=plan.compute,
                 clip_norm=plan.recipe.train.clip_norm,
             )
