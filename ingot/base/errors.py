@@ -1,9 +1,17 @@
-"""Errors with messages that a user can act on. Each has the exit code that scripts rely on."""
+"""Errors with messages that a user can act on, each with the exit code that scripts rely on, and the
+end of a process with such a code.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -81,3 +89,26 @@ def differing(one: T, other: T, *ways: Callable[[T], str]) -> tuple[str, str]:
 
 def _typed(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with its exit code, once that is decided.
+
+    The code of a stop stands: Python gives handlers back before the process is gone, and the same
+    request, come late from elsewhere (a launcher asks each node), would end it as killed.
+
+    A daemon thread that is still inside a library written in C++ when the interpreter ends is
+    unwound through code that allows no exception, and takes the process down with SIGABRT. Where
+    one is left, the process ends without taking the interpreter apart.
+    """
+    if code == EXIT_STOPPED:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+    if any(thread.daemon for thread in threading.enumerate()):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the other threads
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

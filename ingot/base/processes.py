@@ -4,22 +4,19 @@ reused.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
-from ingot.base.errors import EXIT_STOPPED, WrongInput
+from ingot.base.errors import WrongInput
 
 _PR_SET_PDEATHSIG = 1
 
@@ -138,26 +135,3 @@ def python_with_module(python: str | None, module: str) -> str:
             " interpreter of one that has it"
         )
     return chosen
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with its exit code, once that is decided.
-
-    The code of a stop stands: Python gives handlers back before the process is gone, and the same
-    request, come late from elsewhere (a launcher asks each node), would end it as killed.
-
-    A daemon thread that is still inside a library written in C++ when the interpreter ends is
-    unwound through code that allows no exception, and takes the process down with SIGABRT. Where
-    one is left, the process ends without taking the interpreter apart.
-    """
-    if code == EXIT_STOPPED:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-    if any(thread.daemon for thread in threading.enumerate()):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the other threads
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)

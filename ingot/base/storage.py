@@ -249,7 +249,10 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
                 " again"
             ) from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            obstacle = error.filename2 or error.filename or os.fspath(path)
+            tried = Path(error.filename2 or error.filename or path)
+            obstacle = next(
+                (one for one in (tried, *tried.parents) if one.exists() and not one.is_dir()), tried
+            )
             raise WrongInput(
                 f"{os.fspath(path)} cannot be written, {obstacle} is in the way ({error.strerror});"
                 " move that away"
@@ -257,5 +260,17 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise WrongInput(
                 f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`"
+            ) from error
+        # To make a folder on a file system of the kernel (/proc, /sys), or with a name that it
+        # cannot have.
+        unmade = isinstance(error.filename, str) and not os.path.lexists(error.filename)
+        if error.errno == errno.ENAMETOOLONG or (
+            error.errno in (errno.ENOENT, errno.EINVAL)
+            and unmade
+            and Path(error.filename) in (Path(path), *Path(path).parents)
+        ):
+            raise WrongInput(
+                f"{os.fspath(path)} cannot be made there ({error.strerror}); choose another"
+                " `output`"
             ) from error
         raise

@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 import ingot
-from ingot.base.errors import EXIT_DONE
-from ingot.base.processes import leave
+from ingot.base.errors import EXIT_DONE, leave
 from ingot.cli.cloud import images, submit
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch

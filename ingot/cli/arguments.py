@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 from ingot.base.environment import holds_secret
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.knobs import all_knobs, nearest_knob
 from ingot.config.load import checked, load_recipe, read_values
 from ingot.config.recipe import Recipe
 from ingot.config.values import Values, as_typed
@@ -28,7 +29,7 @@ def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     files: list[str] = []
     overrides: list[str] = []
     for argument in arguments:
-        (overrides if _OVERRIDE.match(argument) and not Path(argument).is_file() else files).append(
+        (overrides if _OVERRIDE.match(argument) and not os.path.isfile(argument) else files).append(
             argument
         )
     return files, overrides
@@ -44,6 +45,7 @@ def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
 def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tuple[Recipe, Values]:
     """The recipe, and its raw values with the places that set them. Raises as `read_recipe`."""
     files, overrides = split(arguments)
+    _check_values_given(files)
     if not files:
         raise WrongInput("no recipe is given; name one, such as recipes/quickstart.yaml")
     raw = read_values(files, overrides, environ=os.environ, dotenv=Path(".env"), verb=verb)
@@ -57,6 +59,41 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
                     " launch.secrets (ssh, Slurm) or in cloud.secrets"
                 )
     return recipe, raw
+
+
+def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] = ()) -> str | None:
+    """The override that somebody meant by `--steps 5`: `train.steps=5`; None where no knob is
+    called so, and none of the verb's `own` settings.
+    """
+    wanted = option.lstrip("-").replace("-", "_")
+    named = {wanted} if wanted in own else {knob.plain for knob in all_knobs()}
+    found = sorted(
+        (path for path in named if path == wanted or path.endswith(f".{wanted}")),
+        key=lambda path: (path != wanted, not path.startswith("train."), path.count("."), path),
+    )
+    if not found:
+        return None
+    given = next((each for each in arguments if each.partition("=")[0] == option), option)
+    _, assigned, value = given.partition("=")
+    after = arguments[arguments.index(given) + 1 :] if given in arguments else []
+    if not assigned and after and not after[0].startswith("-"):
+        value = after[0]
+    return as_typed(f"{found[0]}={value or 'VALUE'}")
+
+
+def _check_values_given(files: Sequence[str]) -> None:
+    """Raises WrongInput for a knob among the recipes: its value was forgotten."""
+    for name in files:
+        if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)*", name) and not os.path.exists(name):
+            known = {knob.plain for knob in all_knobs()}
+            if name in known:
+                raise WrongInput(f"`{name}` has no value; write `{name}=VALUE`")
+            if name.partition(".")[0] in {path.partition(".")[0] for path in known if "." in path}:
+                near = nearest_knob(name, name.rpartition(".")[0])
+                if Path(name).suffix not in (".yaml", ".yml", ".json"):
+                    raise WrongInput(
+                        f"`{name}` is no recipe and no knob; did you mean `{near}=VALUE`?"
+                    )
 
 
 def settings_without_recipe(overrides: Sequence[str]) -> Recipe:

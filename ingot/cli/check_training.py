@@ -300,8 +300,10 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
     except (KeyError, TypeError, ValueError, WrongInput):  # which is told of the model itself
         return
     needed = trained * STATE_BYTES * (recipe.checkpoint.keep + 1) + weights * EXPORT_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free, total = shutil.disk_usage(folder).free, shutil.disk_usage(folder).total
+    if not total:
+        found.add(f"output {recipe.output} is on no disk; set output to a folder on one")
+    elif free < needed:
         has, takes = differing(
             free, needed, lambda size: f"{size / 1e9:.1f} GB", "{:,} bytes".format
         )

@@ -141,4 +141,11 @@ def _is_usage(error: Exception) -> bool:
 def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "ingot"
+    if option := getattr(error, "option_name", None):
+        from ingot.cli.arguments import knob_for_option
+        from ingot.cli.model import PREDICT
+
+        own = PREDICT if sys.argv[1:2] == ["predict"] else ()
+        if instead := knob_for_option(option, sys.argv[1:], own):
+            return f"No such option: {option}; settings have no dashes: `{instead}`"
     return f"{error.format_message().rstrip('.')}; see `{command} --help`"  # type: ignore[attr-defined]

@@ -61,6 +61,8 @@ def _from_folder(path: Path, more: Sequence[str]) -> Target:
             else settings_without_recipe(more)
         )
         return Target(path.resolve().name, _model_of(run), None, recipe)
+    if not any(path.iterdir()):
+        raise WrongInput(f"{path} is an empty folder; give a model folder or a run folder")
     raise WrongInput(
         f"{path} is neither a model folder (no config.json) nor a run folder (no model/); give one"
         " of these"

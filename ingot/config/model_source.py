@@ -96,6 +96,8 @@ def model_config(folder: Path) -> dict[str, Any]:
                 f"{folder} is in Meta's original layout; run `ingot import {folder} NEW` and give"
                 " the new folder"
             ) from None
+        if folder.is_dir() and not any(folder.iterdir()):
+            raise WrongInput(f"{folder} is an empty folder; give a Hugging Face folder") from None
         raise WrongInput(
             f"{folder} is not a model folder ({CONFIG} is missing); give a Hugging Face folder"
         ) from None

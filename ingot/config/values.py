@@ -185,6 +185,8 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     name = _knob(full)[0]
     see = f" (see `ingot explain {name}`)" if name else ""
     shown = "not such a value" if _is_secret(full) and _shown(given) != "null" else _shown(given)
+    if given is None and re.match(r"`[^`=]+=`", values.origin(full)):
+        shown = "empty"
     return f"{values.origin(full)}: `{dotted(full)}` is {shown}; it should ", wanted, see
 
 

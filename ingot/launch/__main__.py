@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from ingot.base.errors import IngotError
-from ingot.base.processes import leave
+from ingot.base.errors import IngotError, leave
 from ingot.base.progress import say
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground

@@ -165,10 +165,7 @@ def _missing_message(folder: Path) -> str:
             f"{folder} has vocab.txt but no tokenizer.json; open it with transformers'"
             " AutoTokenizer, save_pretrained() it, and give that folder"
         )
-    return (
-        f"{folder} has no tokenizer.json; copy the tokenizer's files there, or set tokenizer.source"
-        " to the folder that has them"
-    )
+    return f"{folder} has no tokenizer.json; copy the tokenizer's files there"
 
 
 def _tokens_from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:

@@ -129,7 +129,7 @@ def test_version() -> None:
             "missing is no model folder, run folder, recipe or address",
         ),
         (
-            ("predict", ".", "hello"),
+            ("predict", "..", "hello"),
             "is neither a model folder (no config.json) nor a run folder (no model/)",
         ),
         (
@@ -256,7 +256,7 @@ def test_other_ranks_say_who_they_are(
 BUSY = """
 import threading, time
 import torch
-from ingot.base.processes import leave
+from ingot.base.errors import leave
 
 def work():
     numbers = torch.ones(700, 700)
@@ -295,6 +295,39 @@ def test_libraries_do_not_talk_of_their_own_insides(
     assert guarded(talk, debug=debug) == 0
     assert [record.message for record in caplog.records][-1] == "broken"
     assert (len(caplog.records) > 1) == debug
+
+
+QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train", QUICKSTART, "--steps", "5"), "settings have no dashes: `train.steps=5`"),
+        (("train", QUICKSTART, "--lr=3e-4"), "dashes: `train.optimizer.lr=3e-4`"),
+        (("run", QUICKSTART, "--train.steps"), "dashes: `train.steps=VALUE`"),
+        (("predict", "x", "hi", "--max-tokens", "5"), "dashes: `max_tokens=5`"),
+        (("serve", "x", "--api-key=sesame"), "dashes: `serve.api_key="),
+        (("run", QUICKSTART, "--nosuch"), "No such option: --nosuch; see `ingot run --help`"),
+        (("run", QUICKSTART, "train.steps"), "`train.steps` has no value; write `train.steps=VAL"),
+        (("run", QUICKSTART, "train.stps"), "did you mean `train.steps=VALUE`?"),
+        (("run", "nosuch.yaml"), "recipe nosuch.yaml does not exist; check the path"),
+        (("run", QUICKSTART, "name="), "`name` is empty; it should be a valid string"),
+        (("run", QUICKSTART, "output=/proc/x"), "output /proc/x is on no disk; set output to a"),
+        (("ingest", QUICKSTART, "output=/proc/x"), "cannot be made there (No such file or"),
+        (("ingest", QUICKSTART, "output=/dev/null/x"), ", /dev/null is in the way (Not a direct"),
+        (("ingest", QUICKSTART, f"output={'a' * 300}"), "cannot be made there (File name too long"),
+        (("predict", "empty", "hi"), "empty is an empty folder; give a model folder or a run"),
+        (("import", "empty", "new"), "empty is an empty folder; give a model folder or a run"),
+    ],
+)
+def test_wrong_commands_lead_on(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = ingot(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "sesame" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("show",), ("images",)])

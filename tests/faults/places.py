@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "daemon-thread-aborts",
-        "ingot/base/processes.py",
+        "ingot/base/errors.py",
         "if any(thread.daemon for thread in threading.enumerate()):",
         "if False:",
         "a command dies with SIGABRT after its answer where a thread is inside a library",
@@ -421,6 +421,14 @@ FAULTS = [
         "place.nodes",
         "an evaluation makes and pays all machines of the training once more",
         "tests/config/test_load.py",
+    ),
+    Fault(
+        "knob-without-a-value",
+        "ingot/cli/arguments.py",
+        "    _check_values_given(files)\n",
+        "",
+        "a knob whose value was forgotten is said to be a recipe that does not exist",
+        "tests/cli/test_app.py",
     ),
     Fault(
         "libraries-talk-of-themselves",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingot.base.processes import leave
+from ingot.base.errors import leave
 from ingot.launch.node.main import main
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ import os
 import sys
 import tempfile
 
-from ingot.base.processes import leave
+from ingot.base.errors import leave
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
 from ingot.config.sections.deployment import Cloud
