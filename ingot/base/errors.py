@@ -1,5 +1,5 @@
-"""Errors with messages that a user can act on, each with the exit code that scripts rely on, and the
-end of a process with such a code.
+"""Errors with messages that a user can act on, each with the exit code that scripts rely on, and
+the end of a process with such a code.
 """
 
 from __future__ import annotations
