@@ -27,7 +27,7 @@ PROVED: dict[HFKind, tuple[str, ...]] = {
         "bert roberta xlm-roberta camembert distilbert electra deberta deberta-v2 "
         "modernbert mpnet albert xlnet data2vec-text ernie eurobert flaubert gte ibert "
         "jina_embeddings_v3 longformer megatron-bert mobilebert nomic_bert rembert "
-        "roberta-prelayernorm roformer squeezebert xlm xlm-roberta-xl bart mbart mvp "
+        "roberta-prelayernorm roformer xlm xlm-roberta-xl bart mbart mvp "
         "plbart t5 mt5 umt5 llama mistral qwen2 qwen3 gpt2 gpt-sw3 gpt_bigcode gpt_neo "
         "gpt_neox gptj opt bloom mpt falcon gemma gemma2 gemma3_text phi phi3 olmo olmo2 "
         "olmo3 starcoder2 stablelm persimmon helium glm glm4 smollm3 seed_oss exaone4 "

@@ -15,13 +15,15 @@ from torch.distributed.tensor import DTensor
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
-from ingot.models.hf.models import Encoder
+from ingot.models.hf.models import Encoder, HFModel
 from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
 from tests import tolerances
+from tests.models.hf.shrunk import EOS
+from tests.models.hf.test_types import CASES, made
 from tests.models.hf.tiny import ALL, LABELS, VOCAB, drawn
 from tests.ranks import run_ranks
 from tests.train.stepping import one_step
@@ -32,11 +34,13 @@ COPIED = ("t5", "bart", "bart-untied", "bert", "modernbert")
 Layouts = dict[str, dict[str, int]]
 
 
-def batch_of(step: int, *, classes: bool) -> Batch:
-    """Rows of unequal lengths, with unequally many targets."""
+def batch_of(step: int, *, classes: bool, end: int | None = None) -> Batch:
+    """Rows of unequal lengths, with unequally many targets; `end`: the last token of each."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(5, VOCAB, (ROWS, SOURCE), generator=generator)
     lengths = torch.tensor([[12], [3], [9], [5]])
+    if end is not None:
+        tokens = tokens.scatter(1, lengths - 1, end)
     segments = (torch.arange(SOURCE) < lengths).long()
     if classes:
         labels = torch.randint(0, len(LABELS), (ROWS,), generator=generator)
@@ -56,12 +60,18 @@ def rows(batch: Batch, first: int, count: int) -> Batch:
     )
 
 
+def named(name: str) -> HFModel:
+    """One of `tests.models.hf.tiny`, or `KIND:CASE` of `tests.models.hf.test_types`."""
+    kind, _, case = name.rpartition(":")
+    return made(kind, case) if kind else drawn(name)  # type: ignore[arg-type]
+
+
 def train_a_little(
     name: str, layout: dict[str, int]
 ) -> tuple[list[float], list[float], dict[str, Tensor], float]:
     """Losses, norms and weights of three steps, and this rank's share of the trained numbers."""
     with running_mesh(Parallel(**layout)) as mesh:
-        model, how, objective = drawn(name), WrapSettings(Parallel(**layout)), CrossEntropy()
+        model, how, objective = named(name), WrapSettings(Parallel(**layout)), CrossEntropy()
         trained = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
@@ -72,7 +82,8 @@ def train_a_little(
         share = ROWS // mesh.data.world
         losses, norms = [], []
         for step in range(3):
-            whole = batch_of(step % 2, classes=isinstance(model, Encoder))
+            end = EOS if ":" in name else None
+            whole = batch_of(step % 2, classes=isinstance(model, Encoder), end=end)
             batches = [rows(whole, mesh.data.rank * share + place, 1) for place in range(share)]
             outcome = one_step(module, objective, batches, masters, optimizer, mesh, clip_norm=0.5)
             losses.append(float(outcome.loss))
@@ -97,7 +108,7 @@ def alone() -> dict[str, Any]:
     return several(list(ALL), {})
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn("hub shards")
 @pytest.mark.parametrize(
     ("names", "layout"),
     [(tuple(ALL), {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})],
@@ -124,3 +135,27 @@ def test_sharded_equals_one_process(
             assert 0.4 < found[3] < 0.6, f"{name}: each rank holds a half"
             frozen = [key for key, parameter in start.items() if not parameter.requires_grad]
             assert all(torch.equal(found[2][key], start[key].detach()) for key in frozen)
+
+
+APART = ("encoder:xlnet", "encoder:albert", "seq2seq:mbart")
+"""Layers that are used twice, embeddings that are shared, parameters that nobody reads."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(APART, marks=pytest.mark.drawn("hub shards")),
+        *(
+            pytest.param((f"{kind}:{case}",), id=f"{kind}:{case}", marks=pytest.mark.slow)
+            for kind, case in CASES
+        ),
+    ],
+)
+def test_each_proved_type_sharded_equals_one_process(names: tuple[str, ...]) -> None:
+    wanted = several(names, {})
+    for rank in run_ranks(2, several, names, {"shard": 2}, timeout_s=200):
+        for name in names:
+            (losses, norms, weights, _), found = wanted[name], rank[name]
+            assert found[0] == pytest.approx(losses, rel=tolerances.SPLIT_LOSS), name
+            assert found[1] == pytest.approx(norms, rel=tolerances.SPLIT_LOSS), name
+            assert distance(found[2], weights) < tolerances.SPLIT_WEIGHTS, name

@@ -176,15 +176,21 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
     allocated.
 
     Raises:
-        WrongInput: a target that matches no linear layer.
+        WrongInput: a target that matches no linear layer, or a model that has none.
     """
-    size = LoRASize(knobs.rank, knobs.alpha / knobs.rank)
-    attach_lora(
-        model,
-        dict.fromkeys(target_layers(model, knobs.targets), size),
-        dropout=knobs.dropout,
-        seed=seed,
-    )
+    size, inner = LoRASize(knobs.rank, knobs.alpha / knobs.rank), hf_module(model)
+    # Layers that only other inputs use are frozen already: an adapter there would never learn.
+    targets = [
+        name
+        for name in target_layers(model, knobs.targets)
+        if _linear(inner, name).weight.requires_grad
+    ]
+    if not targets and inner is not model:
+        raise WrongInput(
+            f"model.lora: {type(inner).__name__} has no linear layer that can be adapted; set"
+            " model.lora=null, or take another model"
+        )
+    attach_lora(model, dict.fromkeys(targets, size), dropout=knobs.dropout, seed=seed)
 
 
 def attach_lora(

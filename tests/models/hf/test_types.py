@@ -25,6 +25,8 @@ from ingot.config.model_types import (
     HFKind,
     installed_types,
 )
+from ingot.config.sections.training import Lora
+from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.generation.classifier import classify
 from ingot.models.generation.seq2seq import generate
 from ingot.models.hf.config import read_hf_config
@@ -259,3 +261,17 @@ def test_answers_begin_with_the_language_that_training_said() -> None:
     model = init_hf_model(spoken, 3, CPU).eval()
     assert isinstance(model, Seq2Seq)
     assert [text[0] for text in generate(model, [[5, 6, EOS], [7, EOS]], 4)] == [9, 9]
+
+
+def test_an_adapter_is_where_something_learns() -> None:
+    """GPT-2's layers are not linear layers to torch, and LED reads some for other inputs alone."""
+    with pytest.raises(WrongInput, match="GPT2ForSequenceClassification has no linear layer"):
+        add_lora(made("encoder", "gpt2"), Lora(), 0)
+    model = made("seq2seq", "led")
+    add_lora(model, Lora(rank=2), 0)
+    assert lora_layers(model)
+    assert not any("_global" in name for name in lora_layers(model))
+    (tokens, segments), labels = rows(), labels_of("seq2seq")
+    model(tokens, POSITIONS, segments, labels, nll).sum().backward()
+    read = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None for parameter in read)
