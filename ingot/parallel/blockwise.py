@@ -174,7 +174,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """`[B, H, C, E]` -> float32 `[B, K, GC, E]`: the G query heads of a key/value head
     concatenated.
     """
-    return x.float().reshape(x.shape[0], k.shape[1], -1, x.shape[3])
+    return x.float().reshape(x.shape[0], k.shape[1], -1, x.shape[3])  # [B, K, G * C, E]
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -157,7 +157,7 @@ def test_it_learns_and_any_split_gives_the_same_numbers(prepared: Path, tmp_path
 def test_its_layouts_hold(prepared: Path, layouts: str | None) -> None:
     """Two ranks that share the pairs, and two that have a part of each answer."""
     proof = verify_layout(apart(prepared, prepared), layouts)
-    assert proof.holds, [one.told for one in proof.findings]
+    assert proof.holds, [one.summary for one in proof.findings]
     assert layouts is None or all(one.holds for one in proof.findings)
 
 

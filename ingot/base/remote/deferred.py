@@ -46,7 +46,7 @@ def forget_deferred(root: Path, folder: str) -> None:
 
 
 def deferred_files_of(folder: Path) -> DeferredFiles | None:
-    """The deferred files of a folder; None where it has none."""
+    """The deferred files of a folder; None if it has none."""
     try:
         note = json.loads((folder / HIDDEN / NOTE).read_bytes())
     except FileNotFoundError:
@@ -65,8 +65,8 @@ class DeferredFiles:
         self._lock = threading.Lock()
 
     def bring(self, name: str, sha256: str, *, wait: bool = True) -> bool:
-        """Fetch a file unless it is here. Without `wait`, False where another process is fetching
-        it.
+        """Fetch a file unless it is present. Without `wait`, returns False if another process is
+        fetching it.
 
         Raises:
             UnusableReplica: the replica does not have the file, or not with this checksum.
@@ -81,8 +81,8 @@ class DeferredFiles:
             return mine
 
     def drop(self, name: str) -> None:
-        """Delete a fetched file to free its disk space. Processes that have it open go on reading;
-        it is fetched again when it is needed again.
+        """Delete a fetched file to free its disk space. Processes that have it open can go on
+        reading it; it is fetched again when needed.
         """
         (self.folder / name).unlink(missing_ok=True)
         with self._file_lock(name, wait=False) as mine:

@@ -119,7 +119,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     for row in range(batch):
         seen = None if mask is None else mask[row % mask.shape[0]]
         for start, first, end in _blocks(seen, length):
-            part = scaled[row, :, :, first:end].reshape(groups, -1, size)
+            part = scaled[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
             p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
             mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(
                 groups, -1, end - first, size
@@ -142,8 +142,8 @@ def cpu_attention_backward(
         seen = None if mask is None else mask[row % mask.shape[0]]
         sum_k, sum_v = torch.zeros(2, groups, length, size)
         for start, first, end in _blocks(seen, length):
-            part = scaled[row, :, :, first:end].reshape(groups, -1, size)
-            g = grad_groups[row, :, :, first:end].reshape(groups, -1, size)
+            part = scaled[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
+            g = grad_groups[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
             p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
             sum_v[:, start:end] += torch.bmm(p.transpose(1, 2), g)
             ds = torch._softmax_backward_data(

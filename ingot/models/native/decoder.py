@@ -279,14 +279,14 @@ class Decoder(nn.Module):
         hidden = self._hidden(tokens, positions, segments)
         if not self.stage.last:
             return hidden
-        flat = None if extras is None else extras.flatten(0, 1)
+        flat = None if extras is None else extras.flatten(0, 1)  # [B * T, ...]
         hidden = self.vocabulary_head.enter(hidden)
         weight = self.vocabulary_head.weight(self.head_weight)
         values = apply_head(
-            hidden.flatten(0, 1),
+            hidden.flatten(0, 1),  # [B * T, D]
             self._project,
             self.config.vocab_size,
-            labels.flatten(),
+            labels.flatten(),  # [B * T]
             token,
             flat,
             self.vocabulary_head.view,
