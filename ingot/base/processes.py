@@ -14,8 +14,6 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 from ingot.base.errors import WrongInput
 
 _PR_SET_PDEATHSIG = 1
@@ -66,6 +64,8 @@ def started_at(pid: int) -> float | None:
     """When process `pid` was started (seconds since the epoch); None if it is gone. Distinguishes a
     reused id from the original.
     """
+    import psutil
+
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())

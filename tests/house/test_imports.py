@@ -67,6 +67,7 @@ LAZY_OWNERS = {
     "tensorboard": {"ingot.base.runlog"},
     "wandb": {"ingot.base.runlog"},
     "pynvml": {"ingot.models.device"},
+    "psutil": {"ingot.base.processes"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.
     "torch": {
@@ -132,7 +133,7 @@ TORCH_FREE = (
     "ingot.data.cleaning.clean",
     "ingot.data.packing.tables",
 )
-CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx")
+CLI_FREE = ("torch", "pyarrow", "pydantic", "transformers", "numpy", "httpx", "psutil")
 
 
 def _room(name: str) -> str:
