@@ -156,7 +156,9 @@ def check_prompts(
     for prompt in prompts:
         try:
             if isinstance(config, DecoderConfig):
-                check_request(Request(info.tokenizer.encode_prompt(prompt), max_tokens), config)
+                check_request(
+                    Request(encode_sample(info.tokenizer, prompt, info.recipe), max_tokens), config
+                )
             else:
                 check_seq2seq_request(
                     Seq2SeqRequest(encode_source(info.tokenizer, prompt, info.recipe), max_tokens),
@@ -164,6 +166,15 @@ def check_prompts(
                 )
         except WrongInput as error:
             raise WrongInput(f"evaluate.prompts, {prompt[:40]!r}: {error}") from None
+
+
+def encode_sample(tokenizer: Tokenizer, prompt: str, recipe: Recipe) -> list[int]:
+    """Ids of a prompt for a decoder: a user's turn, through the chat template, where the model
+    learns from chats.
+    """
+    if recipe.documents in ("chat", "preference") and tokenizer.template is not None:
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return tokenizer.encode_prompt(prompt)
 
 
 def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[str, str]]:
@@ -174,7 +185,7 @@ def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[st
         return []
     max_tokens = subject.recipe.evaluate.sample_tokens
     if subject.kind == "decoder":
-        encoded = [subject.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        encoded = [encode_sample(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
     else:
         encoded = [encode_source(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
     return [

@@ -16,7 +16,10 @@ from ingot.cli.arguments import read_recipe
 from ingot.cli.model import find_target
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.evaluate.generation import encode_sample
 from ingot.pipeline import local as ask
+from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.tokenizer import Tokenizer
 from tests.registry.models import a_model
 
 
@@ -87,3 +90,17 @@ def test_no_more_is_asked_for_than_the_server_gives(server: Server) -> None:
     assert server.asked["max_tokens"] == 8
     ask.serve_and_query(written(["r.yaml"]), ["r.yaml"])
     assert server.asked["max_tokens"] == 64
+
+
+def test_a_model_of_chats_is_asked_as_in_a_chat(server: Server) -> None:
+    """The last answer through the server, and the samples before it."""
+    recipe = written(["r.yaml", "objective.kind=sft"])
+    route, body = ask._serving_request(recipe)
+    assert route == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "def "}]
+    tokenizer = train_bpe(["the quick brown fox"] * 20, 300)
+    assert encode_sample(tokenizer, "fox", recipe) == tokenizer.encode_prompt("fox"), "no template"
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+    chats = Tokenizer({**tokenizer.files, "chat_template.jinja": template})
+    assert chats.decode(encode_sample(chats, "fox", recipe)) == "user: fox"
+    assert encode_sample(chats, "fox", written(["r.yaml"])) == chats.encode_prompt("fox")

@@ -214,7 +214,8 @@ class Evaluate(Section):
     micro_batch: Positive = 8
     """Sequences computed at once; changes speed, never the result."""
     prompts: list[str] = []
-    """Texts to complete, shown in the report and, with `train.sample_every`, while training runs.
+    """Texts to complete, or what a user says to a model that learns chats, shown in the report and,
+    with `train.sample_every`, while training runs.
     """
     sample_tokens: Positive = 64
     """Tokens generated for each of `prompts`, greedily."""
