@@ -211,20 +211,20 @@ class UsageSampler:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
-        self._look()
+        self._sample()
 
     def _run(self) -> None:
         while not self._over.wait(SAMPLE_EVERY_S):
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         host = host_memory()
         self._seen.append({"host": host.used / host.total, **gpu_usage(self._device)})
 
     def mean(self, name: str) -> float:
-        """0 where there is no such thing."""
+        """The mean of a sampled quantity; 0 if it was not measured."""
         return statistics.mean([seen.get(name, 0.0) for seen in self._seen])
 
     def most(self, name: str) -> float:
-        """0 where there is no such thing."""
+        """The maximum of a sampled quantity; 0 if it was not measured."""
         return max(seen.get(name, 0.0) for seen in self._seen)

@@ -97,17 +97,17 @@ def verify_export(recipe: Recipe) -> Proof:
 
 def _check_hash(export: ExportedRun) -> Check:
     """Whether config.json and the weights are unchanged since the export."""
-    what, told = "files: weights and configuration", export.lineage["model_hash"]
+    what, recorded = "files: weights and configuration", export.lineage["model_hash"]
     try:
         now = hash_model(export.recipe.folder.model)
     except WrongInput as error:
         return Check(what, False, str(error))
-    if now != told:
+    if now != recorded:
         return Check(
             what,
             False,
             f"config.json or the weights changed since they were exported: their hash is {now},"
-            f" ingot.json says {told}; {REPAIR}",
+            f" ingot.json says {recorded}; {REPAIR}",
         )
     return Check(what, True, f"hash {now}, as in ingot.json")
 
@@ -126,12 +126,12 @@ def _check_tokenizer(export: ExportedRun) -> Check:
             f"the chat template is {template or 'none'}, ingot.json says"
             f" {lineage.get('template') or 'none'}; {REPAIR}",
         )
-    told = {"ingot.json": lineage["tokenizer"]} | (
+    recorded = {"ingot.json": lineage["tokenizer"]} | (
         {}
         if export.found is None
         else {"the checkpoint": export.found.commit["identity"]["tokenizer"]}
     )
-    for where, other in told.items():
+    for where, other in recorded.items():
         if identity != other:
             return Check(
                 what,
@@ -142,7 +142,7 @@ def _check_tokenizer(export: ExportedRun) -> Check:
     return Check(
         what,
         True,
-        f"tokenizer {identity}, template {template or 'none'}, as in {' and '.join(told)}",
+        f"tokenizer {identity}, template {template or 'none'}, as in {' and '.join(recorded)}",
     )
 
 
@@ -195,19 +195,19 @@ def _check_logits(
         read = _TransformersLogits(model, transformers_logits(model, held))
     except CannotOpen as error:
         return None, Check(what, False, f"{error}; {REPAIR}")
-    said = read.logits
+    exported_logits = read.logits
     if trained is None:
         return read, Check(what, False, why)
-    if said.shape != trained.logits.shape:
+    if exported_logits.shape != trained.logits.shape:
         return read, Check(
             what,
             False,
-            f"transformers has {said.shape[1]:,} logits for each token, the trainer"
+            f"transformers has {exported_logits.shape[1]:,} logits for each token, the trainer"
             f" {trained.logits.shape[1]:,}; {REPAIR}",
         )
-    gap = logit_difference(trained.logits, said)
+    gap = logit_difference(trained.logits, exported_logits)
     most = logit_bound(gap.size)
-    places = f"{len(said):,} places of {len(held.records)} held-out records"
+    places = f"{len(exported_logits):,} places of {len(held.records)} held-out records"
     detail = (
         f"{places}: largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to"
         f" {gap.size:.1f}"
@@ -221,7 +221,7 @@ def _check_logits(
         if trained.unrounded is None
         else (
             f"; rounding to {export.type} moves them by up to"
-            f" {logit_difference(trained.unrounded, said).largest:.1e}"
+            f" {logit_difference(trained.unrounded, exported_logits).largest:.1e}"
         )
     )
     own = "; weights as exported, since the checkpoint is gone" if trained.compared is None else ""
@@ -248,9 +248,12 @@ def _check_adapter(
         if trained.adapter
         else []
     )
-    apart = training_logits(beside, export.held_out)
-    peft = _check_peft(export, apart)
-    gap, most = logit_difference(apart, read.logits), merged_bound(export.type, trained.products)
+    adapter_logits = training_logits(beside, export.held_out)
+    peft = _check_peft(export, adapter_logits)
+    gap, most = (
+        logit_difference(adapter_logits, read.logits),
+        merged_bound(export.type, trained.products),
+    )
     merged = compare_weights(beside, export.recipe.folder.model, export.dtype)
     detail = (
         f"{len(matrices)} matrices; beside the base and folded into it their logits differ by"
@@ -279,7 +282,7 @@ def _check_adapter(
     return [Check(what, True, detail), peft]
 
 
-def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
+def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
     what, model_spec = "adapter in PEFT", export.plan.model_spec
     if model_spec.folder is None or model_spec.random:
         return Check(
@@ -296,7 +299,7 @@ def _check_peft(export: ExportedRun, apart: torch.Tensor) -> Check:
         return Check(what, False, f"{error}; {REPAIR}")
     if model is None:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
-    gap = logit_difference(apart, transformers_logits(model, export.held_out))
+    gap = logit_difference(adapter_logits, transformers_logits(model, export.held_out))
     most, where = logit_bound(gap.size), export.held_out.place(gap.at, export.plan.tokenizer)
     detail = (
         f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"

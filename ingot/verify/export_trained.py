@@ -130,8 +130,8 @@ def _within_one_step(stored: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool
 def _describe_difference(name: str, stored: Tensor, wanted: Tensor, count: int) -> str:
     gap = (stored.double() - wanted.double()).abs().nan_to_num(nan=torch.inf).flatten()
     at = int(gap.argmax())
-    is_, told = (float(one.flatten()[at]) for one in (stored, wanted))
-    most = differing(is_, told, "{:.6g}".format)
+    stored_value, expected = (float(one.flatten()[at]) for one in (stored, wanted))
+    most = differing(stored_value, expected, "{:.6g}".format)
     return f"{name} differs in {count:,} of {gap.numel():,} weights, most {' for '.join(most)}"
 
 

@@ -122,12 +122,13 @@ class LayoutProcesses:
         if not failed:
             failed = {rank: self._last_words(rank) for rank in silent.values()}
         if failed:
-            told = [
+            error_lines = [
                 f"rank {rank} of {self.world} {_failure_line(trace, timeout_s)}"
                 for rank, trace in failed.items()
             ]
             raise RankFailed(
-                f"{what}: {told[0]}", "\n".join([next(iter(failed.values())), *told[1:]])
+                f"{what}: {error_lines[0]}",
+                "\n".join([next(iter(failed.values())), *error_lines[1:]]),
             )
 
     def _start(self) -> None:

@@ -177,14 +177,14 @@ def _check_lost_steps(interrupted: Recipe) -> Check:
     """Whether steps were done, lost and done again: otherwise nothing is proved."""
     lost = [event for event in read_lines(interrupted.folder.events) if event["kind"] == "lost"]
     steps = [int(event["steps"]) for event in lost]
-    told = (
+    detail = (
         f"{' and '.join(map(str, steps))} steps were lost and done again,"
         f" {duration(sum(event['seconds'] for event in lost))}"
     )
     return Check(
         "steps lost",
         len(steps) == len(KILL_STEPS) and all(steps),
-        told if steps else "the kills cost no step: nothing was proved",
+        detail if steps else "the kills cost no step: nothing was proved",
     )
 
 
