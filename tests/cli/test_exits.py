@@ -110,7 +110,7 @@ def test_each_time_and_with_each_verb_of_a_run(tmp_path: Path) -> None:
         for step in steps:
             again = () if time == 0 or step == "train" else ("--again",)
             done = ingot_afresh(step, *given, *again)
-            # The second time the model is compared with itself, which is live.
-            assert done.returncode == (3 if step == "gate" and time else 0), (step, done.stderr)
-        for words in (("show", "run", run), ("verify", "export", run)):
+            # The second time there may be nothing better to deploy.
+            assert done.returncode in ((0, 3) if step == "gate" else (0,)), (step, done.stderr)
+        for words in (("show", "run", run), ("verify", "export", *given)):
             assert ingot_afresh(*words).returncode == 0, words
