@@ -1,5 +1,5 @@
-"""The verb `ingest`: every document of the recipe's sources, once, into `data/raw/`. Cleans and
-tokenises nothing.
+"""The verb `ingest`: reads every document of the recipe's sources once into `data/raw/`, without
+cleaning or tokenising.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Split
 
 SHOWN = 3
-# Where the parts of the tasks lie until all are there and get their numbers.
+# Where the tasks' parts lie until all are done and get their final numbers.
 TASKS = ".tasks"
-# Starting processes takes longer than reading so much here.
+# Below this size, starting processes takes longer than reading here.
 ALONE_BYTES = 250_000_000
 ONLY_TEXTS = ("text", "wikipedia", "megatron")
 TABLES = ("csv", "tsv")
@@ -54,7 +54,7 @@ TABLES = ("csv", "tsv")
 
 @dataclass(frozen=True)
 class _Plan:
-    """A source with its files and the tasks that they were cut into."""
+    """A source with its files and tasks."""
 
     split: Split
     source: SourceSettings
@@ -63,8 +63,8 @@ class _Plan:
 
 
 def ingest(recipe: Recipe) -> VerbOutcome:
-    """Read all sources into Parquet parts. Starts clean each time: the same sources give
-    byte-identical files. What an earlier run made stays until the new parts are whole.
+    """Read all sources into Parquet parts. Starts from scratch each time: the same sources give
+    byte-identical files. An earlier result stays until the new parts are complete.
 
     Raises:
         WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first
@@ -124,8 +124,8 @@ def _plans(
 def _check_formats(
     recipe: Recipe, knob: str, source: SourceSettings, files: Sequence[SourceFile]
 ) -> None:
-    """Refuse files that cannot hold what is trained on, and names of columns for what has columns
-    of its own.
+    """Refuse formats that cannot hold this kind of document, and column names for formats with
+    fixed columns.
     """
     for file in files:
         if recipe.documents != "text" and file.format in ONLY_TEXTS:
@@ -142,8 +142,8 @@ def _check_formats(
 
 
 def _engine(recipe: Recipe, tasks: Sequence[IngestTask], total: int) -> LocalEngine:
-    """Processes of this machine, whatever `prepare` runs on; this one alone where there is little
-    to read.
+    """Local processes, whatever engine `prepare` uses; only this process if there is little to
+    read.
     """
     sized = all("bytes" in piece.file.stamp for task in tasks for piece in task.pieces)
     if sized and total < ALONE_BYTES:
@@ -154,7 +154,9 @@ def _engine(recipe: Recipe, tasks: Sequence[IngestTask], total: int) -> LocalEng
 def _gather(
     folder: Path, plans: Sequence[_Plan], results: Sequence[IngestedTask]
 ) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
-    """The tasks' parts under their final names, and what each source gave."""
+    """Move the tasks' parts to their final names; returns the result of each source and all
+    files.
+    """
     splits: dict[Split, list[RawSource]] = {}
     entries, remaining = list[FileEntry](), iter(results)
     for plan in plans:
@@ -194,7 +196,7 @@ def _gather(
 
 
 def _tokens(plan: _Plan) -> RawSource:
-    """Existing columns, of which nothing is copied."""
+    """The entry of a source of existing columns, which are not copied."""
     if plan.source.fraction < 1.0:
         raise WrongInput(
             f"{plan.source.source}: `fraction` cannot be used with existing columns; remove it, or"
@@ -224,7 +226,7 @@ def _tokens(plan: _Plan) -> RawSource:
 
 
 def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
-    """Tell what was skipped; refuse a source that gave nothing."""
+    """Report skipped records; refuse a source without a single document."""
     name = plan.source.source
     for example in tally.examples[:SHOWN]:
         say(f"skipped {example}")

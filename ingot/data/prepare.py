@@ -1,5 +1,5 @@
-"""The verb `prepare`: raw documents into token columns, cleaned if asked for, with the tokenizer
-that the recipe names or learns.
+"""The verb `prepare`: turns raw documents into token columns, cleaned if asked for, with the
+tokenizer that the recipe names or trains.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from ingot.tokenizers.tokenizer import Tokenizer
 SPLITS: tuple[Split, ...] = ("train", "validation")
 TRIED_BYTES = 500_000
 MOST_CONTAMINATED = 0.2
-# Of less there is not more than one range.
+# Smaller data have only one range.
 WARM_BYTES = SMALLEST_BYTES
-# What a worker imports only when it opens its encoder.
+# Modules that a worker imports only when it opens its encoder.
 ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 
 def prepare(recipe: Recipe) -> VerbOutcome:
-    """Clean, tokenise and pack all documents. What an earlier run finished from the same inputs is
-    kept, so a stopped run goes on. All is made in folders beside those of the columns and of the
-    tokenizer, which stay as they are until it is whole and found fit for the recipe.
+    """Clean, tokenise and pack all documents. Work finished earlier from the same inputs is reused,
+    so a stopped run resumes. Everything is made in folders beside those of the columns and the
+    tokenizer, which are replaced only once the result is complete and valid for the recipe.
 
     Raises:
         WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one
@@ -135,7 +135,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         replace_folder(folder, run.columns)
         if tokenizer_folder != run.tokenizer:
             replace_folder(tokenizer_folder, run.tokenizer)
-    shutil.rmtree(_being_made(run.tokenizer), ignore_errors=True)  # of a run that was given up
+    shutil.rmtree(_being_made(run.tokenizer), ignore_errors=True)  # left by a run that was given up
     named = _name_for_megatron(recipe, prepared)
     tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
     paths = [
@@ -153,8 +153,8 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
 
 
 def _name_for_megatron(recipe: Recipe, prepared: PreparedData) -> list[Path]:
-    """The files of the token columns under Megatron's names as well, if the recipe asks for it;
-    returns these names. What earlier data had is removed.
+    """Link the files of the token columns under Megatron's names too, if the recipe asks for it;
+    returns these names. Names of earlier data are removed.
     """
     folder, prefix = recipe.folder.megatron, recipe.data.megatron_prefix
     if prefix is None:
@@ -171,12 +171,12 @@ def _name_for_megatron(recipe: Recipe, prepared: PreparedData) -> list[Path]:
 
 
 def _being_made(folder: Path) -> Path:
-    """Where what will replace a folder is made."""
+    """Where the replacement of a folder is made."""
     return folder.with_name(f"{folder.name}.new")
 
 
 def _tell(cleaned: CleaningResult) -> None:
-    """What cleaning dropped, and what is to be known about it."""
+    """Print what cleaning dropped, and its notes."""
     report = cleaned.report
     if not report.documents:
         return
@@ -205,7 +205,7 @@ def _make(
     cleaned: CleaningResult,
     engine: Engine,
 ) -> list[TokenisedRange]:
-    """Every part, in order: those that are finished, and the others made now."""
+    """All tokenised ranges, in order: those already finished, and the others made now."""
     folder, shares, documents, prefix = (
         _being_made(recipe.folder.columns),
         Shares.of(recipe.data),
@@ -259,7 +259,7 @@ def _make(
 
 
 def _encoder(recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult) -> str:
-    """What to encode with: the fastest library whose ids are the reference's on a sample of these
+    """Choose the encoder: the fastest library whose ids equal the reference's on a sample of these
     documents.
     """
     if recipe.tokenizer.encoder == "reference":
@@ -279,8 +279,8 @@ def _encoder(recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: Cleani
 
 
 def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
-    """Plan rows where documents are not one stream; refuse data with which no training or no
-    evaluation can be done.
+    """Plan rows unless documents are one stream; refuse data too small for training or
+    evaluation.
     """
     folder, seq_len, how, target_len = (
         _being_made(recipe.folder.columns),
@@ -327,7 +327,9 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
 def _sources(
     recipe: Recipe, raw: RawData, split: Split, made: Sequence[TokenisedRange]
 ) -> list[PreparedSource]:
-    """What each source gave to a split; held-out documents keep the source they come from."""
+    """What each source contributed to a split; held-out documents are counted for the source they
+    come from.
+    """
     origin: Split = split if split in raw.splits else "train"
     found = []
     for number, source in enumerate(recipe_sources(recipe)[origin]):
@@ -347,7 +349,7 @@ def _sources(
 
 
 def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> None:
-    """Refuse an empty split before the manifest says that the data are ready."""
+    """Refuse an empty split before the manifest is written."""
     documents = {
         split: sum(source.documents for source in sources) for split, sources in splits.items()
     }
@@ -365,7 +367,7 @@ def _dropped(
     splits: dict[Split, list[PreparedSource]],
     cleaned: CleaningResult,
 ) -> dict[str, int]:
-    """Documents that were read and are in no split, by reason."""
+    """Documents that were read but are in no split, by reason."""
     read = sum(source.documents for sources in raw.splits.values() for source in sources)
     dropped = Counter(cleaned.dropped) + Counter({"template": sum(one.refused for one in made)})
     dropped["data.fraction"] = (
@@ -377,8 +379,8 @@ def _dropped(
 
 
 def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[TokenisedRange]) -> None:
-    """Remove what earlier or killed runs left in the folder and the manifest will not name; row
-    tables are looked after by `pack`.
+    """Remove leftovers of earlier or killed runs that the manifest will not list; `pack` handles
+    row tables itself.
     """
     keep = {entry.path for entry in files} | {f"{DONE}/{one.range.name}.json" for one in made}
     for path in [*folder.iterdir(), *(folder / DONE).iterdir()]:

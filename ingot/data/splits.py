@@ -1,5 +1,5 @@
-"""Which split a document belongs to: by a hash of its identity, so that it is the same in every run
-and on every engine.
+"""Which split a document belongs to: determined by a hash of its identity, so that it is the same
+in every run and on every engine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Shares:
-    """Which share of the training sources is held out, and which share of the rest is trained on;
-    by hash of `doc_id`.
+    """The share of training documents that is held out, and the share of the rest that is trained
+    on; by hash of `doc_id`.
     """
 
     validation: float | None
@@ -30,8 +30,8 @@ class Shares:
         return cls(share, data.fraction)
 
     def split(self, source_split: Split, doc_id: str) -> Split | None:
-        """Where a document of a training or validation source goes; None: nowhere. The same in
-        every run.
+        """The split of a document of a training or validation source; None for no split.
+        Deterministic.
         """
         if source_split == "validation":
             return "validation"
@@ -43,12 +43,12 @@ class Shares:
 
 
 def chosen(doc_id: str, purpose: str, share: float) -> bool:
-    """True for `share` of all identities, another independent choice for each `purpose`."""
+    """True for `share` of all identities, independently for each `purpose`."""
     digest = hashlib.blake2b(doc_id.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 
 
 def check_held_out(recipe: Recipe, verb: str) -> None:
-    """Raises WrongInput where `verb` needs held-out documents and the recipe holds none out."""
+    """Raises WrongInput if `verb` needs held-out documents and the recipe has none."""
     if missing := recipe.missing_held_out(verb):
         raise WrongInput("\n".join(message for message, _ in missing))

@@ -1,3 +1,1 @@
-"""Columns into batches: the order of samples, rows, the loader, and fetching parts ahead of
-need.
-"""
+"""Columns into batches: the order of samples, rows, the loader, and prefetching of parts."""

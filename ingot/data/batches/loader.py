@@ -1,5 +1,5 @@
-"""Rows to batches of tensors: this rank's share of each global batch, made ahead of need. The one
-file of `data` with torch.
+"""Rows into batches of tensors: this rank's share of each global batch, prefetched. The only file
+of `data` that imports torch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ingot.data.batches.rows import IGNORE, Ids, Rows
 from ingot.data.batches.samples import Samples
 
 AT_ONCE_TOKENS = 1 << 16
-"""Micro-batches are made together up to this many tokens; small ones alone would cost more than
-their rows do.
+"""Micro-batches are made together up to this many tokens; made one by one, small ones would cost
+more in overhead than in work.
 """
 SPARE = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B rows, int64 tensors. Of texts and chats all but `rows` are [B, T], see
-    `rows.Row` for what they hold; of others see `samples.Fields`. Dead rows have segments 0 and
-    labels -100.
+    """A micro-batch of B rows, int64 tensors. Of texts and chats all fields but `rows` are [B, T],
+    as `rows.PackedRow` describes; of other kinds see `samples.SampleArrays`. Dummy rows, which fill
+    up a batch, have segments 0 and labels -100.
 
-    rows: the number of each row in its split, [B], -1 for dead ones; empty where nobody gave them.
+    rows: the number of each row in its split, [B], -1 for dummy rows; empty where not given.
     """
 
     tokens: torch.Tensor
@@ -49,19 +49,18 @@ class Batch:
 
 
 class Loader:
-    """The micro-batches of any step, by its number alone: there is no position to save but that
-    number.
+    """The micro-batches of any step, as a function of the step number alone, which is therefore all
+    the state that a checkpoint needs.
 
-    While a step runs, the next one's batches are made in a thread, and in another the files of
-    parts are compared with their checksums once they are first touched; what does not match ends
-    training at its next step.
+    While a step runs, one thread makes the next step's batches and another verifies the checksums
+    of parts once they are first read; a mismatch ends training at its next step.
 
     Args:
-        rows: what is trained on.
-        order: which row is which sample.
-        plan: how a global batch is dealt. Step i is samples [i * G, (i + 1) * G), rank r takes the
-            r-th contiguous share.
-        rank: whose share this is.
+        rows: the training rows.
+        order: maps sample numbers to rows.
+        plan: how a global batch G is divided. Step i is samples [i * G, (i + 1) * G); rank r takes
+            the r-th contiguous share.
+        rank: the rank whose share this loader yields.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class Loader:
         )
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
-        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is filled
-        up with dead rows.
+        """This rank's micro-batches of step `i`, each of `micro_batch` rows; the last one is padded
+        with dummy rows.
 
-        While it waits for parts that lie in a bucket, `meanwhile` is polled; when it returns True
-        the result is empty and no sample was drawn.
+        While waiting for parts that have to be fetched from a bucket, `meanwhile` is polled; when
+        it returns True, the result is empty and no sample was drawn.
 
         Raises:
             WrongInput: a part is damaged.
@@ -106,7 +105,7 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Stop making batches ahead."""
+        """Stop prefetching."""
         self._next = None
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._ahead is not None:
@@ -115,11 +114,11 @@ class Loader:
 
 
 class ChecksumThread:
-    """Reads the files of parts that were touched, in a thread, and compares them with the checksums
-    that were written with them.
+    """A thread that reads the files of parts in use and compares them with the checksums in their
+    markers.
 
-    The ranks divide the files among them. Nodes with copies of their own thus leave some unread:
-    `ingot verify data` reads all.
+    The ranks divide the files among them. With one copy per node, part of each copy is therefore
+    not verified: `ingot verify data` reads everything.
     """
 
     def __init__(self, rows: Rows | Samples, rank: int, world: int) -> None:
@@ -130,7 +129,7 @@ class ChecksumThread:
         self._thread.start()
 
     def raise_if_damaged(self) -> None:
-        """Raises WrongInput when a file was found to be damaged."""
+        """Raises WrongInput if a file was found to be damaged."""
         if self._found:
             raise WrongInput(f"{self._found[0]}; run `ingot prepare` again")
 
@@ -147,15 +146,15 @@ class ChecksumThread:
                 self._found += problems(folder, {"files": [entry]}, checksums=True)
 
     def close(self) -> None:
-        """Check no further file; the one being read is read to its end."""
+        """Stop after the file that is being read."""
         self._stopped = True
         self._rows.touched.put(None)
         self._thread.join()
 
 
 class BatchBuffers:
-    """Memory for batches, used again when the last tensor in it is freed: new pages cost more than
-    filling them.
+    """Reuses memory for batches once the last tensor in it is freed: mapping new pages costs more
+    than filling them.
     """
 
     def __init__(self) -> None:
@@ -183,8 +182,8 @@ def fixed_batches(
     micro_batch: int,
     memory: BatchBuffers | None = None,
 ) -> Iterator[Batch]:
-    """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is filled up
-    with dead rows.
+    """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is padded with
+    dummy rows.
     """
     if isinstance(rows, Samples):
         for some in _runs(indices, micro_batch):
@@ -209,12 +208,12 @@ def fixed_batches(
 
 
 def _numbers(rows: Sequence[int], count: int) -> torch.Tensor:
-    """The numbers of rows, and -1 for each dead one behind them."""
+    """Row numbers padded to `count` with -1 for dummy rows."""
     return torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64)
 
 
 def _runs(indices: Iterable[int], count: int) -> Iterator[Sequence[int]]:
-    """Up to `count` of them at a time."""
+    """Yield `indices` in chunks of up to `count`."""
     waiting: list[int] = []
     for index in indices:
         waiting.append(index)

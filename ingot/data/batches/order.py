@@ -1,8 +1,8 @@
-"""Which row is sample number s: pure arithmetic of (seed, sizes, weights, s). No index is built,
-nothing is remembered.
+"""Which row is sample number s: pure arithmetic of (seed, sizes, weights, s), without an index or
+state.
 
-The number of processes is not in it: any number of them sees the same global batches, and a run
-resumes anywhere at once.
+The number of processes does not enter it: any number of them sees the same global batches, and a
+run resumes at any position at once.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SampleOrder:
         self._numbers = [sum(map(len, of_each[:source])) for source in range(len(of_each))]
 
     def rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
-        """Row ids of samples `first_sample` to `first_sample + count`, [count]; as quick for sample
-        0 as for ten billion.
+        """Row ids of samples `first_sample` to `first_sample + count`, [count]. The cost does not
+        depend on `first_sample`.
         """
         return np.concatenate(
             [
@@ -81,8 +81,8 @@ class SampleOrder:
         )
 
     def _pieces(self, sample: int, count: int) -> Iterator[tuple[int, int]]:
-        """The stretches of the sequence that samples lie in, with nothing skipped within one: place
-        and length of each.
+        """Split samples [sample, sample + count) at skipped ranges: (place in the sequence, length)
+        of each contiguous piece.
         """
         end = sample + count
         while sample < end:
@@ -92,11 +92,13 @@ class SampleOrder:
             sample = until
 
     def place(self, sample: int) -> int:
-        """Where in the sequence `sample` lies, the skipped ranges before it counted too."""
+        """The place of `sample` in the whole sequence, which includes the skipped ranges before
+        it.
+        """
         return _place(sample, self._gaps, self._shifts)
 
     def _rows(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
-        """`rows`, nothing skipped."""
+        """`rows` for a piece of the sequence without skipped ranges."""
         source = self._sources(first_sample, count)
         rows = np.empty(count, np.int64)
         for number, (size, first) in enumerate(zip(self._sizes, self._firsts, strict=True)):
@@ -121,12 +123,12 @@ class SampleOrder:
 
     @property
     def windowed(self) -> bool:
-        """Whether it draws from some parts at a time."""
+        """Whether samples are drawn from a window of parts at a time."""
         return bool(self._windows)
 
     def parts(self, samples: range, *, before: int = 0, after: int = 0) -> list[int]:
-        """The parts, counted through the sources, that are drawn from at `samples`, in as many
-        windows before and after these too; [] without windows.
+        """The parts (numbered across the sources) that `samples` are drawn from, and those of
+        `before` windows before and `after` windows after; [] when not windowed.
         """
         found: dict[int, None] = {}
         for begin, count in self._pieces(samples.start, len(samples)):
@@ -145,8 +147,8 @@ class SampleOrder:
         return list(found)
 
     def drawn(self, source: int, samples: int) -> int:
-        """How many of the first `samples` of the sequence, skipped or not, fall to `source`,
-        counted without going through them.
+        """How many of the first `samples` samples of the sequence, skipped ones included, come from
+        `source`; computed in closed form.
         """
         if len(self._sizes) == 1:
             return samples
@@ -166,7 +168,7 @@ class SampleOrder:
 
 
 def sequence_position(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """`SampleOrder.place` for any order with these skipped ranges."""
+    """`SampleOrder.place` given only the skipped ranges."""
     return _place(sample, *_gaps(skipped))
 
 
@@ -175,10 +177,10 @@ def _place(sample: int, gaps: Sequence[int], shifts: Sequence[int]) -> int:
 
 
 def _gaps(skipped: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Before which samples, counted without those skipped, something is skipped, and how many are
-    skipped from there on in all.
+    """The sample numbers (not counting skipped ones) at which a gap begins, and the total number of
+    skipped samples before each stretch.
 
-    The second list has one number more: the first one is that before any gap.
+    The second list is longer by one: its first entry, 0, is for samples before any gap.
     """
     gaps, shifts, end = list[int](), [0], 0
     for first, last in sorted(skipped):
@@ -201,7 +203,7 @@ def _gaps(skipped: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _edges(weights: Sequence[float]) -> list[int]:
-    """Where on the circle the arc of each source begins and ends, [sources + 1]."""
+    """Boundaries of each source's arc on the circle, [sources + 1]."""
     total = float(sum(weights))
     cumulative = np.cumsum(np.array(weights, np.float64)) / total
     return [

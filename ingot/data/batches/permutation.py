@@ -1,9 +1,8 @@
-"""Permutations of the rows of a source by arithmetic alone: nothing is stored, and one place costs
-as much as any other.
+"""Permutations of a source's rows computed by arithmetic: nothing is stored, and every place costs
+the same.
 
-Either of all rows, or in two levels: the parts in an order of their own, and the rows of a window
-of parts in any order, so that a reader needs the files of a few parts at once. Memory: one number
-per part.
+Either over all rows, or in two levels: the parts are shuffled, then the rows within a window of
+parts, so that a reader needs the files of only a few parts at a time. Memory: one number per part.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def mix(words: Words) -> Words:
 
 
 def permute(places: Words, size: int, key: Words, epochs: Words) -> Words:
-    """Each place in [0, size) to another one, a permutation per (key, epoch).
+    """Map each place in [0, size) to another, a permutation per (key, epoch).
 
-    A Feistel network permutes the next power of two; a result beyond `size` goes through again
-    until it lies below (cycle walking), on average less than twice.
+    A Feistel network permutes the next power of two; a result of `size` or more is permuted again
+    until it is below (cycle walking), on average less than twice.
     """
     bits = max(1, (size - 1).bit_length())
     keys = mix(epochs * np.uint64(GOLDEN) + key)
@@ -48,9 +47,7 @@ def permute(places: Words, size: int, key: Words, epochs: Words) -> Words:
 
 
 def _feistel(words: Words, bits: int, keys: Words) -> Words:
-    """A permutation of [0, 2**bits): the two halves change each other in turn, each time by a keyed
-    mixture of the other.
-    """
+    """A permutation of [0, 2**bits): each half in turn is changed by a keyed hash of the other."""
     low_bits = np.uint64((bits + 1) // 2)
     low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
     high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
@@ -65,21 +62,19 @@ def _feistel(words: Words, bits: int, keys: Words) -> Words:
 
 
 class _Epoch(NamedTuple):
-    """One pass over a source: its parts in the order of this pass, and the place at which each of
-    its windows begins.
-    """
+    """One pass over a source: its parts in shuffled order, and the first place of each window."""
 
     parts: Words
     begins: Words
 
 
 class WindowedPermutation:
-    """A permutation of a source's rows per (key, pass), like `permutation.permute`, that draws from
-    `window` parts at a time.
+    """A permutation of a source's rows per (key, pass), like `permute`, that draws from `window`
+    parts at a time.
 
     Args:
         parts: rows of each part.
-        window: how many parts are mixed with each other; the last window of a pass may have fewer.
+        window: how many parts are shuffled together; the last window of a pass may have fewer.
     """
 
     def __init__(self, parts: Sequence[int], window: int) -> None:
@@ -89,11 +84,11 @@ class WindowedPermutation:
         self._pass = lru_cache(4)(self._made)
 
     def __len__(self) -> int:
-        """Windows of a pass."""
+        """Windows per pass."""
         return -(-len(self._rows) // self._window)
 
     def permute(self, places: Words, key: Words, epochs: Words) -> Words:
-        """The row at each of the `places` of a pass."""
+        """The rows at `places` of the passes `epochs`."""
         rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             begins, at = self._pass(epoch, int(key[0])).begins, np.flatnonzero(epochs == epoch)
@@ -113,7 +108,7 @@ class WindowedPermutation:
         return members
 
     def at(self, place: int, epoch: int, key: Words) -> int:
-        """The window that a place lies in."""
+        """The window that contains `place`."""
         return (
             int(
                 np.searchsorted(

@@ -1,5 +1,5 @@
-"""Fetches parts of columns that lie in a bucket shortly before training draws from them, and
-removes them afterwards.
+"""Fetches parts of columns from a bucket shortly before training needs them, and removes them
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ingot.data.columns.reader import PreparedSplit
 
 LOOK_S = 0.05
 BUSY_S, AGAIN_S, AWAY_S = 1.0, 10.0, 900.0
-"""When a part that another rank is fetching, and one that could not be fetched, is tried again; and
-how long training waits for what cannot be.
+"""Seconds until a part that another rank is fetching, and one that could not be fetched, are tried
+again; and how long fetching may keep failing before training fails.
 """
 LAST_S = 1.0
-"""How long the end waits for a part on its way: a rank that is asked to stop has little time, and a
+"""How long `close` waits for a part in flight: a rank that is asked to stop has little time, and a
 part may take minutes.
 """
 
 
 class PartPrefetcher:
-    """Keeps on this machine the parts that a step and the next are drawn from, those of the next
-    window, and for slower ranks those of the previous one.
+    """Keeps on this machine the parts for the current step, the next step and the next window;
+    parts of the previous window stay for slower ranks.
 
-    All ranks of a machine do this; each fetches what no other rank is fetching.
+    All ranks of a machine run this; each fetches what no other rank is fetching.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class PartPrefetcher:
     ) -> None:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
         self._target_parts, self._available = list[int](), list[int]()
-        self._fetched = rows.brought()  # by an attempt before this one
+        self._fetched = rows.brought()  # by an earlier attempt
         self._last_error: tuple[float, IngotError | OSError] | None = None
         self._closed, self._changed = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
 
     def wait(self, step: int, meanwhile: Callable[[], bool]) -> bool:
-        """Block until the parts that `step` and the next one are drawn from are on this machine.
-        `meanwhile` is polled; when it returns True the wait ends and the result is False.
+        """Block until the parts that `step` and the next step draw from are on this machine.
+        `meanwhile` is polled; when it returns True, the wait ends and the result is False.
 
         Raises:
-            UnusableReplica: a part is not what was prepared.
-            IngotError: a part could not be fetched for a quarter of an hour.
+            UnusableReplica: a part differs from what was prepared.
+            IngotError: fetching has failed for 15 minutes.
         """
         samples = range(step * self._batch, (step + 2) * self._batch)
         self._set_target(samples)
@@ -120,7 +120,7 @@ class PartPrefetcher:
                     say(f"warning: {error}; trying again")
                     pause = AGAIN_S
                     break
-                if part not in self._fetched:  # training has left it behind meanwhile
+                if part not in self._fetched:  # training has moved past it meanwhile
                     self._rows.drop(part)
             if self._closed:
                 return

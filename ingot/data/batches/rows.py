@@ -1,5 +1,5 @@
-"""Rows of `seq_len` tokens made from prepared columns when they are asked for. Holds offsets of
-parts, never of documents.
+"""Rows of `seq_len` tokens, made from prepared columns on demand. Memory holds offsets of parts,
+not of documents.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from ingot.data.splits import Split
 __all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "PackedRow", "Rows", "Samples", "open_rows"]
 
 BLOCK_TOKENS = 32_768
-"""How many tokens are worked on at once: what is needed beside the result stays in the processor's
-cache.
-"""
+"""Tokens processed at once, so that temporary arrays stay in the processor's cache."""
 
 
 class PackedRow(NamedTuple):
-    """One row, four arrays [T], or several of them, [B, T].
+    """One row, four arrays [T], or several rows, [B, T].
 
-    labels: the next token, or -100 where that belongs to another document or to none, or where its
-    mask says that it is not
-    to be learnt. segments: number of the document within the row from 1, 0 where the row is
+    labels: the next token, or -100 where that belongs to another document or to padding, or its
+    mask excludes it from the loss. segments: number of the document within the row from 1, 0 for
     padding. positions: count from 0 at each document's first token in the row.
     """
 
@@ -53,22 +50,22 @@ def open_rows(
     target_len: int = 128,
     by_part: bool = False,
 ) -> Rows | Samples:
-    """The rows of a split: `Rows` where texts or chats were prepared, else `Samples`. Costs the
-    same for any size: sizes of files are checked, nothing is read.
+    """The rows of a split: `Rows` for texts and chats, `Samples` for other kinds. The cost does not
+    depend on the data's size: file sizes are checked, nothing is read.
 
     Args:
-        pack: `cut` cuts the stream of all documents; `best_fit` and `none` are rows that
-            `packing.pack` has planned.
+        pack: `cut` cuts the stream of all documents; `best_fit` and `none` use rows planned by
+            `packing.pack`.
         target_len: tokens in the target of a pair.
-        pad_last: for `cut`, keep the last row of a source, which is not full, and fill it up; else
-            it is left out.
-        weights: the `weight` of each source as the recipe has it now; None: as it was when the data
-            were prepared.
-        by_part: for `cut`, let each row lie in one part; the last one of a part is left out where
-            it is not full.
+        pad_last: with `cut`, keep the incomplete last row of a source and pad it; otherwise it is
+            dropped.
+        weights: the `weight` of each source in the current recipe; None: as at `prepare`.
+        by_part: with `cut`, let no row span two parts; the incomplete last row of a part is
+            dropped.
 
     Raises:
-        WrongInput: the columns are missing or torn, rows were not planned, or there is not one row.
+        WrongInput: the columns are missing or damaged, rows were not planned, or there is not one
+            row.
     """
     prepared = read_prepared(columns)
     rows: Rows | Samples
@@ -160,8 +157,7 @@ class Rows(PreparedSplit):
         return PackedRow(*(field[0] for field in self.batch([i])))
 
     def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
-        """The rows `ids`, [B, T], worked on in blocks.
-
+        """The rows `ids`, [B, T], computed in blocks.
 
         Args:
             out: [4, B, T] to fill, each of the four contiguous; reusing memory is faster than
@@ -188,11 +184,12 @@ class Rows(PreparedSplit):
 
 
 class _RowBuffer:
-    """Rows that are being filled. A row is T + 1 elements of the stream, since the label of its
-    last token is the element after it.
+    """Rows being filled. A row takes T + 1 elements of the stream: the label of its last token is
+    the element after it.
 
-    `cuts` are the places in those, counted through all rows, at which a document begins, or
-    padding: the first of each row, too, and ascending. So what stands before one has no label.
+    `cuts` are the places, counted across all rows of T + 1 elements and ascending, at which a
+    document or padding begins; they include the start of each row. The token before a cut has no
+    label.
     """
 
     def __init__(self, size: int, length: int, dtype: np.dtype[Any], *, masked: bool) -> None:
@@ -204,13 +201,15 @@ class _RowBuffer:
         self._after: list[tuple[int, int]] = []
 
     def pad(self, row: int, begin: int) -> None:
-        """Nothing follows in `row` from `begin` on."""
+        """Mark `row` as padding from `begin` on."""
         self.cuts.append(row * (self.length + 1) + begin)
         if begin < self.length:
             self._padding.append(row * self.length + begin)
 
     def label(self, row: int, place: int, token: int) -> None:
-        """The document of the token before `place` goes on with `token` in another row."""
+        """Set the label of the token before `place` to `token`, since its document continues in
+        another row.
+        """
         self._after.append((row * self.length + place - 1, token))
 
     def finish(self, out: PackedRow) -> None:
@@ -222,7 +221,7 @@ class _RowBuffer:
         if self.mask is not None:
             np.putmask(out.labels, self.mask[:, 1:] == 0, IGNORE)
         cuts = np.array(self.cuts)
-        # Empty documents begin where the next one does.
+        # An empty document begins where the next one does.
         row, place = np.divmod(cuts[np.diff(cuts, prepend=-1) > 0], length + 1)
         labels[(row * length + place - 1)[place > 0]] = IGNORE
         for at, token in self._after:
@@ -242,13 +241,13 @@ class _RowBuffer:
 
 
 class _StreamSource(PartReader):
-    """All tokens of a source one after the other, cut every `length` tokens."""
+    """All tokens of a source as one stream, cut every `length` tokens."""
 
     def __init__(self, opening: SplitFiles, parts: Sequence[ColumnPart]) -> None:
         super().__init__(opening, parts, [part.tokens for part in parts])
 
     def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
-        """Make row `number` of this source row `row` of the draft."""
+        """Write row `number` of this source into row `row` of the draft."""
         begin, done = number * draft.length, 0
         wanted = min(draft.length + 1, self._ends[-1] - begin)
         index = bisect.bisect_right(self._ends, begin)
@@ -268,10 +267,10 @@ class _StreamSource(PartReader):
 
 
 class _PartwiseSource(PartReader):
-    """The tokens of each part, cut every `length` tokens: no row needs more than one part."""
+    """The tokens of each part cut every `length` tokens: no row spans two parts."""
 
     def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
-        """Make row `number` of this source row `row` of the draft."""
+        """Write row `number` of this source into row `row` of the draft."""
         index = bisect.bisect_right(self._ends, number)
         low, base = (
             (number - (self._ends[index] - self._sizes[index])) * draft.length,
@@ -286,7 +285,7 @@ class _PartwiseSource(PartReader):
 
 
 class _PlannedSource(PartReader):
-    """The planned rows of a source: a row table says which pieces of which records lie in a row."""
+    """The planned rows of a source: a row table lists the pieces of records in each row."""
 
     def __init__(
         self,
@@ -301,7 +300,7 @@ class _PlannedSource(PartReader):
         self._table, self._masked = table, masked
 
     def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
-        """Make row `number` of this source row `row` of the draft."""
+        """Write row `number` of this source into row `row` of the draft."""
         index = bisect.bisect_right(self._ends, number)
         table, tokens = self.column(self._table, index), self.column("tokens", index)
         mask = self.column(MASK, index) if self._masked else None
@@ -320,8 +319,8 @@ class _PlannedSource(PartReader):
             if mask is not None and draft.mask is not None:
                 draft.mask[row, place:end] = mask.slice(first + begin, first + begin + size)
             elif begin + size < length:
-                # Of a document that was split, the first token of the next piece is what the last
-                # one of this piece predicts.
+                # In a split document, the label of a piece's last token is the first token of the
+                # next piece.
                 draft.label(
                     row, end, int(tokens.slice(first + begin + size, first + begin + size + 1)[0])
                 )

@@ -1,5 +1,5 @@
-"""Samples of preferences, pairs and labelled texts, made from prepared columns when they are asked
-for: one record each.
+"""Samples of preferences, pairs and labelled texts, made from prepared columns on demand: one
+record each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ingot.data.packing.tables import read_packed, table_name
 from ingot.data.splits import Split
 
 MULTIPLE = 16
-"""Samples are padded to the longest among them, rounded up to this many ids: few shapes, and little
-padding.
+"""Samples are padded to the longest one, rounded up to this many ids: few distinct shapes and
+little padding.
 """
 
 
@@ -43,8 +43,8 @@ class SampleArrays(NamedTuple):
 
 
 class Samples(PreparedSplit):
-    """Random access to the samples of one split; their numbers count through the sources. Safe to
-    read from several threads.
+    """Random access to the samples of one split, numbered across the sources. Safe to read from
+    several threads.
     """
 
     _sources: Sequence[_SampleSource]
@@ -79,8 +79,7 @@ class Samples(PreparedSplit):
         self.left_out = self.tokens - packed.counts[split].tokens
 
     def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
-        """The samples `ids`, then dummy ones up to `count`: padding alone,
-        labels -100.
+        """The samples `ids`, then dummy samples up to `count`: padding only, labels -100.
 
         Raises:
             IndexError: an id is beyond the last sample.
@@ -134,7 +133,7 @@ class Samples(PreparedSplit):
 
 
 class _SampleSource(PartReader):
-    """The records of a source that are in its row tables."""
+    """The records of a source that its row tables list."""
 
     def __init__(
         self, opening: SplitFiles, parts: Sequence[ColumnPart], table: str, rows: Sequence[int]
@@ -143,7 +142,7 @@ class _SampleSource(PartReader):
         self._table = table
 
     def record(self, number: int, names: Sequence[str]) -> dict[str, Ids]:
-        """All columns of the record that is row `number` of this source."""
+        """The columns `names` of the record that is row `number` of this source."""
         index = bisect.bisect_right(self._ends, number)
         table = self.column(self._table, index)
         piece = table[number - (self._ends[index] - self._sizes[index])]
@@ -167,7 +166,7 @@ class _SampleSource(PartReader):
 
 
 def _truncated(ids: Ids, most: int, closing: int) -> Ids:
-    """The first `most` of some ids, of which the last `closing` ones stay the last."""
+    """Truncate ids to `most`, keeping the last `closing` ids at the end."""
     if len(ids) <= most:
         return ids
     last = min(closing, most)
@@ -175,8 +174,8 @@ def _truncated(ids: Ids, most: int, closing: int) -> Ids:
 
 
 def padded(rows: Sequence[Ids], count: int, most: int, fill: int) -> tuple[Ids, Ids]:
-    """`count` rows of one length, and how many elements of each there are, [count]. The length is
-    at most `most`.
+    """Pad the rows to one length of at most `most` and to `count` rows with `fill`; returns the
+    rows and the length of each, [count].
     """
     longest = max((len(row) for row in rows), default=0)
     width = min(max(-(-longest // MULTIPLE), 1) * MULTIPLE, most)
@@ -189,7 +188,7 @@ def padded(rows: Sequence[Ids], count: int, most: int, fill: int) -> tuple[Ids, 
 
 
 def _fields(tokens: Ids, labels: Ids, live: Ids) -> SampleArrays:
-    """With positions and segments of rows of which the first `live` ids are no padding."""
+    """Add positions and segments to rows whose first `live` ids are not padding."""
     place = np.arange(tokens.shape[1])
     there = place < live[:, None]
     return SampleArrays(tokens, labels, np.where(there, place, 0), there.astype(np.int64))

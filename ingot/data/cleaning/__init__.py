@@ -1,3 +1,1 @@
-"""What `prepare` does to documents before they are tokenised: normal form, filters, deduplication,
-contamination.
-"""
+"""Cleaning of documents before tokenisation: normal form, filters, deduplication, contamination."""

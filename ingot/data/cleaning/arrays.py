@@ -1,7 +1,7 @@
-"""Array types of cleaning, and operations on whole columns of rows: sorting, joining, slicing by
-key, distinct values.
+"""Array types of cleaning, and operations on columns: sorting, joining, slicing by key, distinct
+values.
 
-Distinct values are found by sorting: NumPy's hash-based way took ten times as long on 64-bit
+Distinct values are found by sorting: NumPy's hash-based method took ten times as long on 64-bit
 hashes.
 """
 
@@ -25,7 +25,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def firsts(*columns: NDArray[Any]) -> NDArray[np.bool_]:
-    """Of sorted rows, whether each differs from the one before."""
+    """Of sorted rows, whether each differs from the previous one."""
     if not len(columns[0]):
         return np.zeros(0, bool)
     differs = [np.append(True, column[1:] != column[:-1]) for column in columns]
@@ -40,7 +40,7 @@ def distinct(values: NDArray[Number]) -> NDArray[Number]:
 
 
 def joined(runs: Sequence[Columns], like: Mapping[str, Any]) -> Columns:
-    """The rows of all runs one after another; `like` gives names and types where there are none."""
+    """Concatenate the rows of all runs; `like` gives names and types when there are none."""
     return {
         name: np.concatenate([run[name] for run in runs]) if runs else np.zeros(0, dtype)
         for name, dtype in like.items()
@@ -48,8 +48,8 @@ def joined(runs: Sequence[Columns], like: Mapping[str, Any]) -> Columns:
 
 
 def between(columns: Columns, by: str, first: int, last: int | None) -> Columns:
-    """The rows whose `by`, ascending, is at least `first` and less than `last` (None: has no
-    end).
+    """The rows whose `by`, ascending, is at least `first` and less than `last` (None:
+    unbounded).
     """
     keys = columns[by]
     begin = np.searchsorted(keys, np.array(first, keys.dtype))
@@ -58,25 +58,29 @@ def between(columns: Columns, by: str, first: int, last: int | None) -> Columns:
 
 
 def bucket_of(columns: Columns, by: str, bucket: int, buckets: int) -> Columns:
-    """Of rows sorted by a 64-bit hash those whose hash is in one of equal shares of all hashes."""
+    """Rows of one bucket, for rows sorted by a 64-bit hash: the hash range is divided into equal
+    buckets.
+    """
     last = None if bucket + 1 == buckets else (bucket + 1) * HASH_VALUES // buckets
     return between(columns, by, bucket * HASH_VALUES // buckets, last)
 
 
 def sorted_by(columns: Columns, *names: str) -> Columns:
-    """Rows in the order of `names`, the first one counting most."""
+    """The rows sorted by `names`, the first one being the primary key."""
     order = np.lexsort([columns[name] for name in reversed(names)])
     return {name: column[order] for name, column in columns.items()}
 
 
 def shares_of(hashes: Hashes, buckets: int) -> NDArray[np.uint32]:
-    """The bucket of each hash, as `bucket_of` cuts."""
+    """The bucket of each hash, consistent with `bucket_of`."""
     edges = np.array([bucket * HASH_VALUES // buckets for bucket in range(1, buckets)], np.uint64)
     return np.searchsorted(edges, hashes, side="right").astype(np.uint32)
 
 
 def mixed(values: Hashes) -> Hashes:
-    """A bijection of 64 bits after which every bit depends on every bit (splitmix64's)."""
+    """Mix 64-bit values bijectively so that each input bit affects every output bit
+    (SplitMix64).
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

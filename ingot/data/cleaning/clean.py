@@ -1,10 +1,9 @@
-"""Cleaning from end to end: filters, exact duplicates, near-duplicates, contamination, in this
-order.
+"""Runs all of cleaning: filters, exact duplicates, near-duplicates, contamination, in this order.
 
-Documents that one step dropped play no part in the next, so what the steps dropped adds up. All
-work is done by the engine's workers, stage by stage, over files in `data/clean/`; this process
-holds a few figures a task. A run that was killed goes on with the tasks that are not done; when all
-are, what the stages handed each other is removed.
+A document dropped by one step is ignored by the next, so the counts of the steps add up. All work
+is done by the engine's workers, stage by stage, over files in `data/clean/`; this process holds a
+few figures per task. A killed run resumes with the unfinished tasks; once all are done, the
+intermediate files of the stages are removed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from ingot.data.splits import Shares
 
 MARKER = "clean.json"
 CODE = 1
-"""Raised when the same knobs come to drop other documents."""
+"""Raise this when the same knobs come to drop other documents."""
 
 BUCKET_ROWS = 2_000_000
 MOST_BUCKETS = 4096
@@ -62,13 +61,13 @@ SEALED_TOGETHER = 64
 
 
 def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
-    """Find which documents stay. What an earlier run found from the same inputs is taken as it is.
+    """Find which documents are kept. The result of an earlier run with the same inputs is reused.
 
     Raises:
         WrongInput: a library is missing, a language is unknown, the raw documents are damaged.
         Failed: the disk is full, or a worker died.
     """
-    # Workers may stand in another folder than this process.
+    # A worker's working directory may differ from this process's.
     knobs, folder = recipe.data.clean, (recipe.folder.data / "clean").absolute()
     if not knobs.wanted:
         return CleaningResult.nothing()
@@ -109,8 +108,8 @@ def _dropping(knobs: Clean) -> bool:
 
 
 def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
-    """Fingerprint of everything that decides which documents stay, and in which files that is
-    written.
+    """Fingerprint of everything that determines which documents are kept and in which files that is
+    recorded.
     """
     versions = {"fold": fold_identity()}
     if knobs.languages:
@@ -124,7 +123,7 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
 
 
 def _sweep(folder: Path, *keep: str) -> None:
-    """Remove what other runs left; it may be gigabytes."""
+    """Remove leftovers of other runs, which may be gigabytes."""
     for path in folder.iterdir():
         if path.is_dir() and path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
@@ -164,8 +163,8 @@ class _Cleaning:
         return cls(recipe.data.clean, raw, engine, out, corpus, tasks, sum(documents.values()))
 
     def all(self, filters: DocumentFilters) -> tuple[CleaningReport, list[FileEntry]]:
-        """Every step that is asked for, then the report and the files that say which documents
-        stay.
+        """Run every step that the recipe asks for, then write the report and the files that record
+        which documents are kept.
         """
         if not self.tasks:
             return CleaningReport(), []
@@ -202,7 +201,7 @@ class _Cleaning:
         )
 
     def _wanted(self) -> list[str]:
-        """The steps that are asked for, in their order."""
+        """The requested steps, in order."""
         asked: dict[str, bool] = {
             "min_chars": self.knobs.min_chars > 0,
             "max_chars": self.knobs.max_chars is not None,
@@ -290,7 +289,7 @@ class _Cleaning:
         return told, [FileEntry(*one["file"]) for one in told]
 
     def _buckets(self, rows: int) -> list[HashBucket]:
-        """Buckets for so many rows a document."""
+        """Buckets for `rows` rows per document."""
         return _cut(self.documents * rows, BUCKET_ROWS)
 
     def _run(
@@ -300,8 +299,8 @@ class _Cleaning:
         tasks: Sequence[NamedTask],
         larger: int | None = None,
     ) -> list[TaskFigures]:
-        """Do one stage; `larger=0` where what it reads is not text, so that its end is not known in
-        megabytes.
+        """Run one stage. `larger=0` for a stage that does not read text, whose progress has no
+        total in megabytes.
         """
         total = sum(task.bytes for task in tasks if isinstance(task, RawRange))
         with Progress(

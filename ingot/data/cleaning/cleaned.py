@@ -1,4 +1,4 @@
-"""The result of cleaning: which documents stay, and reading them in their normal form."""
+"""The result of cleaning: which documents are kept, and reading them in normal form."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ingot.data.raw.ranges import RawRange
 
 @dataclass(frozen=True)
 class CleaningResult:
-    """Which documents stay, and in which normal form. Small: the fates of documents lie in
-    `folder`, one byte each (None: all stay).
+    """Which documents are kept, and in which normal form. Small: one byte per document lies in
+    `folder` (None: all are kept).
 
-    `fold` is the identity of the Unicode tables by which that was found (`fold_identity`).
+    `fold` is the identity of the Unicode tables that were used (`fold_identity`).
     """
 
     folder: Path | None
@@ -35,20 +35,20 @@ class CleaningResult:
 
     @classmethod
     def nothing(cls) -> CleaningResult:
-        """Every document stays as it is."""
+        """Keep every document unchanged."""
         return cls(None, "none", "nothing", CleaningReport())
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents that each step dropped."""
+        """Number of documents dropped by each step."""
         return {step.step: step.documents for step in self.report.steps}
 
     def tables(self, task: RawRange, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Of the documents of a range, or of a piece of one, those that stay, in normal form.
-        `tables` must be all of its documents, in order.
+        """The kept documents of a range or of a piece of one, in normal form. `tables` must be all
+        of its documents, in order.
 
         Raises:
-            WrongInput: what cleaning wrote for this range is gone or is for other documents, or
+            WrongInput: cleaning's file for this range is missing or belongs to other documents, or
                 this process has other Unicode tables.
         """
         if task.kind == "tokens":
@@ -90,7 +90,8 @@ def _fates(folder: Path, task: RawRange) -> np.ndarray[tuple[int], np.dtype[np.u
 
 
 def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Array:
-    """Documents whose texts are in a normal form, by the library that normalises all other texts.
+    """The documents with their texts in a normal form, computed by the same library as for all
+    other texts.
 
     Raises:
         WrongInput: as `plain_texts`.

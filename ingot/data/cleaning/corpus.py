@@ -1,9 +1,9 @@
-"""The documents of a range as cleaning sees them: plain text in normal form, numbered, without
-those that earlier steps dropped.
+"""The documents of a range as cleaning sees them: numbered plain text in normal form, without those
+that earlier steps dropped.
 
 A document's number is its place among all documents, validation sources before training sources,
-each in the order of reading. It does not depend on how the work is cut, and of documents that are
-alike the one with the smallest number stays.
+each in reading order. It does not depend on how the work is divided; of duplicate documents the one
+with the smallest number is kept.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ingot.data.raw.store import read_table
 from ingot.data.splits import Shares
 
 STEPS = ("min_chars", "max_chars", "languages", "exact", "fuzzy", "contamination")
-"""ingot's own steps; those of other packages have the numbers after them."""
+"""ingot's own steps; steps of other packages are numbered after them."""
 
 KEPT, ELSEWHERE = 0, 255
-"""Beside the number of a step, what stands for a document's fate: it stays; it is in no split, by
-`data.fraction`, and plays no part.
+"""Values of a document's fate other than a step's number: it is kept; or `data.fraction` leaves it
+out of every split, and cleaning ignores it.
 """
 
 
 def reason(step: str, others: Sequence[str] = ()) -> int:
-    """The number that stands for a document dropped by this step: 1 + its place in `STEPS`, then
-    among `others`, the steps of other packages.
+    """The number recorded for a document that this step dropped: 1 + its index in `STEPS`, or after
+    those, in `others`, the steps of other packages.
     """
     return 1 + (*STEPS, *others).index(step)
 
@@ -71,8 +71,8 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the documents lie, where the files of all stages go, and what is the same for all of
-    them.
+    """The locations of the documents and of all stages' files, and what is the same for all
+    stages.
     """
 
     raw: Path
@@ -83,7 +83,7 @@ class Corpus:
     fold: str
 
     def check(self) -> None:
-        """Refuse to work in a process that folds text otherwise; called where a stage is opened."""
+        """Refuse to work in a process with other Unicode tables; called when a stage is opened."""
         check_fold(self.fold)
 
     def number(self, task: RawRange) -> int:
@@ -93,8 +93,8 @@ class Corpus:
     def read(
         self, task: RawRange, advance: Advance, wanted: Flags | None = None
     ) -> Iterator[DocumentBatch]:
-        """Documents of a range, those that are `wanted` (None: all); row groups of which none is
-        wanted are not read.
+        """The documents of a range that are `wanted` (None: all); row groups without a wanted
+        document are not read.
         """
         number, place = self.number(task), 0
         counts = group_sizes(self.raw / task.path)
@@ -116,21 +116,21 @@ class Corpus:
             yield DocumentBatch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
 
     def alive(self, task: RawRange, steps: Sequence[str]) -> Flags:
-        """Which documents of a range the filters and these steps left."""
+        """Flags of the documents of a range that the filters and these steps kept."""
         found: Flags = self.survey(task)["reason"] == KEPT
         for step in steps:
             found[self.drops(step, task)["number"] - self.number(task)] = False
         return found
 
     def survey(self, task: RawRange) -> Columns:
-        """What the first stage found of each document: `reason`, `bytes`."""
+        """The first stage's columns for a range: `reason`, `bytes`."""
         return read_rows(self.survey_file(task))[0]
 
     def survey_file(self, task: RawRange) -> Path:
         return self.folder / "survey" / f"{task.name}.arrow"
 
     def drops(self, step: str, task: RawRange) -> Columns:
-        """What a step dropped of a range: `number`, ascending, `survivor`, `similarity`."""
+        """The drops of a step in a range: `number`, ascending, `survivor`, `similarity`."""
         first = self.number(task)
         found = [
             between(rows, "number", first, first + task.documents)
@@ -141,11 +141,11 @@ class Corpus:
         return sorted_by(joined(found + (read_rows(own) if own.exists() else []), DROPS), "number")
 
     def local_drops(self, step: str, task: RawRange) -> Path:
-        """Where a stage that works by ranges puts its drops."""
+        """The path of the drops of a stage that works by ranges."""
         return self.folder / step / f"{task.name}.arrow"
 
     def elsewhere(self, batch: DocumentBatch, task: RawRange) -> Flags:
-        """Which documents of a batch belong to no split, by `data.fraction`."""
+        """Flags of the documents of a batch that `data.fraction` leaves out of every split."""
         if self.shares.fraction >= 1.0 or task.split == "validation":
             return np.zeros(len(batch), bool)
         return np.array(
@@ -154,7 +154,7 @@ class Corpus:
         )
 
     def in_split(self, batch: DocumentBatch, task: RawRange, split: str) -> Flags:
-        """Which documents of a batch belong to a split."""
+        """Flags of the documents of a batch that belong to `split`."""
         if task.split == "validation" or (
             self.shares.validation is None and self.shares.fraction >= 1.0
         ):
@@ -192,7 +192,7 @@ def _whole(table: pa.Table, name: str) -> pa.Array:
 
 
 def drop_rows(numbers: Indices, survivors: Indices | None = None) -> Columns:
-    """Rows of drops, of which a survivor may be known and a similarity is not."""
+    """Rows of drops, with the survivors where they are known; similarities are not known."""
     gone = np.full(len(numbers), NO_SURVIVOR, np.int64) if survivors is None else survivors
     return {
         "number": numbers,
@@ -202,7 +202,7 @@ def drop_rows(numbers: Indices, survivors: Indices | None = None) -> Columns:
 
 
 def plain_texts(documents: Documents, stored: pa.Array) -> pa.Array:
-    """What is said in each document, as one text.
+    """The text content of each document as one string.
 
     Raises:
         WrongInput: a text is not what `ingest` stores for this kind.

@@ -1,4 +1,4 @@
-"""The documents of a split as they are tokenised, cleaned and in the order of the columns; and a
+"""The documents of a split as they are tokenised: cleaned and in the order of the columns; and a
 sample of them.
 """
 
@@ -16,15 +16,15 @@ from ingot.data.raw.ranges import RawRange, pieces, ranges, read_range
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.splits import Shares, Split, chosen
 
-# How many times the sample is read at most: of a corpus much larger than the sample, evenly spread
-# row groups are enough.
+# At most SPREAD times the sample's size is read: of a corpus much larger than the sample, evenly
+# spread row groups suffice.
 SPREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with its identity: `FILE:ROW` of where it was read, stable when the data moves to
-    another folder.
+    """A text with its identity `FILE:ROW` in its source, which stays the same when the data is
+    moved to another folder.
     """
 
     doc_id: str
@@ -32,11 +32,11 @@ class Document:
 
 
 def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
-    """The documents that `prepare` puts into `split`, in the order of its columns; those that came
-    as tokens have no text.
+    """The documents that `prepare` puts into `split`, in the order of its columns; sources of
+    existing token columns have no text and are not included.
 
     Raises:
-        WrongInput: `ingest` has not run, or for other sources than the recipe's.
+        WrongInput: `ingest` has not run, or ran for other sources than the recipe's.
     """
     raw = open_raw(recipe)
     cleaned = clean(recipe, raw, LocalEngine())
@@ -47,7 +47,7 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
 def documents_of(
     task: RawRange, raw: RawData, cleaned: CleaningResult, shares: Shares, split: Split
 ) -> Iterator[Document]:
-    """Those of one range."""
+    """The documents of one range that belong to `split`."""
     if task.kind == "tokens":
         return
     for table in cleaned.tables(task, read_range(raw.folder, task)):
@@ -61,8 +61,8 @@ def documents_of(
 def sample(
     raw: RawData, cleaned: CleaningResult, shares: Shares, sample_bytes: int
 ) -> Iterator[Document]:
-    """Training documents of about `sample_bytes`, spread evenly over all of them, at least one; the
-    same ones in every run.
+    """Training documents of about `sample_bytes` in total, evenly spread, at least one;
+    deterministic.
     """
     tasks = list(pieces(raw, "train"))
     total = sum(source.bytes for source in raw.splits["train"])

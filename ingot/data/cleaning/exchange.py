@@ -1,12 +1,12 @@
-"""How workers hand each other rows: files of columns, sorted by a key, so that a bucket of keys is
-a slice of each file.
+"""How workers exchange rows: files of columns sorted by a key, so that a bucket of keys is a slice
+of each file.
 
-A file is Arrow IPC and is memory-mapped: a reader touches the slice that it wants. It appears whole
-or not at all, and a task that is done twice writes the same file twice. What a task tells besides
-is a small JSON file, written after the others: a run that was killed goes on with the tasks that
-have none. Nothing is flushed to disk, which would take longer than the
-work: these files outlive a process, not a machine, and lie in a folder that only one start of the
-machine takes up again.
+A file is Arrow IPC, memory-mapped: a reader touches only the slice that it needs. Files appear
+atomically, and a task that runs twice writes the same file twice. A task's figures are written
+last, as a small JSON file that marks it as done: a resumed run skips tasks that have one. Nothing
+is fsynced, which would take longer than the work: the files survive a killed process but not a
+power failure, and lie in a folder named after this boot of the machine, so that no other boot
+reuses them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ingot.data.cleaning.arrays import Columns, Hashes, Indices
 from ingot.data.engines.engine import Advance, Engine, Stage
 
 TaskFigures = dict[str, Any]
-"""What a task reports: a few figures, as JSON."""
+"""The figures that a task reports, as JSON."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """A name for this start of the machine."""
+    """An identifier of this boot of the machine."""
     return BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else str(int(psutil.boot_time()))
 
 
 @contextlib.contextmanager
 def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` all at once when the block ends without an error;
-    not flushed.
+    """A stream whose bytes appear under `path` atomically when the block ends without an error; not
+    fsynced.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with disk_errors(path):
@@ -57,7 +57,7 @@ def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
-    """Write columns of equal length; each run becomes a batch of its own."""
+    """Write columns of equal length; each run becomes a record batch of its own."""
     with atomic_stream(path) as stream:
         writer = None
         for columns in runs:
@@ -71,7 +71,7 @@ def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
 
 
 def read_rows(path: Path) -> list[Columns]:
-    """The runs of a file; nothing of them is in memory before it is touched."""
+    """The runs of a file, memory-mapped."""
     if not path.stat().st_size:
         return []
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -94,7 +94,7 @@ def write_sets(path: Path, runs: Iterable[tuple[Columns, Hashes, Indices]]) -> N
 
 
 def read_sets(path: Path) -> list[tuple[Columns, Hashes, Indices]]:
-    """What `write_sets` wrote, mapped."""
+    """Read what `write_sets` wrote, memory-mapped."""
     if not path.stat().st_size:
         return []
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -115,7 +115,7 @@ def _columns(batch: pa.RecordBatch) -> Columns:
 
 
 class NamedTask(Protocol):
-    """A task, by whose name its files are called."""
+    """A task with a name, which its files are named after."""
 
     @property
     def name(self) -> str: ...
@@ -123,7 +123,7 @@ class NamedTask(Protocol):
 
 @dataclass(frozen=True)
 class HashBucket:
-    """The task of reducing one bucket of several."""
+    """The task of reducing one of `buckets` buckets."""
 
     number: int
     of: int
@@ -135,7 +135,7 @@ class HashBucket:
 
 @dataclass(frozen=True)
 class ResumableStage:
-    """A stage whose every task leaves a file that says it is done."""
+    """A stage each of whose tasks leaves a marker file when it is done."""
 
     work: Stage[Any, TaskFigures]
     folder: Path
@@ -159,9 +159,7 @@ def run(
     tasks: Sequence[NamedTask],
     progress: Progress,
 ) -> list[TaskFigures]:
-    """Do the tasks that are not done yet, by what lies in `folder`; what all of them told, in their
-    order.
-    """
+    """Run the tasks without a marker in `folder`; returns the figures of all tasks, in order."""
     missing = [task for task in tasks if not _done(folder, task).exists()]
     if missing:
         engine.run(ResumableStage(work, folder), missing, progress)

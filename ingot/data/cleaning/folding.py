@@ -1,12 +1,11 @@
-"""Texts with case, diacritics and white space set aside, by whole buffers: what deduplication
-compares.
+"""Texts folded for deduplication: without differences of case, diacritics and white space; works on
+whole buffers.
 
-Case: upper, then lower, so that final sigma is sigma and long s is s; sharp s is ss. Diacritics:
-the combining marks of Latin, Greek, Cyrillic, Hebrew and Arabic go; marks that are letters in all
-but name (kana voicing, Indic vowels) stay.
-White space: a run of any kind is one space, none at the ends. ASCII is folded by a table over
-bytes. Of the rest each character is looked up; where the folded one takes fewer bytes, the surplus
-is cut out of the buffer.
+Case: upper, then lower, so that final sigma is sigma and long s is s; sharp s becomes ss.
+Diacritics: the combining marks of Latin, Greek, Cyrillic, Hebrew and Arabic are removed; marks that
+act as letters (kana voicing, Indic vowels) stay. White space: a run of any kind becomes one space,
+none at the ends. ASCII is folded by a table over bytes. Other characters are looked up one by one;
+where the folded character takes fewer bytes, the surplus is cut out of the buffer.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ASCII = bytes(
 @dataclass(frozen=True)
 class FoldedTexts:
     """Folded texts in one buffer: text i is `flat[begins[i]:ends[i]]`, UTF-8. At most one space
-    stands between two texts.
+    lies between two texts.
     """
 
     flat: Bytes
@@ -66,8 +65,8 @@ class FoldedTexts:
 
 @dataclass(frozen=True)
 class _Tables:
-    """By code point: the folded character's bytes [LIMIT, 4] and their number, whether it differs,
-    whether it joins the one before.
+    """By code point: the folded character's bytes [LIMIT, 4] and their number, whether folding
+    changes it, and whether it combines with the previous character.
     """
 
     bytes: Bytes
@@ -92,8 +91,8 @@ def _tables() -> _Tables:
 
 
 def _shortened(folded: pa.Array) -> pa.Array:
-    """Let the shortest of letters that fold alike stand for all of them, where the folded one is
-    longer: a buffer never grows.
+    """Where a folded character is longer than its original, replace it by the shortest character
+    that folds alike, so that a buffer never grows.
     """
     points = code_points()
     longer = pc.unique(
@@ -114,8 +113,8 @@ def _shortened(folded: pa.Array) -> pa.Array:
 
 
 def _joins() -> Flags:
-    """Code points that the normal form NFC may join with the one before, diacritics apart; a text
-    with one is normalised first.
+    """Code points other than diacritics that NFC may compose with the previous one; a text that has
+    one is normalised first.
     """
     letters = seconds().filter(pc.invert(pc.match_substring_regex(seconds(), DIACRITICS)))
     return np.asarray(pc.is_in(code_points(), value_set=letters))
@@ -162,7 +161,7 @@ def _substitute(
 
 
 def _without(data: Bytes, offsets: Indices, gone: Indices) -> tuple[Bytes, Indices]:
-    """The buffer without the bytes at the places `gone`, which ascend."""
+    """The buffer without the bytes at the ascending places `gone`."""
     if not len(gone):
         return data, offsets
     keep = np.ones(len(data), bool)
@@ -212,10 +211,11 @@ def fold_identity() -> str:
 
 
 def check_fold(expected: str) -> None:
-    """Refuse to work beside processes with other Unicode tables: the same text would be two.
+    """Refuse to run with other Unicode tables than the process that planned the work: the same text
+    would fold to two different ones.
 
     Raises:
-        WrongInput: this process folds otherwise than the one that planned the work.
+        WrongInput: this process folds differently from the one that planned the work.
     """
     if fold_identity() != expected:
         raise WrongInput(

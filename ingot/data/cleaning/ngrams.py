@@ -58,7 +58,7 @@ class HashedTexts:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def sets(self) -> HashedTexts:
-        """Each text's values once, ascending."""
+        """Each text's distinct values, ascending."""
         found = [
             distinct(self.values[begin:end])
             for begin, end in zip(
@@ -109,8 +109,8 @@ def words(folded: FoldedTexts) -> HashedTexts:
 
 
 def _classified(flat: Bytes, constants: _Constants) -> tuple[Bytes, Indices, Indices]:
-    """The buffer with a space for what parts words, where words of one character begin, and where
-    the byte after each is.
+    """The buffer with spaces for word separators, the places where words of one character begin,
+    and the ends of these.
     """
     at, points, sizes = characters(flat)
     if not len(at):
@@ -127,7 +127,7 @@ def _classified(flat: Bytes, constants: _Constants) -> tuple[Bytes, Indices, Ind
 
 
 def _shortened(at: Indices, inside: Flags) -> Indices:
-    """Where words begin, those longer than `LONGEST_WORD` bytes cut into several."""
+    """Where words begin, with words longer than `LONGEST_WORD` bytes split into several."""
     room = np.diff(np.append(at, len(inside)))
     more = []
     for number in np.flatnonzero(room > LONGEST_WORD).tolist():
@@ -139,7 +139,7 @@ def _shortened(at: Indices, inside: Flags) -> Indices:
 
 def _word_hashes(flat: Bytes, at: Indices, constants: _Constants) -> Hashes:
     """Sum of value(byte) * BASE**place over each word, in blocks that fit a processor's cache;
-    bytes between words count zero.
+    bytes between words count as zero.
     """
     found = np.empty(len(at), np.uint64)
     first = 0
@@ -186,17 +186,16 @@ def ngrams(found: HashedTexts, size: int) -> HashedTexts:
 
 FOUND = 0.99
 CHUNK = 1 << 16
-"""N-grams that are looked at together: few enough for a processor's cache."""
+"""N-grams processed at once, few enough for a processor's cache."""
 
 
 def bands(similarity: float, permutations: int) -> tuple[int, int]:
-    """(bands, rows): how a signature is cut, so that two documents of just this similarity share a
-    band with probability >= 0.99.
+    """(bands, rows): how a signature is divided so that two documents of exactly this similarity
+    share a band with probability >= 0.99.
 
     One value of two signatures is equal with probability s, a band of r values with s**r, at least
-    one of b bands with 1 - (1 - s**r)**b. Of all r with b = permutations // r the largest that
-    reaches 0.99 is taken: longer bands bring fewer pairs that are not alike. Where none does, r is
-    1.
+    one of b bands with 1 - (1 - s**r)**b. Of all r with b = permutations // r, the largest that
+    reaches 0.99 is taken: longer bands give fewer false candidates. If none does, r is 1.
     """
     fitting = [
         rows
@@ -208,8 +207,8 @@ def bands(similarity: float, permutations: int) -> tuple[int, int]:
 
 
 def signatures(grams: HashedTexts, permutations: int) -> NDArray[np.uint32]:
-    """The least value of each permutation over each document's n-grams: [documents, permutations].
-    No document is empty.
+    """The minimum of each permutation over each document's n-grams: [documents, permutations]. No
+    document is empty.
 
     A permutation of 32-bit hashes is a multiplication by an odd number modulo 2**32 and an
     addition.

@@ -1,5 +1,5 @@
-"""What cleaning did: the fate of each document as one number, and for each step how many documents
-it dropped, how large they were, and some examples.
+"""The report of cleaning: each document's fate as one number, and for each step the number and size
+of the documents dropped, with examples.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ EXAMPLES = 5
 
 @dataclass(frozen=True)
 class DroppedExample:
-    """A dropped document, the beginning of its text, and the document that stays in its place where
-    there is one.
-    """
+    """A dropped document, the beginning of its text, and the document kept instead, if any."""
 
     doc_id: str
     text: str
@@ -47,9 +45,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class CleaningReport:
-    """Documents and bytes that were looked at, what each step dropped in its turn, and what else is
-    to be known, as counts.
-    """
+    """Documents and bytes examined, what each step dropped, and further counts as notes."""
 
     documents: int = 0
     bytes: int = 0
@@ -77,7 +73,7 @@ Numbered = tuple[int, int | None, float | None]
 def examples(
     corpus: Corpus, tasks: Sequence[RawRange], found: Mapping[str, Sequence[Numbered]]
 ) -> dict[str, list[DroppedExample]]:
-    """For each step its examples; reads only the row groups that they lie in."""
+    """Examples of each step's drops; reads only the row groups that contain them."""
     numbers = {
         number
         for rows in found.values()
@@ -132,7 +128,7 @@ def _beginning(text: str) -> str:
 
 @dataclass(frozen=True)
 class RangeGroup:
-    """Some ranges that are sealed by one task."""
+    """Ranges whose fates are written by one task."""
 
     number: int
     ranges: tuple[RawRange, ...]
@@ -144,8 +140,8 @@ class RangeGroup:
 
 @dataclass(frozen=True)
 class FateStage:
-    """From ranges to `out/RANGE.npy`: for each document 0 where it stays, else the number of what
-    dropped it. `others` are the steps of other packages, which the survey applied.
+    """From ranges to `out/RANGE.npy`: for each document 0 if it is kept, else the number of the
+    step that dropped it. `others` are the steps of other packages, applied by the survey.
     """
 
     corpus: Corpus
@@ -193,8 +189,8 @@ def _told(
 
 
 def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
-    """(number, survivor, similarity). A survivor within the range may itself have given way to one
-    of an earlier range.
+    """(number, survivor, similarity). A survivor within the range may itself be a duplicate of a
+    document in an earlier range.
     """
     survivor, similarity = int(drops["survivor"][row]), float(drops["similarity"][row])
     at = int(np.searchsorted(drops["number"], survivor))
@@ -208,7 +204,7 @@ def _example(drops: Columns, row: int) -> tuple[int, int | None, float | None]:
 
 
 def merged(told: Sequence[TaskFigures], step: str) -> dict[str, Any]:
-    """The sums of one step over all ranges, and the first of its examples."""
+    """The sums of one step over all ranges, and its first examples."""
     found = [one["steps"][step] for one in told if step in one["steps"]]
     examples = sorted(
         (example for one in found for example in one["examples"]), key=lambda example: example[0]

@@ -1,9 +1,9 @@
-"""Unicode tables and normal forms over whole Arrow arrays, by one pinned library.
+"""Unicode tables and normal forms over whole Arrow arrays, from one pinned library.
 
-All tables come from pyarrow, which every engine's workers have: the interpreters of Spark and of
-this machine carry different Unicode tables. Code points from `LIMIT` on (planes 2 and up: rare Han
-characters, tags) go by rule. Almost all texts are in normal form already; only texts whose
-characters say otherwise are given to the library.
+All tables come from pyarrow, which every engine's workers have: the Python of Spark and of this
+machine may carry different Unicode tables. Code points from `LIMIT` on (planes 2 and up: rare Han
+characters, tags) are handled by rule. Almost all texts are in normal form already; only texts with
+characters that may not be are passed to the library.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ASCII_SPACES = frozenset((9, 10, 11, 12, 13, 28, 29, 30, 31, 32))
 
 @functools.cache
 def code_points() -> Any:
-    """Every code point below `LIMIT` as an Arrow array of one-character strings; a surrogate's
-    place holds a space.
+    """Every code point below `LIMIT` as an Arrow array of one-character strings; surrogates are
+    replaced by a space.
     """
     first, last = SURROGATES
     return pa.array([" " if first <= number < last else chr(number) for number in range(LIMIT)])
@@ -49,7 +49,7 @@ def matching(pattern: str) -> Flags:
 
 
 def lookup(table: NDArray[Any], points: NDArray[np.uint32], beyond: Any) -> NDArray[Any]:
-    """`table[points]`, and `beyond` for points that no table reaches."""
+    """`table[points]`, and `beyond` for points outside the table."""
     found = table[np.minimum(points, LIMIT - 1)]
     if points.size and points.max() >= LIMIT:
         found[points >= LIMIT] = beyond
@@ -57,9 +57,7 @@ def lookup(table: NDArray[Any], points: NDArray[np.uint32], beyond: Any) -> NDAr
 
 
 def flat_of(texts: Any) -> tuple[bytes, Indices]:
-    """The bytes of an Arrow string array one after another, and where each text begins: offsets
-    [texts + 1].
-    """
+    """The concatenated bytes of an Arrow string array, and the offset of each text: [texts + 1]."""
     width = np.int64 if pa.types.is_large_string(texts.type) else np.int32
     _, offsets, data = texts.buffers()
     if data is None or not len(texts):
@@ -71,7 +69,7 @@ def flat_of(texts: Any) -> tuple[bytes, Indices]:
 
 
 def characters(flat: Bytes) -> tuple[Indices, NDArray[np.uint32], Bytes]:
-    """The characters that are not ASCII: where each begins, its code point, its length in bytes."""
+    """The non-ASCII characters: byte offset, code point and length in bytes of each."""
     at = np.flatnonzero(flat >= NOT_ASCII)
     at = at[flat[at] >= LEAD]
     first = flat[at]
@@ -84,14 +82,14 @@ def characters(flat: Bytes) -> tuple[Indices, NDArray[np.uint32], Bytes]:
 
 
 def holding(wanted: Indices, offsets: Indices) -> Indices:
-    """The texts that hold at least one of the places `wanted`, which ascend."""
+    """The texts that contain at least one of the ascending byte offsets `wanted`."""
     return distinct(np.searchsorted(offsets, wanted, side="right") - 1)
 
 
 @functools.cache
 def seconds() -> pa.Array:
-    """The characters that composition may join with the one before: of all composed characters the
-    last part.
+    """The characters that composition may join with the previous one: the last code point of each
+    composed character.
     """
     composed = pc.and_(
         pc.equal(normalized("NFC"), code_points()), pc.not_equal(normalized("NFD"), code_points())
@@ -101,8 +99,8 @@ def seconds() -> pa.Array:
 
 @functools.cache
 def _unstable(form: str) -> tuple[Flags, Flags]:
-    """Code points that a text in this normal form may not have, or not everywhere; and marks, two
-    of which may stand in the wrong order.
+    """Code points that a text in this normal form may not contain, or only in some contexts; and
+    marks, two of which may be in the wrong order.
     """
     changed = np.asarray(pc.not_equal(normalized(form), code_points()))
     return changed | np.asarray(pc.is_in(code_points(), value_set=seconds())), matching(r"^\p{M}$")
@@ -110,9 +108,7 @@ def _unstable(form: str) -> tuple[Flags, Flags]:
 
 @functools.cache
 def _check_library() -> None:
-    """Refuse a library whose normal forms are not those of Unicode; pyarrow 25 leaves NFC
-    decomposed.
-    """
+    """Refuse a library whose normal forms are not Unicode's; pyarrow 25 leaves NFC decomposed."""
     if pc.utf8_normalize(pa.array(["u\u0308"]), "NFC").to_pylist() != ["\u00fc"]:
         raise Failed(
             f"pyarrow {pa.__version__} gets the Unicode normal form NFC wrong; install another"
@@ -121,7 +117,7 @@ def _check_library() -> None:
 
 
 def normalize(texts: pa.Array, form: str) -> pa.Array:
-    """The texts in a normal form: `nfc`, `nfkc`, or `none` to leave them alone."""
+    """The texts in a normal form: `nfc`, `nfkc`, or `none` for unchanged."""
     if form == "none" or not len(texts):
         return texts
     _check_library()

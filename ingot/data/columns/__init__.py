@@ -1,3 +1,3 @@
-"""`data/columns/`: prepared columns in Megatron's layout, their manifest, and reading their
+"""`data/columns/`: prepared columns in Megatron's layout, their manifest, and reading of their
 parts.
 """

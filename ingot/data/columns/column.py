@@ -42,14 +42,14 @@ BLOCK_BITS = 12
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type of a token column: uint16 for a vocabulary below 65,500, else int32, as Megatron
-    chooses.
+    """The dtype of a token column: uint16 for a vocabulary below 65,500, else int32, as in
+    Megatron.
     """
     return np.dtype("uint16" if vocab_size < UINT16_BELOW else "int32")
 
 
 def column_prefix(folder: Path, split: str, column: str, number: int) -> Path:
-    """Where part `number` of a column lies, without the endings of its two files."""
+    """The path of part `number` of a column, without the extensions of its two files."""
     return folder / f"{split}.{column}-{number:05d}"
 
 
@@ -84,7 +84,7 @@ class ColumnWriter:
         return self
 
     def append(self, flat: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Add records: all their elements one after the other, and how many each has."""
+        """Append records: their concatenated elements, and the length of each."""
         self._stream.write(np.ascontiguousarray(flat, self.dtype).data)
         self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
         self.elements += len(flat)
@@ -114,12 +114,11 @@ class Column:
     """Reads one part, memory-mapped: opening it and finding a record cost the same for a thousand
     records and a billion.
 
-    Of the index only a few numbers are read at opening. Each block of it is proved to be without
-    contradiction when it is first used, so a damaged one gives an error and never a record that is
-    not there.
+    Opening reads only a few numbers of the index. Each block of it is validated when first used, so
+    a damaged index gives an error and never a wrong record.
 
     Raises:
-        WrongInput: a file is missing, is no index of this version, or the two do not fit together.
+        WrongInput: a file is missing, is no index of this version, or the two files do not match.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -160,8 +159,8 @@ class Column:
             if self.documents
             else np.zeros(0, np.int64)
         )
-        # The 34 bytes of the header leave the pointers unaligned. NumPy's searchsorted would copy
-        # all of them at each call; a memoryview reads one at a time wherever it lies.
+        # The 34-byte header leaves the pointers unaligned. NumPy's searchsorted would copy all of
+        # them at each call; a memoryview reads single ones at any alignment.
         self._bisected = memoryview(index)[lengths_end:pointers_end].cast("q")
         self._counted = memoryview(index)[HEADER.size : lengths_end].cast("i")
         self._sound = bytearray((self.records >> BLOCK_BITS) + 1)
@@ -198,23 +197,25 @@ class Column:
         return self._elements[begin : begin + int(self._lengths[record])]
 
     def slice(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Elements `begin` to `end` of all records seen as one stream, a view of the file."""
+        """Elements `begin` to `end` of all records concatenated, a view of the file."""
         return self._elements[begin:end]
 
     def lengths(self, first: int, last: int) -> npt.NDArray[np.int32]:
-        """How many elements each of the records `first` to `last` has, a view of the file."""
+        """The lengths of the records `first` to `last`, a view of the file."""
         self._prove(first, last)
         return self._lengths[first:last]
 
     def begin(self, record: int) -> int:
-        """Where in the stream `record` begins; for the number of records, where the stream ends."""
+        """The offset of `record` in the stream of elements; for the number of records, the end of
+        the stream.
+        """
         if record == self.records:
             return self.elements
         self._prove(record, record + 1)
         return self._bisected[record] // self.dtype.itemsize
 
     def span(self, record: int) -> tuple[int, int]:
-        """Where in the stream `record` begins, and how many elements it has.
+        """The offset of `record` in the stream of elements, and its length.
 
         Raises:
             WrongInput: there is no such record.
@@ -229,21 +230,22 @@ class Column:
         return self._bisected[record] >> self._shift, self._counted[record]
 
     def starts(self, begin: int, end: int) -> list[int]:
-        """Where in `begin` to `end` of the stream records begin, ascending, found by bisection."""
+        """The ascending offsets between `begin` and `end` of the stream at which records begin,
+        found by bisection.
+        """
         first = bisect.bisect_left(self._bisected, begin << self._shift)
-        # Mostly few records begin there: the end is near, and the pages of its pointers are at
-        # hand.
+        # Usually few records begin there: the end is near, and its pointers are in memory already.
         last, step = first, 16
         while last < self.records and self._bisected[last] < end << self._shift:
             near, last, step = last, min(last + step, self.records), step * 4
             last = bisect.bisect_left(self._bisected, end << self._shift, near, last)
-        # A false pointer leads the bisection to itself, so it lies in what is proved here.
+        # A wrong pointer leads the bisection to itself, so it lies within the range validated here.
         self._prove(max(first - 1, 0), min(last + 1, self.records))
         return [pointer >> self._shift for pointer in self._bisected[first:last]]
 
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """How many records each of Megatron's documents has; of columns written here, one each.
-        Reads all of the index.
+        """How many records each of Megatron's documents has; one each in columns written here.
+        Reads the whole index.
         """
         counts: npt.NDArray[np.int64] = np.diff(self._documents)
         if len(counts) and counts.min() < 0:
@@ -251,20 +253,20 @@ class Column:
         return counts
 
     def prove(self) -> None:
-        """Read the whole index. Raises WrongInput where it contradicts itself."""
+        """Validate the whole index. Raises WrongInput if it is inconsistent."""
         self._prove(0, len(self))
         self.document_lengths()
 
     def _prove(self, first: int, last: int) -> None:
-        """Prove the blocks of the index in which records `first` to `last` lie, if that is not done
-        yet.
-        """
+        """Validate the blocks of the index that hold records `first` to `last`, if not done yet."""
         for block in range(first >> BLOCK_BITS, ((max(last, first + 1) - 1) >> BLOCK_BITS) + 1):
             if not self._sound[block]:
                 self._prove_block(block)
 
     def _prove_block(self, block: int) -> None:
-        """Every record begins where the one before it ends, and the last one ends with the file."""
+        """Check that every record begins where the previous one ends, and the last one ends with
+        the file.
+        """
         first, last = block << BLOCK_BITS, min((block + 1) << BLOCK_BITS, len(self))
         lengths = self._lengths[first:last]
         after = self._pointers[first + 1 : last + 1]

@@ -1,6 +1,5 @@
-"""`data/columns/manifest.json`: what the prepared columns are made of, written last; without it
-there
-are no columns. And what a column holds, by its name: ids, a mask, or labels.
+"""`data/columns/manifest.json`: describes the prepared columns; written last, it is their commit
+marker. Also what a column holds, by its name: ids, a mask, or labels.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ DIGESTS = 2**256
 
 @dataclass(frozen=True)
 class ColumnPart:
-    """A finished part of one split: number `number` of each of its columns.
+    """A finished part of one split: file number `number` of each of its columns.
 
-    `tokens` counts the ids, of preferences and pairs those of both sides. `sizes` are the elements
-    of each column where these are not all as many (empty: they are). `bytes` counts those of the
-    texts that are learnt to be written. `digest` is the sum of the SHA-256 of its texts, modulo
-    2**256, in hexadecimal: digests of parts add up to that of the split, however it was cut and
-    whatever the tokenizer.
+    `tokens` counts ids, for preferences and pairs those of both sides. `sizes` gives the number of
+    elements of each column where columns differ (empty: all have `tokens`). `bytes` counts the
+    texts that the model learns to write. `digest` is the sum of the SHA-256 of the part's texts,
+    modulo 2**256, in hexadecimal: digests of parts add up to that of the split, however it was
+    divided and whatever the tokenizer.
     """
 
     number: int
@@ -45,7 +44,7 @@ class ColumnPart:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def elements(self, column: str) -> int:
-        """How many elements a column has."""
+        """The number of elements of a column."""
         return self.sizes.get(column, self.tokens)
 
 
@@ -65,9 +64,10 @@ class PreparedSource:
 class PreparedData:
     """All prepared columns of a run.
 
-    `data` is the identity of what is trained and measured on: the tokens and how they fall into
-    documents. Weights are not in it, they belong to the order of training. `sets` are identities of
-    the texts of each split, whatever the tokenizer and however the work was cut.
+    `data` is the identity of what is trained and measured on: the tokens and how they are divided
+    into documents. It excludes weights, which belong to the order of training. `sets` are
+    identities of the texts of each split, independent of the tokenizer and of how the work was
+    divided.
     """
 
     objective: str
@@ -79,22 +79,22 @@ class PreparedData:
     data: str
     sets: dict[Split, str]
     closing: int = 0
-    """How many ids the tokenizer puts behind a framed text: these stay where one is cut."""
+    """How many ids the tokenizer appends to a framed text; they are kept when it is truncated."""
     prefix: str = ""
-    """What stands before the source of every pair."""
+    """The prefix of every pair's source."""
     labels: list[str] = field(default_factory=list)
     """Names of the classes, by number."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns, which say what kind of document they hold
+        """The names of the columns, which depend on the kind of document
         (`ingot.config.sections.data.COLUMNS`).
         """
         return tuple(column["name"] for column in self.columns)
 
     @property
     def documents(self) -> Documents:
-        """The kind of document; texts where the columns are not those of any."""
+        """The kind of document; texts if the columns match no kind."""
         return next((kind for kind, names in COLUMNS.items() if names == self.names), "text")
 
     def total(self, split: Split, what: str) -> int:
@@ -118,7 +118,7 @@ def set_identity(sources: Sequence[PreparedSource]) -> str:
 def write_prepared(
     folder: Path, prepared: PreparedData, about: dict[str, Any], files: Sequence[FileEntry]
 ) -> None:
-    """Write the manifest; `about` says what the columns were made from."""
+    """Write the manifest; `about` records the inputs of the columns."""
     totals = {
         split: {what: prepared.total(split, what) for what in ("documents", "tokens", "bytes")}
         for split in prepared.splits
@@ -134,10 +134,10 @@ def write_prepared(
 
 
 def read_prepared(folder: Path) -> PreparedData:
-    """The manifest, with the sizes of all files checked.
+    """Read the manifest and check the sizes of all files.
 
     Raises:
-        WrongInput: nothing complete is there, or a file is missing or has another size.
+        WrongInput: the columns are incomplete, or a file is missing or has another size.
     """
     marker = read_marker(folder, MANIFEST)
     if marker is None:
@@ -158,8 +158,8 @@ def read_prepared(folder: Path) -> PreparedData:
 
 
 def missing_files(folder: Path, marker: dict[str, Any]) -> list[str]:
-    """What is wrong with the sizes of the files that `marker` lists, [] when all is well; none is
-    missing that is fetched later.
+    """Problems with the sizes of the files that `marker` lists, [] for none; files that are fetched
+    on demand do not count as missing.
     """
     if deferred_files_of(folder) is not None:
         marker = {
@@ -172,8 +172,8 @@ def prepared_for(recipe: Recipe) -> PreparedData:
     """The prepared columns of a recipe.
 
     Raises:
-        WrongInput: as `read_prepared`, or they were prepared for another way of training, another
-            prefix, or other labels.
+        WrongInput: as `read_prepared`, or they were prepared for another objective, another prefix,
+            or other labels.
     """
     prepared = read_prepared(recipe.folder.columns)
     if prepared.objective != recipe.objective.kind:
@@ -196,7 +196,7 @@ def prepared_for(recipe: Recipe) -> PreparedData:
 
 
 def prefix_of(recipe: Recipe) -> str:
-    """What stands before the source of every pair."""
+    """The prefix of every pair's source."""
     return recipe.objective.source_prefix
 
 
@@ -212,12 +212,12 @@ def is_mask(column: str) -> bool:
 
 
 def token_columns(columns: Sequence[str]) -> list[str]:
-    """Those that hold ids."""
+    """The columns that hold ids."""
     return [name for name in columns if not is_mask(name) and name != LABEL]
 
 
 def column_dtype(column: str, vocab_size: int) -> np.dtype[Any]:
-    """The type of a column: masks are bytes, labels are numbers, everything else is ids."""
+    """The dtype of a column: masks are bytes, labels are numbers, everything else is ids."""
     if column == LABEL:
         return np.dtype("int32")
     return np.dtype("uint8") if is_mask(column) else token_dtype(vocab_size)

@@ -1,5 +1,5 @@
-"""What rows and samples have in common: the prepared parts of a split, memory-mapped when first
-used, and what is known of them.
+"""What `Rows` and `Samples` have in common: the prepared parts of a split, memory-mapped on first
+use, and their properties.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ingot.data.columns.manifest import MANIFEST, ColumnPart, PreparedData, colu
 from ingot.data.splits import Split
 
 IGNORE = -100
-"""The label of a position that no loss is taken at."""
+"""The label of a position that does not contribute to the loss."""
 
 TRIES = 5
 
@@ -29,32 +29,32 @@ Ids = npt.NDArray[np.int64]
 
 
 class PreparedSplit:
-    """A split of prepared data. Row ids count through the sources."""
+    """A split of prepared data. Row ids count across the sources."""
 
     part_rows: list[list[int]]
-    """Rows of each part of each source; of a stream that is cut without regard to parts, all of a
-    source in one.
+    """Rows of each part of each source; for a stream cut across parts, one entry with all rows of a
+    source.
     """
     sizes: list[int]
     """Rows of each source."""
     weights: list[float] | None
-    """Shares of the sources; None where each counts by its size."""
+    """Shares of the sources; None if each counts by its size."""
     fingerprint: str
-    """Identity of the prepared data: tokens, documents, tokenizer. Not of `seq_len` and weights,
-    which order and cut them.
+    """Identity of the prepared data: tokens, documents, tokenizer. Independent of `seq_len` and
+    weights, which only cut and order them.
     """
     set_fingerprint: str
-    """Identity of the texts of this split, the same for any tokenizer."""
+    """Identity of the texts of this split, independent of the tokenizer."""
     tokenizer: str
-    """Identity of the tokenizer that the ids are of."""
+    """Identity of the tokenizer that produced the ids."""
     left_out: int
     """Tokens that are in no row."""
     markers: list[str]
-    """The files in `columns` that vouch for all parts."""
+    """The marker files in `columns` that list all parts."""
     touched: queue.SimpleQueue[Path | None]
-    """Every file of a part that was opened, for the thread that compares checksums."""
+    """Every file of a part that was opened, for the checksum thread."""
     deferred: DeferredFiles | None
-    """Where missing parts are fetched from; their checksums are compared on arrival."""
+    """Where missing parts are fetched from; their checksums are verified on arrival."""
     _sources: Sequence[PartReader]
 
     def __init__(
@@ -102,19 +102,19 @@ class PreparedSplit:
         return self._ends[-1]
 
     def bring(self, part: int, *, wait: bool = True) -> bool:
-        """Fetch the files of a part, counted through the sources. Without `wait`, False where
+        """Fetch the files of a part, numbered across the sources. Without `wait`, returns False if
         another process is fetching one of them.
         """
         source, index = self._places[part]
         return all(self._sources[source].bring(name, index, wait=wait) for name in self._names)
 
     def has(self, part: int) -> bool:
-        """Whether `bring` would have nothing to do."""
+        """Whether all files of the part are here already."""
         source, index = self._places[part]
         return all(self._sources[source].has(name, index) for name in self._names)
 
     def brought(self) -> set[int]:
-        """The parts of which `bring` fetched something that is still on disk, even half a file."""
+        """The parts of which `bring` fetched a file that is still on disk, complete or not."""
         if self.deferred is None:
             return set()
         here = {path.name.removesuffix(PARTIAL) for path in self.deferred.folder.iterdir()}
@@ -137,8 +137,8 @@ class PreparedSplit:
 
 
 class SplitFiles(NamedTuple):
-    """What all parts of a split share. Every file that is opened is put into `touched`;
-    `sums` has the SHA-256 of files that come later.
+    """What all parts of a split share. Every opened file is put into `touched`; `sums` has the
+    SHA-256 of files that are fetched on demand.
     """
 
     columns: Path
@@ -156,7 +156,7 @@ def opening(
     markers: Sequence[str] = (MANIFEST,),
     touched: queue.SimpleQueue[Path | None] | None = None,
 ) -> SplitFiles:
-    """For `PartReader` of a split, for whose files `markers` vouch."""
+    """What a `PartReader` of this split needs; `markers` list its files."""
     elsewhere = deferred_files_of(columns)
     entries = (
         [entry for name in markers for entry in (read_marker(columns, name) or {}).get("files", [])]
@@ -175,7 +175,7 @@ def opening(
 
 
 class PartReader:
-    """The parts of a source, memory-mapped one by one when first touched."""
+    """The parts of a source, each memory-mapped on first use."""
 
     def __init__(
         self, opening: SplitFiles, parts: Sequence[ColumnPart], sizes: Sequence[int]
@@ -191,8 +191,8 @@ class PartReader:
         return column
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
-        """Fetch the files of a column. Without `wait`, False where another process is fetching one
-        of them.
+        """Fetch the files of a column. Without `wait`, returns False if another process is fetching
+        one of them.
         """
         opening = self._opening
         if opening.deferred is None or self.has(name, index):
@@ -203,29 +203,29 @@ class PartReader:
         )
 
     def has(self, name: str, index: int) -> bool:
-        """Whether the files of a column are here, the run folder's own or such as came later."""
+        """Whether the files of a column are here: part of the run folder, or fetched."""
         files, elsewhere = self.files(name, index), self._opening.deferred
         return all(path.exists() for path in files) or (
             elsewhere is not None and all((elsewhere.folder / path.name).exists() for path in files)
         )
 
     def drop(self, name: str, index: int) -> None:
-        """Remove what `bring` fetched; the run folder's own files stay."""
+        """Remove fetched files; the run folder's own files stay."""
         if (elsewhere := self._opening.deferred) is not None:
             self._open.pop((name, index), None)
             for path in self.files(name, index):
                 elsewhere.drop(path.name)
 
     def files(self, name: str, index: int) -> tuple[Path, Path]:
-        """Where a column of a part lies if it is the run folder's own."""
+        """The paths of a part's column in the run folder."""
         prefix = column_prefix(
             self._opening.columns, self._opening.split, name, self._parts[index].number
         )
         return bin_path(prefix), idx_path(prefix)
 
     def _brought(self, name: str, index: int, elsewhere: DeferredFiles) -> Column:
-        """A column that come later. What has just come may be gone again where another process is
-        ahead of us by more than a window.
+        """Open a fetched column. A file just fetched may be gone again if another process is more
+        than a window ahead and removed it.
         """
         files = [elsewhere.folder / path.name for path in self.files(name, index)]
         for _ in range(TRIES):

@@ -1,3 +1,1 @@
-"""What of a record becomes a document, by kind: texts, chats, preferences, pairs, labelled
-texts.
-"""
+"""Turns records into documents, by kind: texts, chats, preferences, pairs, labelled texts."""

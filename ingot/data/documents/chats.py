@@ -1,9 +1,9 @@
-"""Chats in the usual layouts, brought to one form: `{"messages": [{"role": ..., "content":
-...}, ...]}` as compact JSON.
+"""Converts chats in the usual layouts to one form: `{"messages": [{"role": ..., "content": ...},
+...]}` as compact JSON.
 
-Four layouts come in: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,
-`input`, `output`, and texts with `Human:` and `Assistant:` in them. Descriptions of tools beside
-the messages are not kept.
+Four layouts are accepted: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,
+`input`, `output`, and texts with `Human:` and `Assistant:` in them. Tool descriptions beside the
+messages are dropped.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ ALL = frozenset().union(*LAYOUTS.values())
 def to_messages(
     row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
 ) -> ParsedDocument | BadRecord:
-    """The chat of one record as canonical JSON, or why it holds none.
+    """The chat of one record as canonical JSON, or the reason why there is none.
 
-    What is null counts as absent, so that a table with a column for every key gives the same chat
-    as JSON without them. A list of messages may also be JSON in a text, as CSV has it. Keys of a
-    message beside role and content are kept.
+    Null counts as absent, so that a table with a column for every key gives the same chat as JSON
+    without them. A list of messages may also be JSON in a string, as in CSV. Keys of a message
+    beside role and content are kept.
 
     Args:
-        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the
-            record.
-        columns: usual name -> name in the record.
+        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which chooses by the columns of
+            the record.
+        columns: standard name -> name in the record.
 
     Raises:
-        WrongInput: `columns` renames what the layout does not have.
+        WrongInput: `columns` renames a column that the layout does not have.
     """
     check_columns(ALL if layout == "auto" else LAYOUTS[layout], tuple(columns), f"layout {layout}")
     return stored(row, lambda: {"messages": _messages(record, layout, columns)})
@@ -95,8 +95,8 @@ def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> l
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
-    """The first layout whose columns are there. A column of text is too usual to be taken for a
-    chat without being told.
+    """The first layout whose columns are present. A text column alone is too common to be taken for
+    a chat.
     """
     for kind, name in CHAT_COLUMN.items():
         if column(record, name, columns) is not None:

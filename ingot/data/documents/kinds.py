@@ -1,7 +1,7 @@
-"""The kinds of documents: what of a record becomes one, how pairs and labelled texts are stored,
-and which texts a stored document of any kind holds.
+"""The kinds of documents: how a record becomes one, how pairs and labelled texts are stored, and
+which texts a stored document of any kind contains.
 
-All but plain texts are stored as compact JSON; chats and preferences have files of their own.
+All kinds but plain texts are stored as compact JSON; chats and preferences have files of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LABELLED = ("text", "label")
 
 
 class Pair(NamedTuple):
-    """What is read, and what is to be written."""
+    """A source text and the target to be generated from it."""
 
     source: str
     target: str
@@ -47,11 +47,11 @@ class Labelled(NamedTuple):
 def to_pair(
     row: int, record: Mapping[str, Any], columns: ColumnNames
 ) -> ParsedDocument | BadRecord:
-    """The pair of one record as canonical JSON, or why it holds none. `columns`: usual name -> name
-    in the record.
+    """The pair of one record as canonical JSON, or the reason why there is none. `columns`:
+    standard name -> name in the record.
 
     Raises:
-        WrongInput: `columns` renames what a pair does not have.
+        WrongInput: `columns` renames a column that a pair does not have.
     """
     check_columns(frozenset(PAIR), tuple(columns), "a pair")
     return stored(
@@ -62,14 +62,14 @@ def to_pair(
 def to_labelled(
     row: int, record: Mapping[str, Any], columns: ColumnNames, labels: Sequence[str]
 ) -> ParsedDocument | BadRecord:
-    """The labelled text of one record as canonical JSON, or why it holds none. `columns`: usual
-    name -> name in the record.
+    """The labelled text of one record as canonical JSON, or the reason why there is none.
+    `columns`: standard name -> name in the record.
 
-    A label is one of `labels` by name, else its number there from 0; a number that is a name itself
-    is a name, whether the file has it as a number or as text.
+    A label is matched with the names in `labels`, else taken as an index into them; a number that
+    is itself a name is a name, whether the file has it as a number or a string.
 
     Raises:
-        WrongInput: `columns` renames what a labelled text does not have.
+        WrongInput: `columns` renames a column that a labelled text does not have.
     """
     check_columns(frozenset(LABELLED), tuple(columns), "a labelled text")
     text, label = (columns.get(name, name) for name in LABELLED)
@@ -79,7 +79,7 @@ def to_labelled(
 
 
 def from_pair(pair: str) -> Pair:
-    """What `to_pair` wrote. Raises WrongInput where it is no such pair."""
+    """Parse what `to_pair` wrote. Raises WrongInput if it is no such pair."""
     try:
         return Pair(**json.loads(pair))
     except (ValueError, TypeError):
@@ -89,7 +89,7 @@ def from_pair(pair: str) -> Pair:
 
 
 def from_labelled(labelled: str) -> Labelled:
-    """What `to_labelled` wrote. Raises WrongInput where it is no such text."""
+    """Parse what `to_labelled` wrote. Raises WrongInput if it is no such text."""
     try:
         return Labelled(**json.loads(labelled))
     except (ValueError, TypeError):
@@ -123,7 +123,7 @@ def _label(record: Mapping[str, Any], name: str, labels: Sequence[str]) -> int:
 
 
 def _there(record: Mapping[str, Any], name: str) -> Any:
-    """What stands in a column."""
+    """The value of a column."""
     if name not in record:
         keys = tuple(str(key) for key in record)
         raise RecordError(f"no `{name}`", f"keys: {', '.join(keys)[:200]}", keys)
@@ -143,8 +143,8 @@ PLURALS: dict[Documents, str] = {
 
 @dataclass(frozen=True)
 class DocumentExtractor:
-    """Makes a document of each record of a source. `names` are those of a table without a header
-    line.
+    """Makes a document of each record of a source. `names` are the column names of a table without
+    a header line.
     """
 
     column: str = "text"
@@ -169,19 +169,19 @@ class DocumentExtractor:
 
     @property
     def takes_records(self) -> bool:
-        """Whether a document is made of a whole record, rather than of one text column."""
+        """Whether a document is made of a whole record rather than of one text column."""
         return self.documents != "text"
 
     @property
     def exact_numbers(self) -> bool:
-        """Whether records may hold what must be kept to the last digit: the arguments of a call, in
-        a message.
+        """Whether numbers in records must be kept exactly: the arguments of a tool call in a
+        message.
         """
         return self.documents in ("chat", "preference")
 
     @property
     def required_columns(self) -> list[str]:
-        """The columns that every record must have, where they do not depend on it."""
+        """The columns that every record must have, as far as that does not depend on the record."""
         if self.exact_numbers:
             return []
         return (
@@ -191,7 +191,7 @@ class DocumentExtractor:
         )
 
     def check(self, place: str, there: Sequence[str]) -> None:
-        """Raises WrongInput where a table does not have the columns that are needed."""
+        """Raises WrongInput if a table lacks required columns."""
         if any(name not in there for name in self.required_columns):
             raise self.missing_error(place, list(there))
 
@@ -224,7 +224,7 @@ class DocumentExtractor:
         )
 
     def missing_error(self, place: str, keys: Sequence[str]) -> WrongInput:
-        """The error for a source whose records lack the columns."""
+        """The error for a source whose records lack the required columns."""
         if not self.takes_records:
             return missing_column(place, self.column, list(keys))
         there = ", ".join(keys)[:500]
@@ -245,8 +245,8 @@ class DocumentExtractor:
 
 
 def said(documents: Documents, stored: str) -> list[str]:
-    """The texts of a document, one after another: contents of messages, both sides of a pair, the
-    text that has a label.
+    """The texts of a document in order: contents of messages, both sides of a pair, the text that
+    is labelled.
 
     Raises:
         WrongInput: it is not what `ingest` stores for this kind.
@@ -261,7 +261,7 @@ def said(documents: Documents, stored: str) -> list[str]:
 
 
 def plain_text(documents: Documents, stored: str) -> str:
-    """All that is said in a document as one text.
+    """All texts of a document as one string.
 
     Raises:
         WrongInput: as `said`.
@@ -272,8 +272,8 @@ def plain_text(documents: Documents, stored: str) -> str:
 def with_texts(
     documents: Documents, stored: str, change: Callable[[list[str]], Sequence[str]]
 ) -> str:
-    """The document with its texts changed, and nothing else; `change` gets those of `said` and
-    gives as many.
+    """The document with its texts replaced and all else unchanged; `change` maps the texts of
+    `said` to as many new ones.
 
     Raises:
         WrongInput: as `said`.

@@ -1,5 +1,5 @@
-"""Messages of chats in the usual layouts, brought to one form: `{"role": ..., "content": ...}` and
-whatever other keys they have.
+"""Converts messages of the usual chat layouts to one form: `{"role": ..., "content": ...}` and any
+other keys that they have.
 
 Roles become `system`, `user`, `assistant`, `tool`; contents become text.
 """
@@ -17,7 +17,7 @@ from ingot.data.documents.records import BadRecord, ParsedDocument, checked
 
 Message = dict[str, Any]
 ColumnNames = Mapping[str, str]
-"""Usual name of a column -> its name in the record."""
+"""Standard name of a column -> its name in the record."""
 
 ROLES = {
     "system": "system",
@@ -44,12 +44,12 @@ LAYOUTS: dict[str, frozenset[str]] = {
     "alpaca": frozenset({"instruction", "input", "output", "system", "history"}),
     "hh": frozenset({"text", "system"}),
 }
-"""The usual columns of each layout of a chat, and the keys of its messages."""
+"""The standard columns of each chat layout, including the keys of its messages."""
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 class RecordError(Exception):
-    """A record that does not fit: a short reason, which is counted, and its details."""
+    """A record that cannot be converted: a short reason, which is counted, and details."""
 
     def __init__(self, reason: str, detail: str = "", keys: tuple[str, ...] = ()) -> None:
         super().__init__(reason)
@@ -57,8 +57,8 @@ class RecordError(Exception):
 
 
 def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | BadRecord:
-    """The value of `make` as compact JSON, the form in which all but plain text is stored; a bad
-    record where it raises.
+    """The value of `make` as compact JSON, in which all kinds but plain text are stored; a bad
+    record if it raises.
     """
     try:
         return checked(row, compact_json(make()))
@@ -74,7 +74,7 @@ def compact_json(value: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def check_columns(known: frozenset[str], renamed: tuple[str, ...], where: str) -> None:
-    """Raises WrongInput where `columns` of a source renames what `where` does not have."""
+    """Raises WrongInput if `columns` of a source renames a column that `where` does not have."""
     if unknown := sorted(set(renamed) - known):
         raise WrongInput(
             f"`columns` of a source renames {', '.join(unknown)}, which {where} does not have;"
@@ -83,18 +83,18 @@ def check_columns(known: frozenset[str], renamed: tuple[str, ...], where: str) -
 
 
 def missing_columns(record: Mapping[str, Any], what: str, why: str) -> RecordError:
-    """The fault of a record without the columns of `what`."""
+    """The error for a record without the columns of `what`."""
     keys = tuple(str(key) for key in record)
     return RecordError(f"no {what} columns", f"{why}; keys: {', '.join(keys)[:200]}", keys)
 
 
 def column(record: Mapping[str, Any], usual: str, columns: ColumnNames) -> Any:
-    """The value of a column by its usual name; None also where the column is missing."""
+    """The value of a column by its standard name; None if the column is missing."""
     return record.get(columns.get(usual, usual))
 
 
 def turns_of(value: Any) -> list[Mapping[str, Any]]:
-    """A list of messages, which may also be JSON in a text, as CSV has it."""
+    """A list of messages, which may also be JSON in a string, as in CSV."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -111,8 +111,8 @@ def turns_of(value: Any) -> list[Mapping[str, Any]]:
 
 
 def messages_of(value: Any, kind: str, columns: ColumnNames, *, guess: bool) -> list[Message]:
-    """A list of messages in the form of a layout. `guess`: by the keys that there are, some write
-    one layout's under the other one's column.
+    """Convert a list of messages from a layout. `guess`: choose the layout by the keys present,
+    since some data sets store one layout under the other one's column.
     """
     turns = turns_of(value)
     tags = _tags(turns, kind, columns, guess=guess)
@@ -132,7 +132,7 @@ def _tags(
 
 
 def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Message:
-    """One message; what stands beside role and content and is not null is kept."""
+    """Convert one message; other keys than role and content are kept if they are not null."""
     role = turn.get(role_tag)
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
@@ -148,7 +148,7 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
 
 
 def text_of(value: Any, name: str) -> str:
-    """A content that is a text, or a list of text parts."""
+    """A content that is a string, or a list of text parts."""
     if isinstance(value, list | tuple):
         return "".join(_part(part, name) for part in value)
     if not isinstance(value, str):
@@ -181,8 +181,8 @@ def system_of(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
 
 
 def alpaca_prompt(record: Mapping[str, Any], columns: ColumnNames, what: str) -> list[Message]:
-    """What Alpaca's columns say before the answer: system prompt, earlier exchanges, instruction
-    and input.
+    """The messages before the answer in Alpaca's columns: system prompt, earlier exchanges,
+    instruction and input.
     """
 
     def field(usual: str) -> str:
@@ -219,8 +219,8 @@ def _exchanges(history: Any) -> Iterable[Message]:
 
 
 def hh_messages(value: Any, name: str) -> list[Message]:
-    """A text in which every turn begins with an empty line and `Human:` or `Assistant:` (Bai et al.
-    2022).
+    """Split a text in which every turn begins with an empty line and `Human:` or `Assistant:` (Bai
+    et al. 2022).
     """
     head, *turns = SPEAKER.split(text_of(value, name))
     if head.strip() or not turns:

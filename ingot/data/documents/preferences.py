@@ -1,9 +1,9 @@
-"""Preferences: of two answers to one prompt, the better one. Brought to one form, compact JSON:
-`{"prompt": [messages], "chosen": [messages], "rejected": [messages]}`.
+"""Preferences: two answers to one prompt, of which one is better. Converted to one form, compact
+JSON: `{"prompt": [messages], "chosen": [messages], "rejected": [messages]}`.
 
-They come in the layouts of chats. The prompt stands in the layout's own columns, or in `prompt`, as
-messages or as a text; the answers in `chosen` and `rejected`, as texts or messages. Where these are
-whole conversations, the prompt is how both begin.
+They come in the layouts of chats. The prompt is in the layout's own columns, or in `prompt`, as
+messages or a string; the answers are in `chosen` and `rejected`, as strings or messages. If these
+are whole conversations, the prompt is their common beginning.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ class Preference(NamedTuple):
 
     @property
     def sides(self) -> tuple[list[Message], list[Message]]:
-        """Two whole chats: the prompt with the chosen answer, and with the rejected one."""
+        """Two complete chats: the prompt with the chosen answer, and with the rejected one."""
         return self.prompt + self.chosen, self.prompt + self.rejected
 
 
 def to_preference(
     row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
 ) -> ParsedDocument | BadRecord:
-    """The preference of one record as canonical JSON, or why it holds none. Null counts as absent,
-    and texts may be JSON, as for chats.
+    """The preference of one record as canonical JSON, or the reason why there is none. Null counts
+    as absent, and strings may be JSON, as for chats.
 
     Args:
-        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which goes by the columns of the
-            record.
-        columns: usual name -> name in the record.
+        layout: `messages`, `sharegpt`, `alpaca`, `hh`, or `auto`, which chooses by the columns of
+            the record.
+        columns: standard name -> name in the record.
 
     Raises:
-        WrongInput: `columns` renames what the layout does not have.
+        WrongInput: `columns` renames a column that the layout does not have.
     """
     check_columns(
         ALL if layout == "auto" else COLUMNS[layout],
@@ -82,7 +82,7 @@ def to_preference(
 
 
 def from_preference(preference: str) -> Preference:
-    """What `to_preference` wrote.
+    """Parse what `to_preference` wrote.
 
     Raises:
         WrongInput: it is no such preference.
@@ -139,16 +139,14 @@ def _preference(record: Mapping[str, Any], layout: str, columns: ColumnNames) ->
     if prompt is None:
         return _parted(system_of(record, columns), chosen, rejected)
     if _begins(chosen, prompt) and _begins(rejected, prompt):
-        # Some repeat the prompt in both answers.
+        # Some data sets repeat the prompt in both answers.
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     before = prompt if kind == "alpaca" else [*system_of(record, columns), *prompt]
     return Preference(before, chosen, rejected)
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
-    """The layout of the column that the prompt stands in; where there is none, that of the
-    answers.
-    """
+    """The layout of the column that holds the prompt; if there is none, that of the answers."""
     for name, kind in (
         ("prompt", "messages"),
         ("messages", "messages"),
@@ -166,7 +164,7 @@ def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
 def _prompt(
     record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message] | None:
-    """What stands before the answers; None where no column has it."""
+    """The messages before the answers; None if no column has them."""
     if kind == "alpaca":
         return alpaca_prompt(record, columns, "preference")
     for name in ("conversations",) if kind == "sharegpt" else ("prompt", "messages"):
@@ -183,7 +181,7 @@ def _prompt(
 def _answer(
     record: Mapping[str, Any], name: Side, kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message]:
-    """An answer: a text, one message, or several."""
+    """An answer: a string, one message, or several."""
     value = _in_json(column(record, name, columns))
     if isinstance(value, str):
         return [assistant(text_of(value, columns.get(name, name)))]
@@ -196,7 +194,9 @@ def _answer(
 
 
 def _in_json(value: Any) -> Any:
-    """A message or several that stand as JSON in a text; any other text stays one."""
+    """Parse a string that is JSON of one or several messages; any other string is returned
+    unchanged.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(("[{", "{")):
         return value
     try:
@@ -210,7 +210,7 @@ def _in_json(value: Any) -> Any:
 def _parted(
     before: list[Message], chosen: Sequence[Message], rejected: Sequence[Message]
 ) -> Preference:
-    """Two whole conversations, parted where they first differ."""
+    """Split two whole conversations where they first differ."""
     same = next(
         (
             place

@@ -1,4 +1,4 @@
-"""What parsing a file yields: documents with their rows, and bad records with the reason."""
+"""What parsing a file yields: documents with their rows, and bad records with reasons."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LARGEST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ParsedDocument:
-    """A text and its row: the line for JSONL, CSV and TSV, the number of the item for a JSON list
-    and Parquet, from 1.
+    """A text and its row, counted from 1: the line for JSONL, CSV and TSV, the item for a JSON list
+    and Parquet.
     """
 
     row: int
@@ -21,20 +21,20 @@ class ParsedDocument:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that could not be read: a short reason, which is counted, and its details."""
+    """A record that could not be read: a short reason, which is counted, and details."""
 
     row: int
     reason: str
     detail: str = ""
     keys: tuple[str, ...] = ()
-    """The record's keys, where the text column was missing."""
+    """The record's keys if the text column was missing."""
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 def checked(row: int, text: str) -> ParsedDocument | BadRecord:
-    """The text as a document if UTF-8 can hold it and it is not only white space."""
+    """The text as a document if it can be encoded as UTF-8 and is not only white space."""
     if not text or text.isspace():
         return BadRecord(row, "empty text")
     if not text.isascii():

@@ -1,1 +1,1 @@
-"""Where the work of `prepare` runs: this machine, Spark, Beam. The work is the same everywhere."""
+"""Where the work of `prepare` runs: this machine, Spark or Beam, with the same result."""

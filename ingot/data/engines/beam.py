@@ -1,4 +1,4 @@
-"""Does the work with an Apache Beam runner. Runs in the environment that apache-beam lives in
+"""Runs the work with an Apache Beam runner, in an environment with apache-beam
 (constraints-beam.txt).
 """
 
@@ -22,24 +22,24 @@ from ingot.data.engines.shared import AREA
 
 LOOK_EVERY_S = 0.5
 LISTS = ("labels", "experiments", "dataflow_service_options")
-"""Options that take several values, which are told apart by commas."""
+"""Options that take several values, separated by commas."""
 _one_bundle = threading.Lock()
-"""Beam gives a worker process several bundles at a time, a thread each; what a process keeps (an
-open stage, a folder of files) is for one task at a time. Processes are the parallelism.
+"""Beam runs several bundles at a time in threads of one worker process, but per-process state (an
+open stage, a working folder) serves one task at a time. Parallelism comes from processes.
 """
 
 
 @dataclass(frozen=True)
 class BeamEngine:
-    """One pipeline a stage: tasks in, each one's outcome as a small file in `folder`, which all
-    workers see.
+    """One pipeline per stage: tasks in, and each task's outcome as a small file in `folder`, which
+    all workers must see.
 
     Args:
         runner: Beam's runner.
-        partitions: how many bundles a stage is cut into; 0: one for each task.
+        partitions: how many bundles a stage is divided into; 0: one per task.
         options: Beam's pipeline options by name.
-        folder: where outcomes lie until they are read; of this engine alone.
-        shared: address in a bucket where they lie instead, where workers see no shared disk.
+        folder: where outcomes are stored until they are read; used by this engine only.
+        shared: address in a bucket used instead of `folder` if workers share no disk.
     """
 
     runner: str
@@ -84,7 +84,7 @@ class BeamEngine:
         return [result_of(outcome) for outcome in found]
 
     def close(self) -> None:
-        """Each stage ended its own pipeline."""
+        """Nothing to close: each stage ended its own pipeline."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """Outcomes as objects."""
+    """Outcomes as objects in a bucket."""
 
     url: str
 
@@ -129,7 +129,9 @@ class _InBucket:
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Does some tasks in one worker and leaves their outcomes; others of the same process wait."""
+    """Runs a bundle of tasks in a worker and stores their outcomes; holds a lock, so that other
+    bundles of the process wait.
+    """
 
     work: Stage[Any, Any]
     outcomes: _OnDisk | _InBucket
@@ -148,7 +150,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _beam(engine: BeamEngine) -> tuple[Any, Any]:
-    """The library and its options."""
+    """The Beam module and the pipeline options."""
     try:
         import apache_beam as beam
         from apache_beam.options.pipeline_options import PipelineOptions
@@ -157,12 +159,12 @@ def _beam(engine: BeamEngine) -> tuple[Any, Any]:
             "data.engine.kind beam needs apache-beam, which lives in an environment of its own"
             f" ({error}); `make beam` makes it, then set data.engine.python to its interpreter"
         ) from error
-    # Workers unpickle tasks by name, so a main module need not travel.
+    # Workers unpickle tasks by name, so the main module need not be shipped.
     return beam, PipelineOptions(flags=list(_flags(engine.options)), save_main_session=False)
 
 
 def _flags(options: Mapping[str, str]) -> Iterator[str]:
-    """Options as a command line would give them, whose types Beam knows."""
+    """Options as command-line flags, whose types Beam knows."""
     for name, value in options.items():
         for one in value.split(",") if name in LISTS else [value]:
             yield f"--{name}" if one == "true" else f"--{name}={one}"

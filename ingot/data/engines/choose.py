@@ -1,4 +1,4 @@
-"""From the knob `data.engine` to what does the work."""
+"""Opens the engine that the knob `data.engine` asks for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ingot.data.engines.spark import SparkEngine
 
 
 def open_engine(knobs: LocalKnobs | SparkKnobs | BeamKnobs, folder: Path) -> Engine:
-    """The engine that a recipe asks for; it may keep files in `folder`, the run's `data`, while it
-    works. Nothing is started before there is work.
+    """The engine that a recipe asks for; it may use `folder`, the run's `data`, for temporary
+    files. Nothing is started before there is work.
     """
     if knobs.kind == "local":
         return LocalEngine(knobs.workers)

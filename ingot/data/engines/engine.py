@@ -1,8 +1,7 @@
-"""The face of an engine: one stage of work, done for many tasks by any number of processes
-anywhere.
+"""The interface of an engine: runs one stage of work over many tasks in any number of processes.
 
-A task becomes a result by a pure function of the task and of files that every worker sees; larger
-results are files. So which engine does the work, and how it divides it, does not change the output.
+A task becomes a result by a pure function of the task and of files that every worker sees; large
+results are files. So the output does not depend on the engine or on how it divides the work.
 """
 
 from __future__ import annotations
@@ -21,28 +20,26 @@ Task_contra = TypeVar("Task_contra", contravariant=True)
 Result_co = TypeVar("Result_co", covariant=True)
 
 Advance = Callable[[int], None]
-"""Called with the bytes of input that were just done. Raises `Failed` where the work is to stop."""
+"""Called with the number of input bytes just processed. Raises `Failed` if the work is to stop."""
 
 
 class Stage(Protocol[Task_contra, Result_co]):
-    """One stage, picklable: what is the same for all its tasks. A frozen dataclass of plain
-    values.
-    """
+    """One stage, picklable: what all its tasks share. A frozen dataclass of plain values."""
 
     def open(self) -> Callable[[Task_contra, Advance], Result_co]:
-        """Called once in each worker process: opens what the tasks share and returns what does one
-        task.
+        """Called once in each worker process: opens what the tasks share and returns the function
+        that runs one task.
         """
         ...
 
 
 class Engine(Protocol):
-    """Runs all tasks of a stage. Results are small and come in the order of the tasks."""
+    """Runs all tasks of a stage. Results are small and returned in the order of the tasks."""
 
     def run(
         self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
     ) -> list[Result]:
-        """Raises what the work raises; Failed where a worker dies."""
+        """Raises what the work raises; Failed if a worker dies."""
         ...
 
     def close(self) -> None:
@@ -52,7 +49,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """A task's result, or the message of an error of ingot's own, which is raised again in the
+    """A task's result, or the message of one of ingot's own errors, which is raised again in the
     command's process.
     """
 
@@ -64,8 +61,8 @@ class TaskOutcome:
 def attempt(
     work: Stage[Task, Any], numbered: Iterable[tuple[int, Task]], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, TaskOutcome]]:
-    """Run some tasks in one worker. Errors other than ingot's own are raised: the engine may retry
-    the task.
+    """Run tasks in one worker. Errors other than ingot's own are raised: the engine may retry the
+    task.
     """
     try:
         do = open_stage(work)
@@ -86,7 +83,7 @@ _last: list[tuple[bytes, Callable[[Any, Callable[[int], None]], Any]]] = []
 
 
 def open_stage(work: Stage[Task, Result]) -> Callable[[Task, Callable[[int], None]], Result]:
-    """The function that does a task of this stage; opened again only after another stage."""
+    """The function that runs a task of this stage; the last opened stage is cached."""
     key = pickle.dumps(work)
     if not _last or _last[0][0] != key:
         _last[:] = [(key, work.open())]
@@ -94,7 +91,7 @@ def open_stage(work: Stage[Task, Result]) -> Callable[[Task, Callable[[int], Non
 
 
 def result_of(outcome: TaskOutcome) -> Any:
-    """The result, or the error raised again."""
+    """The result; raises the error of a failed task."""
     if outcome.error is not None:
         raise (WrongInput if outcome.wrong_input else Failed)(outcome.error)
     return outcome.result

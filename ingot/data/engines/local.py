@@ -1,4 +1,4 @@
-"""Does the work in several processes on this machine."""
+"""Runs the work in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOOK_EVERY_S = 0.5
 
 
 class LocalEngine:
-    """Up to `workers` processes (0: one per core); this process alone where one is enough. They
-    live from stage to stage, until `close`.
+    """Up to `workers` processes (0: one per core), or only this process if one is enough. The
+    processes are reused across stages until `close`.
     """
 
     def __init__(self, workers: int = 0) -> None:
@@ -31,8 +31,8 @@ class LocalEngine:
         self._pool: _Pool | None = None
 
     def warm(self, *modules: str) -> None:
-        """Import what the workers will need in the process that they are forked from, while this
-        one goes on.
+        """Import modules that the workers will need in the process that they are forked from, in
+        the background.
         """
         if self._workers > 1:
             multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
@@ -54,8 +54,8 @@ class LocalEngine:
             raise
 
     def close(self) -> None:
-        """End the processes. They notice at their next batch of documents; until then they write,
-        so they are waited for.
+        """End the processes. They notice at their next batch of documents; until then they may
+        write, so they are joined.
         """
         if self._pool is not None:
             self._pool.close()
@@ -63,13 +63,13 @@ class LocalEngine:
 
 
 class _Pool:
-    """Worker processes, and what they share with this one: how many bytes they have done, and
-    whether they are to stop.
+    """Worker processes and the state they share with this one: bytes processed and the stop
+    flag.
     """
 
     def __init__(self, workers: int) -> None:
-        # Not forked from here: a fork copies the threads' locks of Arrow and tokenizers, but not
-        # the threads.
+        # Not forked from this process: a fork copies the locks of Arrow's and tokenizers' threads,
+        # but not the threads.
         context = multiprocessing.get_context("forkserver")
         self._advanced, self._stop = context.Value("Q", 0), context.Event()
         self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
@@ -105,7 +105,7 @@ class _Pool:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -123,7 +123,7 @@ def _run_here(work: Stage[Task, Result], tasks: Sequence[Task], progress: Progre
 
 
 class _Shared:
-    """What a worker process shares with the one that started it."""
+    """What a worker process shares with its parent."""
 
     def __init__(self, advanced: Synchronized[int], stop: Event) -> None:
         self._advanced, self._stop = advanced, stop
@@ -139,8 +139,7 @@ _shared: list[_Shared] = []
 
 
 def _start(advanced: Synchronized[int], stop: Event) -> None:
-    # One thread per process: the processes are the parallelism. And Ctrl-C is the parent's to
-    # answer.
+    # One thread per process: parallelism comes from processes. Ctrl-C is handled by the parent.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -148,8 +147,8 @@ def _start(advanced: Synchronized[int], stop: Event) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever, and write beside the next
-    run.
+    """Die with the parent: an orphaned worker would wait for work for ever, and write beside the
+    next run.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

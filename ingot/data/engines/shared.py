@@ -1,11 +1,11 @@
-"""Work for machines that share no disk with this one, only a bucket: a stage's workers fetch the
-files they open, and send those they write.
+"""Work for machines that share only a bucket with this one: a stage's workers fetch the files that
+they open and upload those that they write.
 
-Wraps an engine. Before a stage every file of `data/` that is in the bucket neither as part of the
-run's replica nor from an earlier stage is sent, and a list of them all; a worker has a folder of
-its own, whose paths fetch their files when they are first used; what its tasks wrote is in the
-folder here before the stage returns. So this machine's disk must hold the run folder, a worker's
-only what its tasks touch.
+Wraps an engine. Before a stage, every file of `data/` that is in the bucket neither as part of the
+run's replica nor from an earlier stage is uploaded, and then a list of all files. A worker has a
+folder of its own, whose paths fetch their files on first use; what its tasks wrote is downloaded to
+the run folder here before the stage returns. So this machine's disk must hold the run folder, a
+worker's only what its tasks touch.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ingot.base.storage import fsync_folder
 from ingot.data.engines.engine import Advance, Engine, Result, Stage, Task
 
 AREA = "engine"
-"""Below the address: lists of files, and files that stages hand each other; removed at the end."""
+"""Prefix in the bucket of file lists and files that stages exchange; removed at the end."""
 KEPT_BYTES = 4 << 30
-"""How much a worker process keeps of what its tasks fetched."""
+"""Fetched bytes that a worker process keeps before it empties its folder."""
 
 
 class SharedEngine:
-    """`engine`, whose workers share with this machine no more than `gs://...`, the address of the
-    run's replica. `root` is the run folder here.
+    """Runs `engine` with workers that share nothing with this machine but the bucket at `url`, the
+    address of the run's replica. `root` is the run folder here.
     """
 
     def __init__(self, engine: Engine, root: Path, url: str) -> None:
         self._engine, self._root, self._bucket = engine, root.absolute(), open_bucket(url)
-        self._made: dict[str, IndexEntry] | None = None  # what lies in the area, by path
+        self._made: dict[str, IndexEntry] | None = None  # the files in `AREA`, by path
 
     def run(
         self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
@@ -62,14 +62,16 @@ class SharedEngine:
         return [result for result, _ in done]
 
     def close(self) -> None:
-        """Ends the workers, and removes what the stages left in the bucket."""
+        """End the workers, and remove what the stages left in the bucket."""
         self._engine.close()
         if self._made is not None:
             self._empty()
             self._made = None
 
     def _publish(self) -> str:
-        """Send what workers may want and cannot get yet; returns the name of the list of all."""
+        """Upload files that workers may need and cannot get yet; returns the name of the list of
+        all files.
+        """
         if self._made is None:
             self._empty()
             self._made = {}
@@ -91,14 +93,14 @@ class SharedEngine:
         entries = [entry for entry in in_parallel(known, paths) if entry is not None]
         memory.write()
         self._made = {entry.path: entry for entry in entries}
-        name = (  # a worker process may have met others of this run
+        name = (  # unique, since a worker process may have seen other lists of this run
             f"{AREA}/stage-{uuid.uuid4().hex}.json"
         )
         self._bucket.put(name, json.dumps([asdict(entry) for entry in entries]).encode())
         return name
 
     def _take(self, written: Mapping[str, IndexEntry]) -> None:
-        """Bring here what the workers wrote."""
+        """Download what the workers wrote."""
         assert self._made is not None
         in_parallel(
             lambda entry: fetch_file(
@@ -116,8 +118,8 @@ class SharedEngine:
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """The stage as a worker gets it: the work, pickled, with the paths of the machine that asked,
-    and the object that lists the files.
+    """The stage as sent to a worker: the pickled work with this machine's paths, and the name of
+    the object that lists the files.
     """
 
     work: bytes
@@ -139,7 +141,7 @@ class RemoteStage:
 
 
 class SharedPath(PosixPath):
-    """A path in a worker's folder, whose file is there as soon as anybody asks for it by name."""
+    """A path in a worker's folder, whose file is fetched as soon as it is used."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -152,7 +154,7 @@ class SharedPath(PosixPath):
         return str(self)
 
     def glob(self, pattern: str, **how: Any) -> Iterator[SharedPath]:  # type: ignore[override]
-        """Those that can be fetched too."""
+        """Includes files that can be fetched."""
         return (path for path in self.iterdir() if path.match(pattern))
 
     def iterdir(self) -> Iterator[SharedPath]:  # type: ignore[override]
@@ -176,12 +178,10 @@ class _WorkerFolder:
         self.prefix, self.root, self._bucket = f"{place}/", SharedPath(place), open_bucket(url)
         self.entries: dict[str, IndexEntry] = {}
         self.fetched_by_tasks = 0
-        self._seen: dict[str, tuple[int, int]] = {}  # size and time of what was fetched or sent
+        self._seen: dict[str, tuple[int, int]] = {}  # size and mtime of files fetched or sent
 
     def list_anew(self, name: str) -> None:
-        """Know the files of this stage; what this process has of them, and did not change,
-        stays.
-        """
+        """Read the file list of this stage; local files that have not changed are kept."""
         self._bucket = open_bucket(self._bucket.url)
         entries = {
             entry["path"]: IndexEntry(**entry) for entry in json.loads(self._bucket.get(name))
@@ -191,7 +191,7 @@ class _WorkerFolder:
         self.entries = entries
 
     def provide(self, path: str) -> None:
-        """Have the file, if there is one of that name; for a folder, the folder."""
+        """Fetch the file of that name, if there is one; create it if it is a folder."""
         entry, full = self.entries.get(path), self.prefix + path
         if entry is None:
             if any(name.startswith(f"{path}/") for name in self.entries):
@@ -202,7 +202,7 @@ class _WorkerFolder:
             self.fetched_by_tasks += entry.bytes
 
     def send_new(self) -> list[IndexEntry]:
-        """Send what was written since the last call, and make room."""
+        """Upload what was written since the last call; empty the folder if it holds too much."""
         new = [
             path
             for path in local_files(Path(self.prefix))
@@ -227,7 +227,7 @@ class _WorkerFolder:
         self._seen[path] = _signature(self.prefix + path)
 
     def _drop(self, path: str) -> None:
-        Path(self.prefix + path).unlink(missing_ok=True)  # who has it open or mapped keeps it
+        Path(self.prefix + path).unlink(missing_ok=True)  # who has it open keeps it
         del self._seen[path]
 
 
@@ -235,7 +235,7 @@ _folders: dict[tuple[str, int], _WorkerFolder] = {}
 
 
 def _folder(url: str) -> _WorkerFolder:
-    """This process's, not the one that it was forked from."""
+    """This process's folder, not that of the process it was forked from."""
     key = (url, os.getpid())
     for other in [other for other in _folders if other != key]:
         del _folders[other]
@@ -245,20 +245,20 @@ def _folder(url: str) -> _WorkerFolder:
 
 
 def moved(value: Any, root: Path, to: Path) -> Any:
-    """The same with every path below `root` below `to`."""
+    """The value with every path below `root` moved below `to`."""
     return _each(
         value, lambda path: to / path.relative_to(root) if path.is_relative_to(root) else path
     )
 
 
 def _absolute(value: Any) -> Any:
-    """The same for who stands in another folder."""
+    """The value with absolute paths, for processes with another working directory."""
     return _each(value, lambda path: Path(os.path.abspath(path)))
 
 
 def _each(value: Any, change: Callable[[Path], Path]) -> Any:
-    """A value whose paths are changed, inside of dataclasses, tuples, lists and dictionaries
-    too.
+    """Apply `change` to all paths in a value, also inside dataclasses, tuples, lists and
+    dictionaries.
     """
     if isinstance(value, Path):
         return change(value)
@@ -275,8 +275,8 @@ def _each(value: Any, change: Callable[[Path], Path]) -> Any:
 
 
 def _send(bucket: Bucket, root: Path, local: LocalFile) -> IndexEntry:
-    """A file into the area, under its path and content: who does a task twice writes the same
-    object twice.
+    """Upload a file to the area, named by path and content, so that a repeated task writes the same
+    object.
     """
     name = f"{AREA}/files/{local.path}~{local.crc32c.replace('/', '_')}-{local.bytes}"
     blob = bucket.put(name, root / local.path)

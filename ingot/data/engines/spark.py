@@ -1,4 +1,4 @@
-"""Does the work in the workers of Apache Spark (the API of Spark 3.5). The driver holds tasks and
+"""Runs the work in the workers of Apache Spark (the API of Spark 3.5). The driver holds tasks and
 their small results.
 """
 
@@ -20,12 +20,12 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class SparkEngine:
-    """A Spark application of its own for all stages of one process.
+    """One Spark application for all stages of a process.
 
     Args:
-        master: Spark's master; None: what spark-submit or the environment says.
-        partitions: how many partitions a stage is cut into; 0: one for each task.
-        conf: further settings of Spark.
+        master: Spark's master; None: taken from spark-submit or the environment.
+        partitions: how many partitions a stage is divided into; 0: one per task.
+        conf: further Spark settings.
 
     The workers need ingot installed, and the run folder at the same path (a shared disk) or work
     that is wrapped for a bucket (`shared.py`).
@@ -65,7 +65,7 @@ class SparkEngine:
                 raise
         try:
             outcomes = dict(job.result())
-        except Exception as error:  # py4j's and Spark's own
+        except Exception as error:  # errors of py4j and Spark
             raise Failed(
                 f"Spark gave up ({_first_line(error)}); see the log of its workers, or try"
                 " data.engine.kind=local"
@@ -73,7 +73,7 @@ class SparkEngine:
         return [result_of(outcomes[number]) for number in range(len(tasks))]
 
     def close(self) -> None:
-        """The application ends with this process; starting it again for another stage would cost
+        """The application ends with this process; restarting it for another stage would take
         seconds.
         """
 
@@ -93,7 +93,7 @@ def _context(engine: SparkEngine) -> Any:
             f"data.engine.kind spark needs a package that is not installed ({error}); pip install"
             " 'ingot[spark]'"
         ) from error
-    # Workers on this machine run this interpreter, others what their image or PYSPARK_PYTHON says.
+    # Workers on this machine use this interpreter, others that of their image or PYSPARK_PYTHON.
     if (engine.master or "").startswith("local"):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     conf = (

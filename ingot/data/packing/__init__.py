@@ -1,1 +1,1 @@
-"""Which records share a training row: the planning of row tables, and their files."""
+"""Which records share a training row: planning of row tables, and their files."""

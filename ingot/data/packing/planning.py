@@ -1,8 +1,7 @@
-"""Plans the rows of one part of columns: the stage of packing that workers run.
+"""Plans the rows of one part of columns: the packing stage that workers run.
 
 Rows of texts and chats are packed best fit decreasing within windows of records. Of preferences,
-pairs and labelled texts each row is one record, and records in which nothing could be learnt are
-left out.
+pairs and labelled texts each row is one record, and records without a trained token are left out.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from ingot.data.splits import Split
 Ids = npt.NDArray[np.int64]
 
 WINDOW = 65_536
-"""Records that are planned together. Larger ones would leave less padding still, but there is next
-to none.
+"""Records planned together. A larger window would hardly reduce the padding, which is nearly
+zero.
 """
 
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """What packing did to the records of a part, or of all parts."""
+    """Statistics of packing for one part or all parts."""
 
     rows: int = 0
     tokens: int = 0
-    """Tokens that lie in rows; of texts and chats what is left of rows times seq_len is padding."""
+    """Tokens in rows; for texts and chats, the rest of rows times seq_len is padding."""
     split: int = 0
     """Records longer than a row that were split into several pieces."""
     truncated: int = 0
-    """Records longer than a row that were cut to its length."""
+    """Records longer than a row that were truncated to it."""
     lost: int = 0
-    """Records left out since nothing is trained in what truncation left of them, or of one of their
-    sides.
+    """Records left out because truncation removed every trained token of the record or of one of
+    its sides.
     """
     untrained: int = 0
-    """Records left out since nothing is trained in them anyway: no mask is set, or there are too
-    few tokens.
+    """Records left out because they have no trained token: no mask is set, or they have too few
+    tokens.
     """
 
     def __add__(self, other: PackingCounts) -> PackingCounts:
@@ -68,16 +67,16 @@ class PlannedPart:
 
 
 def any_set(mask: Column, begins: Ids, ends: Ids) -> npt.NDArray[np.bool_]:
-    """Whether a one lies anywhere in each of the spans `begins` to `ends` of the stream; the spans
-    ascend.
+    """Whether the mask is set anywhere in each of the spans `begins` to `ends` of the stream; the
+    spans ascend.
     """
     some = ends > begins
     found = np.zeros(len(begins), np.bool_)
     if some.any():
         begins, ends = begins[some], ends[some]
         values = mask.slice(int(begins[0]), int(ends[-1]))
-        # Every other result is of what lies between two spans. The end of the last one is that of
-        # the values, and left out.
+        # Every other result is of the gap between two spans. The end of the last span is the end of
+        # the values, which reduceat does not accept.
         edges = np.stack((begins, ends), axis=1).ravel()[:-1] - begins[0]
         found[some] = np.maximum.reduceat(values, edges)[::2] > 0
     return found
@@ -87,7 +86,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def column_limits(documents: Documents, seq_len: int, target_len: int | None) -> dict[str, int]:
-    """How many ids of each column of ids lie in a row."""
+    """The maximum number of ids per row of each column of ids."""
     return {
         name: target_len if name == "target" and target_len is not None else seq_len
         for name in token_columns(COLUMNS[documents])
@@ -96,7 +95,9 @@ def column_limits(documents: Documents, seq_len: int, target_len: int | None) ->
 
 @dataclass(frozen=True)
 class SingleRecordStage:
-    """The stage: from parts of columns to their row tables, called `table`."""
+    """The stage for kinds with one record per row: from parts of columns to their row tables, named
+    `table`.
+    """
 
     folder: Path
     table: str
@@ -138,7 +139,7 @@ class SingleRecordStage:
     def _pieces(
         self, columns: dict[str, Column], first: int, last: int
     ) -> tuple[Ids, PackingCounts]:
-        """(record, 0, ids) of the records `first` to `last` that are kept, [P, 3]."""
+        """(record, 0, ids) of the kept records among `first` to `last`, [P, 3]."""
         most = column_limits(self.documents, self.seq_len, self.target_len)
         lengths = {name: columns[name].lengths(first, last).astype(np.int64) for name in most}
         kept = {name: np.minimum(lengths[name], most[name]) for name in most}
@@ -168,7 +169,7 @@ class SingleRecordStage:
 
 @dataclass(frozen=True)
 class PackStage:
-    """The stage: from parts of columns to their row tables."""
+    """The stage for texts and chats: from parts of columns to their row tables."""
 
     folder: Path
     table: str
@@ -206,14 +207,14 @@ class PackStage:
     def _pieces(
         self, tokens: Column, mask: Column | None, first: int, last: int
     ) -> tuple[Ids, PackingCounts]:
-        """(record, begin, length) of all pieces of the records `first` to `last`, [P, 3], in their
+        """(record, begin, length) of all pieces of the records `first` to `last`, [P, 3], in
         order.
         """
         lengths = tokens.lengths(first, last).astype(np.int64)
         long = lengths > self.seq_len
         if mask is None:
-            # The last token is no place to learn anything at, so of a record of k * seq_len + 1
-            # tokens no piece of one is made.
+            # The last token has no label, so a record of k * seq_len + 1 tokens gets no piece of
+            # one token.
             number = np.where(lengths > 1, -(-(lengths - 1) // self.seq_len), 0)
             counts = PackingCounts(
                 split=int((number > 1).sum()), untrained=int((number == 0).sum())
@@ -243,15 +244,15 @@ class PackStage:
 
 
 def best_fit(sizes: Ids, capacity: int) -> Ids:
-    """A bin for each size, so that no bin holds more than `capacity`: best fit decreasing.
+    """Assign each size to a bin of at most `capacity`: best fit decreasing.
 
-    The largest goes first, each to where it leaves the least room; of equal ones the first goes
-    first. `sizes` are at least 1 and at most `capacity`.
+    The largest size goes first, each into the bin where it leaves the least room; ties go by order.
+    `sizes` are between 1 and `capacity`.
     """
     bins = [0] * len(sizes)
     order = np.argsort(-sizes, kind="stable")
-    # Bit r is set where a bin has room for exactly r more; the lowest set bit from `size` on is the
-    # best fit.
+    # Bit r is set if some bin has exactly r left; the lowest set bit from `size` on is the best
+    # fit.
     room, with_room, opened = 0, list[list[int]]([] for _ in range(capacity + 1)), 0
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         fitting = room >> size
@@ -271,9 +272,7 @@ def best_fit(sizes: Ids, capacity: int) -> Ids:
 
 
 def _by_row(bins: Ids) -> tuple[Ids, Ids]:
-    """Pieces in the order of rows, and how many each row has. Rows come in the order of their first
-    pieces.
-    """
+    """Pieces ordered by row, and how many each row has. Rows are ordered by their first pieces."""
     if not len(bins):
         return bins, bins
     _, first, row, sizes = np.unique(

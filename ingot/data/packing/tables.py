@@ -1,8 +1,7 @@
 """Row tables: which records lie in which training row, written once for each way of packing.
 
 A row table is a column of its own, `SPLIT.rows-PACK-SEQ_LEN-NNNNN`, int64: each of its records is a
-row, and its elements are triples (record, begin, length), the pieces of the part's records that lie
-in the row one after the other.
+row of triples (record, begin, length), the consecutive pieces of the part's records in that row.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordSt
 from ingot.data.splits import Split
 
 ONE_PER_ROW: tuple[Documents, ...] = ("preference", "pair", "labelled")
-"""Kinds of documents of which each row is one record."""
+"""Kinds of documents with one record per row."""
 PLAN = "pack-1"
-"""Named in the marker; raise it when the same columns would give other rows."""
+"""Version in the marker; raise it when the same columns would give other rows."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class RowTables:
 
     @property
     def padding(self) -> float:
-        """The share of all positions that no token is in; 0 where there is one record a row, since
-        batches are no longer than their longest.
+        """The share of positions that are padding; 0 for one record per row, whose batches are only
+        as long as their longest sample.
         """
         return (
             0.0
@@ -93,7 +92,7 @@ class RowTables:
 
 
 def table_name(how: str, seq_len: int, target_len: int | None = None) -> str:
-    """What the tables of one way of packing are called; `target_len` is for pairs alone."""
+    """The name of the tables of one way of packing; `target_len` applies to pairs only."""
     return f"rows-{how}-{seq_len}" + (f"-{target_len}" if target_len is not None else "")
 
 
@@ -106,11 +105,10 @@ def pack(
     progress: Progress,
     target_len: int | None = None,
 ) -> RowTables:
-    """Write the row tables of all parts, unless they are there already; tables of other data are
-    removed.
+    """Write the row tables of all parts, unless they exist; tables of other data are removed.
 
     Args:
-        target_len: tokens in the target of a pair; for pairs alone.
+        target_len: tokens in the target of a pair; for pairs only.
 
     Raises:
         WrongInput: a part is damaged.
@@ -160,10 +158,10 @@ def pack(
 def read_packed(
     folder: Path, prepared: PreparedData, seq_len: int, how: str, target_len: int | None = None
 ) -> RowTables:
-    """The tables that `pack` wrote for these data; only sizes of files are checked.
+    """The tables that `pack` wrote for these data; only file sizes are checked.
 
     Raises:
-        WrongInput: there are none, they are of other data, or a file is missing or cut.
+        WrongInput: there are none, they belong to other data, or a file is missing or truncated.
     """
     name = f"{table_name(how, seq_len, target_len)}.json"
     marker = read_marker(folder, name)
@@ -180,7 +178,7 @@ def read_packed(
 
 
 def keep_packed(old: Path, new: Path, prepared: PreparedData) -> None:
-    """Bring the row tables of these data from one folder of columns to another."""
+    """Link the row tables of these data from one folder of columns to another."""
     for name in markers_of(old, prepared):
         marker = read_marker(old, name) or {"files": []}
         if not missing_files(old, marker):
@@ -189,7 +187,7 @@ def keep_packed(old: Path, new: Path, prepared: PreparedData) -> None:
 
 
 def markers_of(folder: Path, prepared: PreparedData | None = None) -> list[str]:
-    """The markers of all row tables in `folder`, or of those that are of these data."""
+    """The markers of all row tables in `folder`, or only of those for these data."""
     names = sorted(path.name for path in folder.glob("rows-*-*.json"))
     return [
         name
@@ -199,15 +197,13 @@ def markers_of(folder: Path, prepared: PreparedData | None = None) -> list[str]:
 
 
 def _data(prepared: PreparedData) -> str:
-    """What row tables are bound to: the records, and whether a mask says which of their tokens are
-    trained.
-    """
+    """The identity that row tables are bound to: the records, and whether they have a mask."""
     return fingerprint({"data": prepared.data, "columns": prepared.columns})
 
 
 def _sweep(folder: Path, data: str) -> None:
-    """Remove the tables of other data, and what killed runs left; those of other lengths stay,
-    another recipe may ask for them.
+    """Remove the tables of other data and leftovers of killed runs. Tables of other lengths stay,
+    as another recipe may use them.
     """
     keep: set[str] = set()
     for name in markers_of(folder):

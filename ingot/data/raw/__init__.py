@@ -1,3 +1,3 @@
-"""`data/raw/`: ingested documents as Parquet, the tasks that write it, and the ranges it is read
-in.
+"""`data/raw/`: ingested documents as Parquet, the tasks that write it, and the ranges in which it
+is read.
 """

@@ -1,9 +1,8 @@
-"""The tasks of `ingest`: the files of a source cut into blocks, and what a worker does with one
+"""The tasks of `ingest`: dividing the files of a source into blocks, and what a worker does with a
 task.
 
-What a task holds follows from the files alone, not from the number of workers. Plain JSON Lines are
-cut at newlines, multistream dumps between streams; other files stay whole, and small ones share a
-task.
+Tasks depend on the files only, not on the number of workers. Plain JSON Lines are divided at
+newlines, multistream dumps between streams; other files stay whole, and small ones share a task.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ BLOCKS = 64
 SMALLEST_BYTES = 16_000_000
 LARGEST_BYTES = 256_000_000
 MULTISTREAM = "-multistream.xml.bz2"
-# How a bzip2 stream begins: its own head at the strongest level, then that of its first block.
+# How a bzip2 stream begins: its header at the highest compression level, then that of its first
+# block.
 STREAM = b"BZh91AY&SY"
 
 
@@ -53,8 +53,8 @@ class FileBlock:
 
 
 def block_bytes(total: int) -> int:
-    """How much a task should hold, of so many bytes: enough tasks for any number of workers, and
-    not millions of them.
+    """Bytes per task for an input of `total` bytes: enough tasks for any number of workers, but not
+    millions.
     """
     return min(max(total // BLOCKS, SMALLEST_BYTES), LARGEST_BYTES)
 
@@ -66,7 +66,7 @@ def cut_into_tasks(files: Iterable[SourceFile], block: int) -> Iterator[tuple[Fi
         for piece in _pieces(file, block):
             group.append(piece)
             size += piece.bytes
-            # A source that is no file tells no size, and is a task of its own.
+            # A source that is not a file may have no size; it is a task of its own.
             if size >= block or "bytes" not in file.stamp:
                 yield tuple(group)
                 group, size = [], 0
@@ -84,13 +84,13 @@ def _pieces(file: SourceFile, block: int) -> list[FileBlock]:
             return list(_streams(file, block))
         return [FileBlock(file)]
     except OSError:
-        # Reading the file will meet the same error and count it.
+        # Reading the file will raise the same error, which is counted there.
         return [FileBlock(file)]
 
 
 def _blocks(file: SourceFile, block: int) -> Iterator[FileBlock]:
-    """Cuts after the first newline at or behind every `block` bytes, counting newlines so that rows
-    keep their numbers.
+    """Divide a file after the first newline at or behind every `block` bytes, counting newlines so
+    that row numbers stay correct.
     """
     begin = row = lines = at = 0
     with open_read(file.path) as stream:
@@ -109,8 +109,8 @@ def _blocks(file: SourceFile, block: int) -> Iterator[FileBlock]:
 
 
 def _streams(file: SourceFile, block: int) -> Iterator[FileBlock]:
-    """Cuts a multistream dump where one of its streams begins, at or behind every `block` bytes.
-    Reads little of the file.
+    """Divide a multistream dump at the first stream at or behind every `block` bytes. Reads little
+    of the file.
     """
     begin = at = 0
     with open_read(file.path) as stream:
@@ -126,7 +126,7 @@ def _streams(file: SourceFile, block: int) -> Iterator[FileBlock]:
 
 
 EXAMPLES = 20
-# So many records without the column, and none with it, are a wrong column name rather than bad
+# This many records without the column, and none with it, mean a wrong column name rather than bad
 # records.
 UNDECIDED = 100
 SHOW_EVERY = 1000
@@ -135,7 +135,7 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass
 class RecordTally:
-    """The records of a source or of a task: good ones, bad ones by reason, and some of these with
+    """The records of a source or a task: good ones, bad ones by reason, and examples of these with
     their place.
     """
 
@@ -146,7 +146,7 @@ class RecordTally:
     """The keys of the last record in which the text column was missing."""
 
     def add(self, other: RecordTally) -> None:
-        """Take in the tally of the files that follow."""
+        """Add the tally of the files that follow."""
         self.good += other.good
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:EXAMPLES]
@@ -158,7 +158,7 @@ class RecordTally:
 
 @dataclass(frozen=True)
 class IngestTask:
-    """Some blocks of one source. `first`: they are the beginning of the source."""
+    """Blocks of one source. `first`: they include the beginning of the source."""
 
     number: int
     split: Split
@@ -171,7 +171,7 @@ class IngestTask:
 
 @dataclass(frozen=True)
 class IngestedTask:
-    """What a task made: parts, with paths relative to the folder of all tasks."""
+    """The result of a task: parts, with paths relative to the folder of all tasks."""
 
     parts: list[tuple[RawPart, FileEntry]]
     tally: RecordTally
@@ -179,7 +179,7 @@ class IngestedTask:
 
 @dataclass(frozen=True)
 class IngestStage:
-    """The stage: every task writes its parts into a folder of its own below `folder`."""
+    """The stage: every task writes its parts into its own folder below `folder`."""
 
     folder: Path
     stop: bool
@@ -207,7 +207,7 @@ class _TaskReader:
         self._task, self._advance, self._stop = task, advance, stop
 
     def texts(self) -> Iterator[Text]:
-        """(doc_id, text) of every good record that the source's `fraction` keeps."""
+        """(doc_id, text) of every good record kept by the source's `fraction`."""
         fraction = self._task.fraction
         for piece in self._task.pieces:
             for item in self._items(piece):
@@ -238,8 +238,8 @@ class _TaskReader:
             except IngotError:
                 raise
             except Exception as error:
-                # A bucket's client has errors of its own, and trying again may help; a local file
-                # stays as unreadable as it is.
+                # A bucket's client raises its own errors, and a retry may help; a local file stays
+                # unreadable.
                 if is_remote(piece.file.path):
                     raise Failed(
                         f"{piece.file.path} broke off ({' '.join(str(error).split())[:200]}); run"
@@ -277,7 +277,7 @@ class _TaskReader:
 
 
 def _open_buffered(path: str) -> IO[bytes]:
-    """A stream with a buffer that holds many lines."""
+    """A stream with a buffer large enough for many lines."""
     if is_remote(path):
         return open_read(path)
     return Path(path).open("rb", buffering=BUFFER_BYTES)

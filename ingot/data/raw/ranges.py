@@ -1,7 +1,7 @@
-"""Cuts the raw documents into ranges, the unit that every stage of `prepare` works by.
+"""Divides the raw documents into ranges, the unit of work of every stage of `prepare`.
 
-A range is a run of row groups of one raw part and follows from the data alone. So any number of
-processes makes the same files, and what is finished stays finished when the rest is run again.
+A range is a run of row groups of one raw part and depends on the data only. So any number of
+processes writes the same files, and finished work stays valid when the rest is resumed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RawRange:
     """Row groups `first` to `last` of one raw part, which become part `number` of the columns.
 
     `begin` is the number of its first document, counted over all ranges of its split in order;
-    `within` is how many documents of its raw part stand before it. A piece of a range bears its
-    number; `offset` documents of the range stand before it.
+    `within` is how many documents of its raw part precede it. A piece of a range has the same
+    number; `offset` documents of the range precede the piece.
     """
 
     split: Split
@@ -50,7 +50,7 @@ class RawRange:
 
 def ranges(raw: RawData) -> list[RawRange]:
     """The ranges, in order. Their size grows with the data, so that there are neither too few nor
-    millions of them.
+    millions.
     """
     target = min(max(raw.bytes // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
     found: list[RawRange] = []
@@ -102,7 +102,7 @@ def pieces(raw: RawData, split: Split) -> Iterator[RawRange]:
 
 
 def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
-    """Consecutive runs of at least `target` bytes, the last one of what is left: (first, last + 1,
+    """Consecutive runs of at least `target` bytes, the last one possibly smaller: (first, last + 1,
     bytes).
     """
     first, total = 0, 0
@@ -114,7 +114,7 @@ def _runs(sizes: Sequence[int], target: int) -> Iterator[tuple[int, int, int]]:
 
 
 def read_range(raw: Path, task: RawRange) -> Iterator[pa.Table]:
-    """The documents of a range, a row group at a time: columns `doc_id` and `text`, both
+    """The documents of a range, one table per row group: columns `doc_id` and `text`, both
     strings.
     """
     return (read_table(raw / task.path, group) for group in range(task.first, task.last))

@@ -1,8 +1,8 @@
-"""`data/raw/`: ingested documents as Parquet parts, with a manifest written last. Knows no source
-format.
+"""`data/raw/`: ingested documents as Parquet parts, with a manifest written last. Independent of
+source formats.
 
-A part holds documents of one source, in row groups of a few megabytes, which is what `prepare` cuts
-its work by.
+A part holds documents of one source in row groups of a few megabytes, the unit by which `prepare`
+divides its work.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Text = tuple[str, str]
 """(doc_id, text)"""
 
 Kind = Documents | Literal["tokens"]
-"""What the documents of a source are. `text`: texts. All others are JSON in the text column: `chat`
-is `{"messages": [message, ...]}`, where a message is `{"role": ..., "content": ...}`; `preference`
-is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is `{"source": text,
-"target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`: existing Megatron
-columns, of which nothing is copied here; a part's path is their prefix.
+"""What the documents of a source are. `text`: plain texts. All others are JSON in the text column:
+`chat` is `{"messages": [message, ...]}`, where a message is `{"role": ..., "content": ...}`;
+`preference` is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is
+`{"source": text, "target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`:
+existing Megatron columns, which are not copied; a part's path is their prefix.
 """
 
 
 @dataclass(frozen=True)
 class RawPart:
-    """One Parquet file: for each row group its documents and the bytes of their texts."""
+    """One Parquet file: documents and bytes of text of each row group."""
 
     path: str
     sha256: str
@@ -57,8 +57,8 @@ class RawPart:
 
 @dataclass(frozen=True)
 class RawSource:
-    """What was read from one source, and what could not be read: reason -> count, and some examples
-    with their place.
+    """What was read from one source, and what could not be read: reason -> count, with examples and
+    their place.
     """
 
     source: str
@@ -72,9 +72,9 @@ class RawSource:
     stamps: str = ""
     kind: Kind = "text"
     seen: list[dict[str, Any]] = field(default_factory=list)
-    """The stamps of its files, where these are few enough to name what changed."""
+    """The stamps of its files, if these are few, so that a changed file can be named."""
     labels: list[str] = field(default_factory=list)
-    """The names by which labels became numbers."""
+    """The names of the labels, by number."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class RawData:
 
     @property
     def identity(self) -> str:
-        """Fingerprint of the documents themselves, not of their time or place of origin."""
+        """Fingerprint of the documents themselves, independent of when and from where they were
+        read.
+        """
         return fingerprint(
             {
                 split: [[part.sha256 for part in source.parts] for source in sources]
@@ -100,15 +102,15 @@ class RawData:
 
 
 def knobs_of(source: SourceSettings) -> dict[str, Any]:
-    """The knobs of a source that decide about its documents."""
+    """The knobs of a source that determine its documents."""
     return source.model_dump(mode="json", exclude={"weight"})
 
 
 def write_parts(
     folder: Path, split: Split, source: int, texts: Iterable[Text]
 ) -> Iterator[tuple[RawPart, FileEntry]]:
-    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting up from 0; each appears
-    whole.
+    """Write texts of one source as `SPLIT-NNNNN.parquet`, counting from 0; each file appears
+    atomically.
     """
     groups = _groups(texts)
     for number in itertools.count():
@@ -116,8 +118,8 @@ def write_parts(
         if group is None:
             return
         path, counts = f"{split}-{number:05d}.parquet", list[tuple[int, int]]()
-        # LZ4 costs half of what Zstandard costs to write and to read, for files half as large again
-        # that are read once or twice.
+        # LZ4 writes and reads at half the cost of Zstandard; files are half as large again, but are
+        # read only once or twice.
         with (
             atomic_file(folder / path) as stream,
             pq.ParquetWriter(
@@ -182,7 +184,7 @@ def read_table(path: Path, group: int) -> pa.Table:
 
 
 def read_group(path: Path, group: int) -> list[Text]:
-    """`read_table` as Python texts."""
+    """`read_table` as Python strings."""
     table = read_table(path, group)
     return list(
         zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True)
@@ -203,12 +205,12 @@ def write_manifest(
 
 
 def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
-    """What `ingest` wrote for this recipe; with `unchanged`, only while its sources are as they
-    were then.
+    """Open what `ingest` wrote for this recipe; `unchanged` also requires that its sources have not
+    changed since.
 
     Raises:
-        WrongInput: nothing complete is there, a file is missing or cut, it was made from other
-            sources, or they changed since.
+        WrongInput: nothing complete is there, a file is missing or truncated, it was made from
+            other sources, or they changed since.
     """
     folder = recipe.folder.raw
     marker = read_marker(folder, MANIFEST)
@@ -239,8 +241,8 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
 
 
 def _check_kinds(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> None:
-    """Documents of one kind are read from other columns than those of another, so one cannot be
-    made of the other here.
+    """Refuse documents of another kind than the recipe's: kinds are read from different columns, so
+    one cannot be converted to another here.
     """
     wanted = recipe.documents
     for source in (source for sources in splits.values() for source in sources):
@@ -285,7 +287,7 @@ def _differences(
     made: Mapping[Split, Sequence[Mapping[str, Any]]],
     asked: Mapping[Split, Sequence[Mapping[str, Any]]],
 ) -> tuple[str, str]:
-    """The sources that differ, as they were and as they are asked for; "" twice where none does."""
+    """The sources that differ, as they were and as the recipe has them; "" twice if none does."""
     found = []
     for split in dict.fromkeys((*made, *asked)):
         both = itertools.zip_longest(made.get(split, ()), asked.get(split, ()))
@@ -302,7 +304,7 @@ def _differences(
 
 
 def _described(place: str, knobs: Mapping[str, Any] | None) -> str:
-    """A source in a few words; knobs that were changed from their defaults are shown."""
+    """A source in a few words, with the knobs that differ from their defaults."""
     if knobs is None:
         return f"no {place}"
     fields = SourceSettings.model_fields

@@ -18,15 +18,13 @@ SCHEME = "bigquery:"
 
 
 def find_query(source: SourceSettings) -> list[SourceFile]:
-    """A query as one file, whose identity is its text: whether the tables changed since cannot be
-    seen.
-    """
+    """A query as one file whose identity is its text: changes of the tables cannot be detected."""
     sql = source.source.removeprefix(SCHEME).strip()
     return [SourceFile(sql, f"bigquery-{fingerprint(sql)}", "bigquery", {"path": source.source})]
 
 
 def warn_of_query(file: SourceFile) -> None:
-    """What a person should know before a query is relied on."""
+    """Warn of what a query cannot guarantee."""
     say(
         "warning: changed tables behind a bigquery: source are not seen; read them again with"
         " `--again`"

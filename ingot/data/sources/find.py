@@ -1,5 +1,5 @@
-"""Which files a source of the recipe means, and what tells cheaply whether they changed since they
-were ingested. Reads no content.
+"""Which files a source of the recipe stands for, and stamps that tell cheaply whether they changed
+since `ingest`. Reads no content.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
 
 
 def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
-    """The files of every source, by split; names are made distinct where two sources have files of
-    the same name.
+    """The files of every source, by split; names are made distinct if two sources have files of the
+    same name.
 
     Raises:
-        WrongInput: a source matches no file, with its place in the recipe; or there is no source.
+        WrongInput: a source (named by its place in the recipe) matches no file; or there is no
+            source.
     """
     if not recipe.data.train:
         raise WrongInput(NO_SOURCE)
@@ -56,7 +57,9 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
 
 
 def _distinct(files: list[SourceFile]) -> list[SourceFile]:
-    """Files of one source have different names, but for what of a name is no text."""
+    """Make names distinct by a suffix; within one source they are equal only where characters that
+    UTF-8 cannot hold were replaced.
+    """
     counts, made = Counter(file.name for file in files), list[SourceFile]()
     if len(counts) == len(files):
         return files
@@ -66,8 +69,8 @@ def _distinct(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
-    """Size and modification time of every source file, by split: what `ingest` reads, to see
-    cheaply whether it changed.
+    """Size and modification time of every source file, by split: a cheap check of whether the input
+    of `ingest` changed.
     """
     return {
         split: [file.stamp for files in sources for file in files]
@@ -76,7 +79,7 @@ def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
 
 
 def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile]:
-    """The files of one source in the order in which they are read; hidden files are left out.
+    """The files of one source in reading order, without hidden files.
 
     Raises:
         WrongInput: nothing is there.
@@ -96,8 +99,8 @@ def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile
 
 
 def is_local(source: SourceSettings) -> bool:
-    """Whether a source is files on this machine, or the folder of a data set: what can be looked at
-    cheaply at any time.
+    """Whether a source is local (files on this machine or the folder of a data set), so that it is
+    cheap to check at any time.
     """
     scheme = source.scheme
     if scheme:
@@ -107,36 +110,35 @@ def is_local(source: SourceSettings) -> bool:
 
 
 def records_of(file: SourceFile) -> SourceKind | None:
-    """The kind of source that gives the records of `file`; None where it is a file to parse."""
+    """The kind of source that yields the records of `file`; None if it is a file to parse."""
     kind: SourceKind | None = SOURCES.load(file.kind, "source")() if file.kind else None
     return kind if kind is not None and kind.yields_records else None
 
 
 def fetch_files(files: Iterable[SourceFile]) -> None:
-    """What must be done before files are read: download a dump, warn of what stamps cannot show."""
+    """Prepare files for reading: download a dump, warn of what stamps cannot detect."""
     for file in files:
         if file.kind:
             SOURCES.load(file.kind, "source")().fetch(file)
 
 
-# Of a source with more files only the fingerprint of all is kept: the manifest stays small.
+# For a source of more files, only the fingerprint of all stamps is kept, so that the manifest stays
+# small.
 NAMED_FILES = 1000
 
 Stamp = dict[str, Any]
 
 
 def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
-    """The fingerprint of all stamps, and the stamps themselves where they are few."""
+    """The fingerprint of all stamps, and the stamps themselves if they are few."""
     stamps = [file.stamp for file in files]
     return fingerprint(stamps), stamps if len(stamps) <= NAMED_FILES else []
 
 
 def describe_change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
-    """What is different now about the files of a source on this machine, in words; None where
-    nothing is.
+    """A description of what changed in the files of a local source; None if nothing did.
 
-    A source that is gone altogether, or lies elsewhere, counts as unchanged: what was ingested is a
-    copy.
+    A source that no longer exists, or was moved, counts as unchanged: what was ingested is a copy.
     """
     if not is_local(source):
         return None

@@ -1,5 +1,5 @@
-"""Data sets of the Hugging Face hub, as the `datasets` library knows them: a shard of a split is
-what a file is elsewhere. Rows are streamed.
+"""Data sets of the Hugging Face hub, through the `datasets` library: a shard of a split takes the
+place of a file. Rows are streamed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SCHEME = "hf:"
 
 
 def find_hub(source: SourceSettings, knob: str) -> list[SourceFile]:
-    """The shares of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit.
+    """The shards of `hf:NAME[:SUBSET]`, split `source.split`, stamped with the data set's commit.
     NAME may be a folder.
 
     Raises:
-        WrongInput: no such data set, subset or split; those that there are are named.
+        WrongInput: no such data set, subset or split; the existing ones are named.
         Failed: the hub cannot be reached, and never was for this source.
     """
     name, _, subset = source.source.removeprefix(SCHEME).partition(":")
@@ -67,7 +67,7 @@ def find_hub(source: SourceSettings, knob: str) -> list[SourceFile]:
 
 
 def open_split(where: dict[str, Any], knob: str) -> Any:
-    """The streamed split. The library's own messages name subsets and splits that there are."""
+    """The streamed split. The library's own errors name the existing subsets and splits."""
     try:
         import datasets
     except ImportError as error:
@@ -89,12 +89,12 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
             f"{knob} {where['path']} cannot be used: {in_short(error)}; check its name, subset and"
             " `split`"
         ) from error
-    except Exception as error:  # the library hands on whatever its transport raises
+    except Exception as error:  # the library passes on whatever its transport raises
         raise _unreachable(where["path"], knob, error) from error
 
 
 def revision_of(name: str, knob: str) -> str:
-    """The commit of a data set on the hub; of a folder, a fingerprint of its files' stamps."""
+    """The commit of a data set on the hub; for a folder, a fingerprint of its files' stamps."""
     if Path(name).is_dir():
         return fingerprint(
             [{**stamp(path), "path": os.path.relpath(path, name)} for path in find_files(name)]
@@ -117,7 +117,7 @@ def revision_of(name: str, knob: str) -> str:
             f"{knob} hf:{name} is no data set on the hub; check the name, or set $HF_TOKEN if it is"
             " private"
         ) from error
-    except Exception as error:  # here too
+    except Exception as error:  # as in `open_split`
         raise _unreachable(f"hf:{name}", knob, error) from error
 
 
@@ -138,10 +138,10 @@ BATCH_ROWS = 1000
 def hub_documents(
     file: SourceFile, extractor: DocumentExtractor
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The documents of one share; rows count from 1 within it.
+    """The documents of one shard; rows count from 1 within it.
 
     Raises:
-        WrongInput: the text column is missing, or is no text.
+        WrongInput: the text column is missing, or is not text.
         Failed: the connection breaks down.
     """
     where, row, columns = file.stamp, 0, list[str]()
@@ -156,7 +156,7 @@ def hub_documents(
             table = next(tables, None)
         except (
             Exception
-            # whatever the library, or one of its readers, makes of a lost connection or a bad file
+            # Whatever the library or one of its readers raises for a lost connection or a bad file.
         ) as error:
             raise Failed(
                 f"{file.path} broke down after row {row} ({type(error).__name__}:"

@@ -1,7 +1,7 @@
-"""The face of a kind of source: what stands behind `SCHEME:...` in `data.train[].source`.
+"""The interface of a kind of source: what implements `SCHEME:...` in `data.train[].source`.
 
-A new kind is one class with this face, named in the table of `ingot/config/doors.py` or by an entry
-point `source.SCHEME` in the group `ingot.plugins`.
+A new kind is one class with this interface, registered in the table of `ingot/config/doors.py` or
+by an entry point `source.SCHEME` in the group `ingot.plugins`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ingot.data.sources.source_file import SourceFile
 
 
 class SourceKind:
-    """Finds the files or shards of one kind of source, and reads those that are no files.
+    """Finds the files or shards of one kind of source, and reads those that are not files.
 
-    An instance is made for each use, without arguments: it keeps nothing between calls, and workers
+    An instance is made for each use, without arguments: it has no state between calls, and workers
     make their own.
     """
 
     yields_records: ClassVar[bool] = False
-    """Whether `read` gives the documents; else `SourceFile.path` is a file of `SourceFile.format`,
-    which ingot reads itself.
+    """Whether `read` yields the documents; otherwise `SourceFile.path` is a file of
+    `SourceFile.format`, which ingot reads itself.
     """
     checks_changes: ClassVar[bool] = False
     """Whether `find` is cheap and local, so that `prepare` may ask whether the source changed."""
 
     def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
-        """The files or shards of a source, in the order in which they are read. No content is read.
+        """The files or shards of a source, in reading order. No content is read.
 
-        Each has a name, unique in its source, which stands in the identities of its documents, and
-        a `stamp` (plain JSON values) that differs when its content does. `format` is `records`
-        where `read` gives the documents. Without `bytes` in the stamp a shard is a task of its own.
+        Each has a name, unique in its source, which becomes part of its documents' identities, and
+        a `stamp` (plain JSON values) that changes with its content. `format` is `records` if `read`
+        yields the documents. Without `bytes` in the stamp a shard is a task of its own.
 
         Args:
             knob: the place in the recipe, for errors.
@@ -46,8 +46,8 @@ class SourceKind:
         raise NotImplementedError
 
     def fetch(self, file: SourceFile) -> None:
-        """Called once before `file` is read, in the process of the command: downloads it, or warns
-        of what its stamp cannot show.
+        """Called once in the command's process before `file` is read: downloads it, or warns of
+        what its stamp cannot detect.
         """
 
     def read(

@@ -1,5 +1,5 @@
-"""Sources that are files on a disk or in a bucket: paths, folders, globs, folders that
-`datasets.save_to_disk` wrote, and the standard library of this interpreter.
+"""Sources that are files on a disk or in a bucket: paths, folders, globs, folders written by
+`datasets.save_to_disk`, and this interpreter's standard library.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def _stamp(path: str) -> dict[str, Any]:
 
 
 def standard_library() -> Iterator[SourceFile]:
-    """The `.py` files of the running interpreter's standard library, without what was installed
-    beside it.
-    """
+    """The `.py` files of the running interpreter's standard library, without installed packages."""
     root = sysconfig.get_path("stdlib")
     found = []
     for folder, folders, files in os.walk(root):
@@ -94,7 +92,7 @@ def standard_library() -> Iterator[SourceFile]:
         found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(found):
         name = "stdlib/" + Path(path).relative_to(root).as_posix()
-        # Another installation of the same interpreter is the same source: no modification times.
+        # No modification times: another installation of the same interpreter is the same source.
         yield SourceFile(
             path,
             name,
@@ -113,8 +111,8 @@ def _format(source: SourceSettings, path: str) -> Format:
 
 
 def _name(path: str, pattern: str) -> str:
-    """A file's name relative to its source: to the folder that the source is, or that stands before
-    its first wildcard.
+    """A file's name relative to its source: to the source's folder, or to the folder before its
+    first wildcard.
     """
     parts = _without_scheme(pattern).split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
@@ -136,10 +134,12 @@ ONE, SEVERAL = "state.json", "dataset_dict.json"
 
 
 def saved_files(folder: str, split: str, knob: str) -> list[str] | None:
-    """The Arrow files of a saved data set, or of one split of several; None where `folder` is none.
+    """The Arrow files of a saved data set, or of one split of several; None if `folder` is not a
+    saved data set.
 
     Raises:
-        WrongInput: the split is not there (those that are are named), or the folder is not whole.
+        WrongInput: there is no such split (the existing ones are named), or the folder is
+            incomplete.
     """
     root = Path(folder)
     if (root / SEVERAL).is_file():

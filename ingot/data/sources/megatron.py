@@ -1,5 +1,5 @@
-"""Existing Megatron columns as a source: `PREFIX.bin` and `PREFIX.idx` are used where they lie,
-nothing is copied.
+"""Existing Megatron columns as a source: `PREFIX.bin` and `PREFIX.idx` are used in place, not
+copied.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def find_columns(source: SourceSettings, knob: str) -> list[SourceFile]:
 def token_groups(
     file: SourceFile, group_bytes: int, group_documents: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The digest of one column, and runs of its documents with their bytes. A document may be
-    several sequences.
+    """The digest of one column, and runs of its documents with their bytes. A document may consist
+    of several sequences.
 
     Raises:
-        WrongInput: the files are damaged, do not fit together, or hold no token ids.
+        WrongInput: the files are damaged, do not match, or hold no token ids.
     """
     prefix = Path(file.path)
     try:
@@ -97,8 +97,8 @@ def token_groups(
 def _groups(
     after: npt.NDArray[Any], group_bytes: int, group_documents: int
 ) -> Iterator[tuple[int, int]]:
-    """Runs of documents of at most `group_bytes`, or one larger document; `after[n]`: bytes of the
-    first n documents.
+    """Runs of documents of at most `group_bytes`, or one larger document; `after[n]` is the bytes
+    of the first n documents.
     """
     first, last = 0, len(after) - 1
     while first < last:
@@ -109,7 +109,7 @@ def _groups(
 
 
 class MegatronSource(SourceKind):
-    """`megatron:PREFIX`: existing columns, used where they lie."""
+    """`megatron:PREFIX`: existing columns, used in place."""
 
     checks_changes = True
 

@@ -1,8 +1,8 @@
-"""One file of any format as a stream of documents, each with its row number; what cannot be read
-comes as a bad record with its reason.
+"""One file of any format as a stream of documents, each with its row number; unreadable records are
+yielded as bad records with a reason.
 
-Memory stays flat: nothing holds more than a batch of rows, or one document. A compressed file that
-ends too early or holds something else is refused, never taken for a whole one.
+Memory stays flat: at most a batch of rows, or one document, is held. A compressed file that is
+truncated or has trailing data is refused, never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ingot.data.sources.tables import arrow, delimited, parquet
 from ingot.data.sources.wikipedia import multistream, pages
 
 JSON_CHUNK_BYTES = 1 << 20
-# What may be left at the end of a window of a number that goes on behind it.
+# What may remain after a decoded number at the window's end if the number continues behind it.
 NUMBER_CUT = ("", ".", "e", "E", "e+", "e-", "E+", "E-")
 
 
 def json_lines(
     stream: IO[bytes], extractor: DocumentExtractor, row: int = 0, size: int = sys.maxsize
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The document of each line; rows are line numbers, empty lines are passed over.
+    """The document of each line; rows are line numbers, empty lines are skipped.
 
-    `stream` stands at the beginning of a line, after `row` lines; lines that begin within the next
+    `stream` is at the beginning of a line, after `row` lines; lines that begin within the next
     `size` bytes are read.
     """
     while size > 0 and (line := stream.readline(items.LARGEST_BYTES)):
@@ -52,8 +52,8 @@ def json_lines(
                 size -= len(rest)
             size -= len(rest)
         elif not line.isspace():
-            # A chat may hold the arguments of a call, and orjson rounds integers of more than 64
-            # bits.
+            # A chat may hold the arguments of a tool call, and orjson rounds integers of more than
+            # 64 bits.
             yield (
                 _exact_line(row, line, extractor)
                 if extractor.exact_numbers
@@ -65,8 +65,8 @@ def _json_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDoc
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
-        # The standard library's reader decides: it takes some values that orjson does not, and
-        # names the fault.
+        # The standard library's parser decides: it accepts some values that orjson does not, and
+        # describes the error.
         return _exact_line(row, line, extractor)
     return extractor.extract(row, value)
 
@@ -88,9 +88,7 @@ def _exact_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDo
 def json_list(
     stream: IO[bytes], extractor: DocumentExtractor
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The items of one large list, or of objects that merely follow each other, decoded one by
-    one.
-    """
+    """The items of one large list, or of objects one after another, decoded one by one."""
     decoder, text = json.JSONDecoder(), _Text(stream)
     row = 0
     while text.skip(" \t\r\n,[]\ufeff"):
@@ -108,7 +106,7 @@ def json_list(
 
 
 class _Text:
-    """A window on a stream of UTF-8 that grows only as far as one JSON value needs."""
+    """A window on a UTF-8 stream that grows only as far as one JSON value needs."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._ended = stream, False
@@ -122,7 +120,7 @@ class _Text:
         self._window += self._decode(chunk, self._ended)
 
     def skip(self, characters: str) -> bool:
-        """Go on to the next character that is none of these; False at the end."""
+        """Skip these characters; False at the end of the stream."""
         while True:
             while self._at < len(self._window) and self._window[self._at] in characters:
                 self._at += 1
@@ -131,7 +129,7 @@ class _Text:
             self._grow()
 
     def take(self, decoder: json.JSONDecoder) -> Any:
-        """The next JSON value. Raises ValueError where there is none."""
+        """The next JSON value. Raises ValueError if there is none."""
         while True:
             try:
                 value, end = decoder.raw_decode(self._window, self._at)
@@ -139,7 +137,7 @@ class _Text:
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
-                # A fault near the end of the window, or a string left open, may be only the
+                # An error near the end of the window, or an unterminated string, may be due to the
                 # window's end.
                 cut = error.pos > len(self._window) - 16 or error.msg.startswith(
                     "Unterminated string"
@@ -151,22 +149,22 @@ class _Text:
 
 COMPRESSED_READ_BYTES = 1 << 17
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
-"""What reading a damaged file raises."""
+"""Exceptions raised when a damaged file is read."""
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether an error while reading is the damaged file's; bzip2 alone has no error of its own for
-    it.
+    """Whether an error while reading means a damaged file; bzip2 has no exception of its own for
+    that.
     """
     return isinstance(error, BROKEN) or str(error) == "Invalid data stream"
 
 
 def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
-    """The content of a `.gz`, `.zst` or `.bz2` file, several frames as one; of any other file, its
-    bytes as they are.
+    """The content of a `.gz`, `.zst` or `.bz2` file, with several frames concatenated; other files
+    unchanged.
     """
     if path.lower().endswith(".gz"):
-        # No buffer on top: it would read ahead, and lose what stands before a fault.
+        # No buffer on top: it would read ahead, and lose the data before an error.
         return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
     if path.lower().endswith(".zst"):
         return io.BufferedReader(_ZstdStream(stream), COMPRESSED_READ_BYTES)
@@ -176,8 +174,8 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Zstandard frames as one stream. The library's own reader takes a truncated file for a whole
-    one; this refuses it.
+    """Zstandard frames as one stream. The library's own reader accepts a truncated file; this one
+    refuses it.
     """
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -216,15 +214,14 @@ def parse_file(
     row: int = 0,
     size: int = sys.maxsize,
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The documents of one file. `stream` gives its bytes as stored; `path` tells the compression
-    and is named in errors.
+    """The documents of one file. `stream` yields its bytes as stored; `path` determines the
+    compression and is named in errors.
 
-    For JSON Lines, `stream` may stand after `row` lines, of which the next `size` bytes are read;
+    For JSON Lines, `stream` may start after `row` lines, of which the next `size` bytes are read;
     for a multistream dump, at the beginning of one of its streams.
 
     Raises:
-        WrongInput: the file is a table without the text column; the columns that there are are
-            named.
+        WrongInput: the file is a table without the text column; the existing columns are named.
     """
     if kind == "parquet":
         yield from parquet(stream, path, extractor)

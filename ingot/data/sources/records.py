@@ -1,4 +1,4 @@
-"""Reads a task's items from its own files or from a data set on the hub, as whole records with all
+"""Reads a task's items, from its own files or a data set on the hub, as complete records with all
 columns.
 """
 
@@ -25,7 +25,7 @@ FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow")
 
 @dataclass(frozen=True)
 class _WholeRecords(DocumentExtractor):
-    """Keeps each record whole, as JSON."""
+    """Keeps each record complete, as JSON."""
 
     documents: Documents = "chat"
 
@@ -46,7 +46,7 @@ class TaskRecord:
         return self.values[column]
 
     def text(self, column: str) -> str:
-        """The text in a column; raises WrongInput if it is not text."""
+        """The text in a column; raises WrongInput if it is not a string."""
         value = self.values[column]
         if not isinstance(value, str):
             raise WrongInput(
@@ -69,12 +69,12 @@ def read_records(
 
     Args:
         source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or
-            `SCHEME:...` of a kind of source that gives records, such as `hf:NAME[:SUBSET]`.
+            `SCHEME:...` of a kind of source that yields records, such as `hf:NAME[:SUBSET]`.
         names: standard name -> name in the records.
 
     Raises:
-        WrongInput: no such source, a record that cannot be read or lacks a column, or none at all.
-            No item is silently skipped.
+        WrongInput: no such source, a record that cannot be read or lacks a column, or no record at
+            all. No item is silently skipped.
     """
     names = names or {}
     if unknown := [name for name in names if name not in columns]:

@@ -1,5 +1,5 @@
 """One file, or one shard of a remote source: the unit in which sources are found, named and
-stamped; and the cache of what was learnt about remote sources.
+stamped; and the cache of facts about remote sources.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Format = Literal[
     "megatron",
     "records",
 ]
-"""How a source is written down. The last four are no files: rows of a data set on the hub, of a
-query, existing columns, and records of a kind of source from another package.
+"""The format of a source. The last four are not files: rows of a data set on the hub or of a query,
+existing columns, and records from another package's kind of source.
 """
 COMPRESSED_ENDINGS = (".gz", ".zst", ".bz2")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. `name` stands in document identities: relative to the source, so that
-    data may move.
+    """One file of a source. `name` is part of document identities: relative to the source, so that
+    data may be moved.
 
-    `stamp` tells cheaply whether the file changed; `bytes` in it is 0 where the size is not known
-    beforehand. `project` is whose a query is.
+    `stamp` tells cheaply whether the file changed; `bytes` in it is 0 if the size is not known in
+    advance. `project` is the project that a query is billed to.
     """
 
     path: str
@@ -58,18 +58,18 @@ class SourceFile:
 
 def utf8_safe(text: str) -> str:
     """The text with characters that UTF-8 cannot hold replaced: file names and JSON keys may
-    have such.
+    contain them.
     """
     return text.encode("utf-8", "replace").decode()
 
 
 def cache_folder() -> Path:
-    """`ingot` in the user's cache folder, which `XDG_CACHE_HOME` moves."""
+    """`ingot` in the user's cache folder, which `XDG_CACHE_HOME` overrides."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot"
 
 
 def remember(key: str, value: Any) -> None:
-    """Keep a small JSON value; a cache that cannot be written costs nothing but its use."""
+    """Cache a small JSON value; failing to write is not an error."""
     try:
         write_atomic(_path(key), json.dumps({"key": key, "value": value}))
     except (IngotError, OSError):
@@ -77,7 +77,7 @@ def remember(key: str, value: Any) -> None:
 
 
 def recall(key: str) -> Any:
-    """The value that was last remembered; None where there is none."""
+    """The cached value; None if there is none."""
     try:
         return json.loads(_path(key).read_bytes())["value"]
     except (OSError, ValueError, KeyError, TypeError):

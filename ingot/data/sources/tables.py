@@ -1,5 +1,5 @@
-"""Documents out of tables: CSV, TSV, Parquet, Arrow. Of a row what is needed is read; for a chat,
-all of it.
+"""Documents from tables: CSV, TSV, Parquet, Arrow. Only the needed columns are read; for kinds made
+of whole records, all.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ ARROW_FILE = b"ARROW1"
 def delimited(
     stream: IO[bytes], path: str, kind: Literal["csv", "tsv"], extractor: DocumentExtractor
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """Rows of a CSV file, quoted as RFC 4180 says; of a TSV file, whose fields are plain: quotes in
-    them are text.
+    """Rows of a CSV file, quoted as in RFC 4180; or of a TSV file, in which quotes are literal.
 
-    The first line has the names of the columns, unless `extractor.names` has them.
+    The first line holds the column names unless `extractor.names` gives them.
     """
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -123,7 +122,7 @@ def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
 def batch_documents(
     batch: pa.RecordBatch, row: int, extractor: DocumentExtractor
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The documents of some rows of a table, of which `row` rows come before these."""
+    """The documents of a batch that is preceded by `row` rows."""
     values = _records(batch) if extractor.takes_records else _texts(batch.column(extractor.column))
     for number, value in enumerate(values, start=row + 1):
         if isinstance(value, UnicodeDecodeError):
@@ -154,7 +153,7 @@ def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> li
     """The columns to read; [] for all.
 
     Raises:
-        WrongInput: one is not there, or the one for texts holds something else.
+        WrongInput: one is missing, or the text column does not hold text.
     """
     extractor.check(path, schema.names)
     if not extractor.takes_records and not _is_text(kind := schema.field(extractor.column).type):
@@ -179,8 +178,8 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _texts(values: pa.Array) -> list[str | UnicodeDecodeError | None]:
-    """Texts; a table may call bytes a string that are no UTF-8, and one such must not spoil its
-    batch.
+    """Texts as Python strings; a string column may hold bytes that are not UTF-8, and one such
+    value must not fail its whole batch.
     """
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()

@@ -1,7 +1,7 @@
 """Wikipedia dumps: finding and downloading one, and its articles as plain text.
 
-A dump is XML as MediaWiki exports it, read as a stream. Kept are the pages of the article namespace
-that are not redirects; a page's row is its page id, and its text begins with its title.
+A dump is MediaWiki's XML export, read as a stream. Only pages of the article namespace that are not
+redirects are kept; a page's row is its page id, and its text begins with its title.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TRIES = 5
 
 
 def find_dump(source: SourceSettings, knob: str) -> SourceFile:
-    """The dump that `wikipedia:LANG[:DATE]` names; its path is where the download goes to.
+    """The dump that `wikipedia:LANG[:DATE]` names; its path is the download's destination.
 
     Raises:
-        WrongInput: it is no language or date, or the server has no such dump.
+        WrongInput: the language or date is invalid, or the server has no such dump.
         Failed: the server cannot be reached, and never was for this source.
     """
     match = re.fullmatch(r"wikipedia:([a-z][a-z-]*)(?::(\d{8}|latest))?", source.source)
@@ -67,7 +67,7 @@ def find_dump(source: SourceSettings, knob: str) -> SourceFile:
 
 
 def _stamp(url: str, place: str) -> dict[str, Any]:
-    """Size and version of what lies at `url`."""
+    """Size and version of the file at `url`."""
     try:
         with urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S
@@ -90,10 +90,10 @@ def _stamp(url: str, place: str) -> dict[str, Any]:
 
 
 def fetch_dump(file: SourceFile) -> None:
-    """Download a dump to `file.path`, unless it is there; what an earlier try fetched is kept.
+    """Download a dump to `file.path`, unless it is there; an interrupted download is resumed.
 
     Raises:
-        Failed: the connection broke several times without anything gained, or the disk is full.
+        Failed: the connection broke several times without progress, or the disk is full.
     """
     target, size = Path(file.path), file.bytes
     if target.is_file() and target.stat().st_size == size:
@@ -125,7 +125,7 @@ def fetch_dump(file: SourceFile) -> None:
 
 
 def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> str:
-    """Fetch from byte `have` on. Returns what broke it off, "" for nothing."""
+    """Download from byte `have` on. Returns what interrupted it, "" for nothing."""
     headers = (
         {"Range": f"bytes={have}-", "If-Range": file.stamp["tag"]}
         if have and file.stamp["tag"]
@@ -151,16 +151,16 @@ def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> st
 
 READ_CHUNK_BYTES = 1 << 16
 DROPPED_TAGS = frozenset({"ref", "table", "gallery", "math", "timeline", "score", "imagemap"})
-# File and Category; a wiki's own names for them stand in the dump's head.
+# The File and Category namespaces; a wiki's localised names for them are in the dump's header.
 DROPPED_NAMESPACES = {"6": "file", "14": "category"}
 
 
 def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[ParsedDocument | BadRecord]:
-    """The articles of an uncompressed dump, given in pieces of any size. Not `whole`: its end may
+    """The articles of an uncompressed dump, given in chunks of any size. `whole` False: its end may
     be missing.
 
     Raises:
-        WrongInput: the package that reads wikitext is not installed.
+        WrongInput: the package that parses wikitext is not installed.
     """
     plain, row = _plain_text(), 0
     dropped = {"file", "image", "category"}
@@ -182,11 +182,11 @@ def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[ParsedDocu
 
 
 def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    """What `size` bytes of a multistream dump hold, from a beginning of one of its streams on,
-    after the dump's head.
+    """The decompressed header of a multistream dump, then the content of `size` bytes that begin at
+    one of its streams.
 
-    Each stream of such a file holds some whole pages; the first one is the head, with the names of
-    namespaces.
+    Each stream of such a file holds some whole pages; the first one is the header, with the names
+    of namespaces.
     """
     begin = stream.tell()
     if begin:
@@ -212,7 +212,7 @@ def _decompress_one(stream: IO[bytes]) -> bytes:
 
 
 def _elements(chunks: Iterable[bytes], *, whole: bool) -> Iterator[Element]:
-    """Every `namespace` and `page` of the dump, complete; none is kept."""
+    """Every complete `namespace` and `page` element of the dump, freed after use."""
     parser: XMLPullParser[Element] = XMLPullParser(("start", "end"))
     parents = list[Element]()
     for chunk in chunks:
@@ -253,8 +253,8 @@ def _tag(element: Element) -> str:
 
 
 def _plain_text() -> Callable[..., str]:
-    """(wikitext, dropped namespaces) -> text without templates, tables, references, pictures and
-    marks.
+    """(wikitext, dropped namespaces) -> text without templates, tables, references, images and
+    markup.
     """
     try:
         import mwparserfromhell
@@ -278,8 +278,7 @@ def _plain_text() -> Callable[..., str]:
 
     def said(node: Any, dropped: set[str]) -> str:
         if isinstance(node, nodes.Wikilink):
-            # A page of these is linked, rather than shown or put into a category, with a colon
-            # before it.
+            # A leading colon links to such a page rather than embedding it or adding a category.
             if str(node.title).partition(":")[0].strip().casefold() in dropped:
                 return ""
             return text_of(node.text if node.text is not None else node.title, dropped).lstrip(":")

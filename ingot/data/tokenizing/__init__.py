@@ -1,1 +1,1 @@
-"""Documents into token columns: the tokenizer of a run, the encoding of documents, the parts."""
+"""Documents into token columns: the run's tokenizer, the encoding of documents, the parts."""

@@ -1,10 +1,10 @@
-"""Documents to token records: the one pure function of `prepare`, the same wherever it runs.
+"""Documents to token records: a pure function, the same on every engine.
 
-A record is the same row of every column of its kind of document. Texts: BOS where the tokenizer has
-one, the text, EOS. Chats: the chat as its template writes it, and a mask of the trained tokens.
+A record is the same row of every column of its kind of document. Texts: BOS if the tokenizer has
+one, the text, EOS. Chats: the chat as rendered by its template, and a mask of the trained tokens.
 Preferences: two such chats, of which only the answers are trained. Pairs: source and target, each
 framed as the tokenizer frames a text. Labelled texts: the framed text, and the label. Existing
-Megatron columns: their ids as they are.
+Megatron columns: their ids unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ingot.data.splits import Shares, Split
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# Named in the fingerprint of what was prepared; raise it when the same documents would give other
+# Version in the fingerprint of prepared data; raise it when the same documents would give other
 # records.
 RECORDS: dict[Documents, str] = {
     "text": "pretrain-1",
@@ -50,9 +50,9 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenRecords:
-    """Records one after the other: the elements of each column, and how many each record has in it.
+    """Consecutive records: the elements of each column, and the lengths of the records in it.
 
-    `bytes` is the size of the texts that are learnt to be written: of a chat what the assistant
+    `bytes` is the size of the texts that the model learns to write: of a chat what the assistant
     says, of a preference the chosen answer, of a pair the target; of a labelled text the text.
     """
 
@@ -60,8 +60,8 @@ class TokenRecords:
     lengths: dict[str, Lengths]
     bytes: int
     digest: int
-    """Sum of the SHA-256 of the documents, so that the set of texts counts and not how they are cut
-    into batches.
+    """Sum of the SHA-256 of the documents, so that it identifies the set of texts, independent of
+    batching.
     """
 
     def record(self, index: int) -> dict[str, npt.NDArray[Any]]:
@@ -83,11 +83,11 @@ def encode_records(
     texts: Sequence[str],
     prefix: str = "",
 ) -> TokenRecords:
-    """The records of some documents as `ingest` stores them.
+    """The records of documents as `ingest` stores them.
 
     Args:
-        encode_batch: gives the ids of texts, the same as the tokenizer's own.
-        prefix: stands before the source of every pair.
+        encode_batch: encodes texts to the same ids as the tokenizer itself.
+        prefix: prepended to the source of every pair.
 
     Raises:
         WrongInput: the chat template refuses a chat.
@@ -103,7 +103,7 @@ def encode_records(
 
 
 EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
-"""The columns with the lengths of their records, and the bytes of what is learnt."""
+"""The columns with the lengths of their records, and the bytes that the model learns to write."""
 
 
 def _texts(
@@ -126,7 +126,7 @@ def _preferences(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
 ) -> EncodedColumns:
     found = [from_preference(text) for text in texts]
-    # All sides at once: a text that stands in both, as the prompt does, is encoded once.
+    # All sides at once: a text that occurs in both, such as the prompt, is encoded once.
     chats = [one.sides[side] for side in range(2) for one in found]
     flat, mask, lengths = encode_chats(
         tokenizer, chats, encode_batch, [len(one.prompt) for one in found] * 2
@@ -174,7 +174,7 @@ _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], 
 
 
 def _spoken(messages: Sequence[Message]) -> int:
-    """Bytes of what the assistant says."""
+    """Bytes of the assistant's messages."""
     return sum(
         len(message["content"].encode()) for message in messages if message["role"] == "assistant"
     )
@@ -183,8 +183,8 @@ def _spoken(messages: Sequence[Message]) -> int:
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
 ) -> tuple[Ids, Lengths]:
-    """`Tokenizer.encode_document` of each text: all ids one after the other, and how many each text
-    has.
+    """`Tokenizer.encode_document` of each text: the concatenated ids, and the length of each
+    text.
     """
     return _framed(encode_batch or tokenizer.encode_batch, texts, tokenizer.before, tokenizer.after)
 
@@ -199,7 +199,7 @@ def encode_framed(
 def _framed(
     encode_batch: EncodeBatch, texts: Sequence[str], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Ids, Lengths]:
-    """Ids of each text with the same ones before and behind each."""
+    """Ids of each text with `before` prepended and `after` appended."""
     flat, offsets = encode_batch(texts)
     lengths = np.diff(offsets) + (len(before) + len(after))
     ends = np.cumsum(lengths)
@@ -214,7 +214,7 @@ def _framed(
 
 
 def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> dict[str, Any]:
-    """What decides about records beside the documents."""
+    """What determines the records beside the documents."""
     about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
     if documents in ("pair", "labelled"):
         about["frame"] = tokenizer.frame
@@ -229,11 +229,11 @@ BATCH_TOKENS = 500_000
 def existing_records(
     task: RawRange, shares: Shares, tokenizer: Tokenizer
 ) -> Iterator[tuple[Split, TokenRecords]]:
-    """The documents of a range, about a megabyte at a time. Bytes are counted for held-out ones, by
-    decoding them.
+    """The documents of a range, about a megabyte at a time. Bytes are counted for held-out
+    documents only, by decoding them.
 
     Raises:
-        WrongInput: an id is not in the vocabulary, so that another tokenizer made these columns.
+        WrongInput: an id is not in the vocabulary, so these columns were made by another tokenizer.
     """
     waiting: dict[Split, list[Ids]] = {}
     tokens: Counter[Split] = Counter()
@@ -257,7 +257,7 @@ def existing_records(
 
 
 def _documents(task: RawRange) -> Iterator[tuple[str, Ids]]:
-    """(doc_id, ids); a document is all sequences that Megatron's document index puts together."""
+    """(doc_id, ids); a document is all sequences that Megatron's document index groups together."""
     column, name = Column(Path(task.path)), Path(task.path).name
     counts = column.document_lengths()
     first = int(counts[: task.within].sum())

@@ -1,6 +1,4 @@
-"""The stage of `prepare` in which text becomes ids: one part of columns from each range of raw
-documents.
-"""
+"""The tokenisation stage of `prepare`: one part of columns from each range of raw documents."""
 
 from __future__ import annotations
 
@@ -31,17 +29,19 @@ from ingot.tokenizers.tokenizer import Tokenizer
 BATCH_CHARACTERS = 1_000_000
 DONE = "done"
 COMPARED = 1e-3
-"""The share of documents whose ids are compared with the reference's, whatever encodes them."""
+"""The share of documents whose ids are compared with the reference encoder's, whatever the
+encoder.
+"""
 
 
 @dataclass(frozen=True)
 class TokenisedRange:
-    """What a range became: a part for each split that some of its documents belong to, and the
-    files that hold them.
+    """The result of a range: a part for each split that some of its documents belong to, and the
+    files of the parts.
 
-    `redone` names the first document for which the fast encoder's ids were not the reference's; the
-    whole part then is the reference's. `refused` counts chats that the template does not take,
-    `refusal` tells of the first of them.
+    `redone` names the first document for which the fast encoder's ids differed from the
+    reference's; the whole part was then encoded by the reference. `refused` counts chats that the
+    template refuses, `refusal` describes the first of them.
     """
 
     range: RawRange
@@ -64,12 +64,12 @@ class TokeniseStage:
     encoder: str
     documents: Documents
     prefix: str
-    """What stands before the source of every pair."""
+    """Prepended to the source of every pair."""
     shares: Shares
     cleaned: CleaningResult
     skip_bad: bool
     inputs: str
-    """Fingerprint of what decides about every part beside its range, `inputs_of`."""
+    """Fingerprint of what determines every part besides its range."""
 
     def open(self) -> Callable[[RawRange, Advance], TokenisedRange]:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -147,8 +147,8 @@ class TokeniseStage:
         advance: Advance,
         refused: list[str],
     ) -> Iterator[tuple[Split, TokenRecords]]:
-        """The records of a range by split. Chats that the template refuses are left out and added
-        to `refused`, if they may be.
+        """The records of a range by split. Chats that the template refuses are appended to
+        `refused` and left out, if the recipe allows it.
         """
         if task.kind == "tokens":
             for split, records in existing_records(task, self.shares, tokenizer):
@@ -234,7 +234,7 @@ class TokeniseStage:
 
 
 class _EncoderMismatch(Exception):
-    """The fast encoder's ids of a document are not the reference's."""
+    """The fast encoder's ids of a document differ from the reference's."""
 
 
 def inputs_of(
@@ -247,7 +247,9 @@ def inputs_of(
 
 
 def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """The part that an earlier run made of this range from the same inputs; None without one."""
+    """The part that an earlier run made of this range from the same inputs; None if there is
+    none.
+    """
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
     if (
         marker is None
@@ -266,7 +268,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
 
 
 def keep_finished(old: Path, new: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """The finished part in `new`, which it is brought to from `old` where only that one has it."""
+    """The finished part in `new`, linked there from `old` if only that folder has it."""
     made = finished(new, task, inputs)
     if made is None and (made := finished(old, task, inputs)) is not None:
         for entry in made.files:
@@ -276,7 +278,7 @@ def keep_finished(old: Path, new: Path, task: RawRange, inputs: str) -> Tokenise
 
 
 class _ColumnOutput:
-    """The columns of one split that are being written, and what is counted beside them."""
+    """The columns of one split while they are written, and their counts."""
 
     def __init__(
         self, folder: Path, split: Split, number: int, documents: Documents, vocab_size: int

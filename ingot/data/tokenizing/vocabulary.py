@@ -1,8 +1,8 @@
 """The tokenizer of a run in `data/tokenizer/`: trained on the training documents, or loaded from
 where the recipe says.
 
-A sub-stage of `prepare` with a record of its own: a vocabulary is learnt again only when what it is
-learnt from changed.
+A sub-stage of `prepare` with a marker of its own: a vocabulary is trained again only if its inputs
+changed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ MARKER = "prepared.json"
 def provide_tokenizer(
     recipe: Recipe, raw: RawData, cleaned: CleaningResult, new: Path
 ) -> tuple[Tokenizer, Path]:
-    """The tokenizer of the recipe, and the folder that it lies in: `data/tokenizer/`, or `new`
-    where it is another one.
+    """The tokenizer of the recipe, and its folder: `data/tokenizer/`, or `new` if it differs from
+    the one there.
 
     Raises:
-        WrongInput: the recipe's tokenizer cannot be read, or there is not one document to learn
-            from.
+        WrongInput: the recipe's tokenizer cannot be read, or there is not one document to train on.
         Failed: it cannot be fetched.
     """
     _sweep(recipe.folder.tokenizer)
@@ -58,7 +57,7 @@ def provide_tokenizer(
 
 
 def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, Any]:
-    """Everything that decides about a learnt vocabulary."""
+    """Everything that determines a trained vocabulary."""
     shares = Shares.of(recipe.data)
     return {
         "trainer": TRAINER,

@@ -1,11 +1,10 @@
-"""Which candidates really are near-duplicates: exact Jaccard similarity of their sets of n-grams,
-and the clusters that follow.
+"""Decides which candidates are near-duplicates: exact Jaccard similarity of their n-gram sets, and
+the resulting clusters.
 
-Documents of one band group are compared pair by pair, each pair once, but for pairs that are in one
-cluster already, which could change nothing. In a group of more than `LEADERS` documents the first
-`LEADERS` are compared with all, the others not among
-themselves: so a group costs at most LEADERS comparisons a document, whatever the data. Such groups
-are counted.
+Documents that share a band are compared pair by pair, each pair once, except pairs that are in one
+cluster already. In a group of more than `LEADERS` documents, the first `LEADERS` are compared with
+all, the others not among themselves, so a group costs at most LEADERS comparisons per document.
+Such groups are counted.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def roots(parents: NDArray[np.int64], nodes: Indices) -> Indices:
 
 
 def union(parents: NDArray[np.int64], left: Indices, right: Indices) -> None:
-    """Connect left[i] with right[i] for all i. A root is the smallest node of its tree."""
+    """Connect left[i] with right[i] for all i. The root is the smallest node of a tree."""
     while True:
         one, other = roots(parents, left), roots(parents, right)
         parents[left], parents[right] = one, other
@@ -48,11 +47,11 @@ def union(parents: NDArray[np.int64], left: Indices, right: Indices) -> None:
 
 
 def write_components(path: Path, nodes: int, edges: Iterable[tuple[Indices, Indices]]) -> int:
-    """Write for each of `nodes` the smallest node that it is connected with, `ALONE` for one
-    without edges; how many have some.
+    """Write for each of `nodes` the smallest node connected with it, or `ALONE` for a node without
+    edges. Returns how many nodes have edges.
 
-    Eight bytes a node on disk, mapped; in memory some edges at a time. The order of edges changes
-    nothing.
+    Eight bytes per node in a memory-mapped file; edges are held in memory a few at a time. The
+    result does not depend on the order of the edges.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with disk_errors(path):
@@ -83,7 +82,7 @@ def write_components(path: Path, nodes: int, edges: Iterable[tuple[Indices, Indi
 
 
 def read_components(path: Path) -> NDArray[np.int64]:
-    """What `write_components` wrote, mapped."""
+    """Read what `write_components` wrote, memory-mapped."""
     found: NDArray[np.int64] = np.load(path, mmap_mode="r")
     return found
 
@@ -99,7 +98,7 @@ VALUES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of one bucket, by ascending number, with their sets."""
+    """Candidates of one bucket, by ascending number, with their n-gram sets."""
 
     numbers: Indices
     sets: Sequence[Hashes]
@@ -109,7 +108,9 @@ class Candidates:
 
 
 def similarities(one: Hashes, others: Sequence[Hashes]) -> NDArray[np.float64]:
-    """|A and B| / |A or B| of a sorted set with each of several; none is empty."""
+    """Jaccard similarity |A and B| / |A or B| of one sorted set with each of several; none is
+    empty.
+    """
     found = np.empty(len(others))
     for begin, end in _batches([len(other) for other in others]):
         sizes = np.array([len(other) for other in others[begin:end]])
@@ -135,10 +136,10 @@ def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 def cluster(
     members: Candidates, groups: Sequence[Indices], similarity: float
 ) -> tuple[Indices, int]:
-    """The place of each member's first duplicate (its own for one that stays), and how many groups
-    were too large to compare in full.
+    """The place of each member's first duplicate (its own for one that is kept), and how many
+    groups were too large to compare in full.
 
-    `groups` holds places in `members`, ascending, of documents that share a band.
+    `groups` holds ascending places in `members` of documents that share a band.
     """
     parents = np.arange(len(members))
     small = [group for group in groups if len(group) <= SMALL]
@@ -156,7 +157,7 @@ def _compare(
     others = distinct(others[roots(parents, others) != roots(parents, np.array([leader]))])
     own = members.sets[leader]
     sizes = np.array([len(members.sets[other]) for other in others.tolist()], np.int64)
-    # Sets of too different sizes cannot be so similar: no need to look at what is in them.
+    # Sets of too different sizes cannot reach the similarity: skip them without comparing.
     near = others[_ratio(sizes, len(own)) >= similarity]
     if not len(near):
         return
@@ -171,7 +172,7 @@ def _ratio(sizes: Indices, size: int) -> NDArray[np.float64]:
 
 
 def _tails(groups: Sequence[Indices]) -> dict[int, list[Indices]]:
-    """For each of the first `LEADERS` of every group all that come after it there."""
+    """For each of the first `LEADERS` members of every group, the later members of that group."""
     found: dict[int, list[Indices]] = {}
     for group in groups:
         for place in range(min(len(group) - 1, LEADERS)):
@@ -180,7 +181,7 @@ def _tails(groups: Sequence[Indices]) -> dict[int, list[Indices]]:
 
 
 def _pairs(groups: Sequence[Indices], count: int) -> Iterator[tuple[int, Indices]]:
-    """Every pair of every group once, by its smaller place: (place, the larger places)."""
+    """Every pair that occurs in a group, once: (smaller place, the larger places)."""
     by_size: dict[int, list[Indices]] = {}
     for group in groups:
         by_size.setdefault(len(group), []).append(group)

@@ -1,9 +1,9 @@
-"""Training documents that hold parts of what the model is evaluated on: word n-grams in common with
-the validation documents.
+"""Drops training documents that contain evaluation data: word n-grams in common with the validation
+documents.
 
-The n-grams of all validation documents become one sorted file, which workers map and look up in. A
-validation document with fewer words than an n-gram counts whole: a training document holds it only
-by being the same words and no more, since a few words are found in many innocent texts.
+The n-grams of all validation documents become one sorted file, which workers memory-map. A
+validation document with fewer words than an n-gram counts as a whole: only a training document of
+exactly the same words matches it, since a few words occur in many innocent texts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BITS = 24
 
 @dataclass(frozen=True)
 class ContaminationStage:
-    """What the stages share. `after` are the steps whose dropped documents play no part."""
+    """What the stages share. Documents dropped by the steps in `after` are ignored."""
 
     corpus: Corpus
     knobs: Contamination
@@ -80,8 +80,8 @@ class EvaluationNgrams(ContaminationStage):
 
 @dataclass(frozen=True)
 class MergeNgrams(ContaminationStage):
-    """From the n-grams of all ranges to one file; one task, a share of the hashes in memory at a
-    time.
+    """From the n-grams of all ranges to one file; a single task, which holds a share of the hashes
+    in memory at a time.
     """
 
     shares: int
@@ -109,7 +109,7 @@ class MergeNgrams(ContaminationStage):
 
 @dataclass(frozen=True)
 class SearchNgrams(ContaminationStage):
-    """From a range to its training documents that hold at least `matches` of the n-grams."""
+    """From a range to its training documents that contain at least `matches` of the n-grams."""
 
     def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
@@ -133,7 +133,7 @@ class SearchNgrams(ContaminationStage):
 
 
 def matching_ngrams(grams: HashedTexts, known: Hashes, sieve: Flags) -> Indices:
-    """How many different n-grams of each text are known."""
+    """The number of distinct n-grams of each text that are in `known`."""
     perhaps = np.flatnonzero(sieve[grams.values >> np.uint64(64 - BITS)])
     values = grams.values[perhaps]
     if not len(known) or not len(values):
@@ -155,7 +155,7 @@ def _mapped(path: Path) -> Hashes:
 
 
 def _sieve(known: Hashes) -> Flags:
-    """Whether any known hash begins with these bits: a look that spares most searches."""
+    """Whether any known hash begins with these bits: a filter that avoids most searches."""
     found = np.zeros(1 << BITS, bool)
     step = 1 << 22
     for begin in range(0, len(known), step):

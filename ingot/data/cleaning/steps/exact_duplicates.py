@@ -1,11 +1,10 @@
-"""The first look at every document, and exact duplicates: texts that are the same when folded.
+"""The survey of every document, and exact duplicates: texts that are equal when folded.
 
-Workers hash; a bucket of hashes is then compared by one of them. Within a range only the first of
-each hash is sent on, so that a bucket holds one row for a hash and a range, however often a text is
-repeated.
+Workers hash documents; each bucket of hashes is then compared by one worker. Within a range, only
+the first document of each hash is passed on, so a bucket holds at most one row per hash and range.
 
-A text of which nothing is left when folded (white space, lone diacritics) is no duplicate of
-another such text: it is counted as a note, and is for `min_chars` to drop.
+A text that is empty when folded (white space, lone diacritics) is not a duplicate of another such
+text: it is counted in a note and left to `min_chars`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ ROWS = {"high": np.uint64, "low": np.uint64, "number": np.int64}
 
 @dataclass(frozen=True)
 class SurveyStage:
-    """From a range to `reason` and `bytes` of each document; with `exact`, hashes of those that
-    stay as well.
+    """From a range to `reason` and `bytes` of each document; with `exact`, also the hashes of those
+    that are kept.
     """
 
     corpus: Corpus
@@ -103,7 +102,7 @@ class ExactDuplicateStage:
 
 
 def _hashed(batch: DocumentBatch) -> tuple[Columns, int]:
-    """Hashes of the documents that are not empty when folded, and how many are."""
+    """Hashes of the documents that are not empty when folded, and the number of empty ones."""
     folded = fold(batch.texts)
     some = folded.ends > folded.begins
     hashes = digests(folded)[some]
@@ -113,7 +112,7 @@ def _hashed(batch: DocumentBatch) -> tuple[Columns, int]:
 
 
 def _later(rows: Columns) -> Columns:
-    """Of sorted rows all but the first of each hash, as drops whose survivor is that first one."""
+    """Of sorted rows, all but the first of each hash, as drops whose survivor is that first one."""
     first = firsts(rows["high"], rows["low"])
     survivors = (
         rows["number"][np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]

@@ -1,7 +1,7 @@
-"""Filters that judge each document by itself: too short, too long, in another language, or dropped
+"""Filters that judge each document on its own: too short, too long, in another language, or dropped
 by a step of another package.
 
-Languages are identified by py3langid (Lui and Baldwin 2012), which gives one answer for one text.
+Languages are identified by py3langid (Lui and Baldwin 2012), which is deterministic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _library() -> Any:
 
 
 def check_languages(languages: Sequence[str]) -> None:
-    """Refuse what no text can be found to be.
+    """Refuse languages that cannot be identified.
 
     Raises:
         WrongInput: py3langid is missing, or does not know one of the languages.
@@ -57,7 +57,7 @@ def in_languages(texts: pa.Array, languages: Sequence[str]) -> Flags:
 
 @dataclass(frozen=True)
 class DocumentFilters:
-    """The knobs of `data.clean` that look at one document."""
+    """The knobs of `data.clean` that apply to single documents."""
 
     min_chars: int
     max_chars: int | None
@@ -66,14 +66,14 @@ class DocumentFilters:
 
     @classmethod
     def of(cls, knobs: Clean) -> DocumentFilters:
-        """Raises WrongInput: a language that cannot be told, or no library to tell it."""
+        """Raises WrongInput: a language that cannot be identified, or the library is missing."""
         if knobs.languages:
             check_languages(knobs.languages)
         return cls(knobs.min_chars, knobs.max_chars, tuple(knobs.languages), tuple(knobs.steps))
 
     def open(self) -> Callable[[pa.Array], Bytes]:
-        """In a worker: what gives for each text 0, or the number of the first step that drops it.
-        Lengths are in characters.
+        """Called in a worker: returns a function that gives for each text 0, or the number of the
+        first step that drops it. Lengths are in characters.
         """
         return functools.partial(
             self._reasons, {step.name: step.load_implementation()(step) for step in self.steps}

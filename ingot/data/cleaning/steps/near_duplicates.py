@@ -1,9 +1,9 @@
-"""Near-duplicates, in five stages: bands of MinHash signatures -> groups that share a band ->
-components of candidates -> their sets of n-grams -> clusters by exact similarity.
+"""Near-duplicates, in stages: bands of MinHash signatures -> groups that share a band -> components
+of candidates -> their n-gram sets -> clusters by exact similarity.
 
-Only candidates' sets are kept, and those of one component lie in one bucket, so that pairs are
-compared where both sets are. A document without words has no n-grams and is compared with nothing;
-it is counted.
+Only candidates' sets are kept, and those of one component lie in one bucket, so that every pair can
+be compared within its bucket. A document without words has no n-grams and is not compared; it is
+counted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ROUTED = {"bucket": np.uint32, **KEYS}
 
 @dataclass(frozen=True)
 class NearDuplicateStage:
-    """What all stages share. `after` are the steps whose dropped documents play no part."""
+    """What all stages share. Documents dropped by the steps in `after` are ignored."""
 
     corpus: Corpus
     knobs: Fuzzy
@@ -74,7 +74,7 @@ class NearDuplicateStage:
 
 @dataclass(frozen=True)
 class SignStage(NearDuplicateStage):
-    """From a range to the keys of its documents' bands."""
+    """From a range to the band keys of its documents."""
 
     def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
@@ -109,7 +109,7 @@ class SignStage(NearDuplicateStage):
 
 @dataclass(frozen=True)
 class GroupStage(NearDuplicateStage):
-    """From a bucket of keys to those that several documents have."""
+    """From a bucket of keys to the groups of documents that share a key."""
 
     def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._group
@@ -133,7 +133,7 @@ class GroupStage(NearDuplicateStage):
 
 @dataclass(frozen=True)
 class ConnectStage(NearDuplicateStage):
-    """From all groups to components; one task, with bounded memory."""
+    """From all groups to components; a single task with bounded memory."""
 
     documents: int
 
@@ -157,7 +157,7 @@ class ConnectStage(NearDuplicateStage):
 
 @dataclass(frozen=True)
 class RouteStage(NearDuplicateStage):
-    """From a file of groups to the same rows by the bucket of their component."""
+    """From a file of groups to the same rows partitioned by their component's bucket."""
 
     buckets: int
 
@@ -178,7 +178,9 @@ class RouteStage(NearDuplicateStage):
 
 @dataclass(frozen=True)
 class GatherStage(NearDuplicateStage):
-    """From a range to the sets of its candidates, by the bucket of their component."""
+    """From a range to the n-gram sets of its candidates, partitioned by their component's
+    bucket.
+    """
 
     buckets: int
 
@@ -212,7 +214,7 @@ class GatherStage(NearDuplicateStage):
 
 @dataclass(frozen=True)
 class VerifyStage(NearDuplicateStage):
-    """From a bucket of components to the documents that a near-duplicate before them replaces."""
+    """From a bucket of components to the documents that duplicate an earlier one."""
 
     def open(self) -> Callable[[HashBucket, Advance], TaskFigures]:
         return self._verify
@@ -238,7 +240,7 @@ class VerifyStage(NearDuplicateStage):
         return {"bounded": bounded}
 
     def _members(self, task: HashBucket) -> Candidates:
-        """The sets of a bucket, as views of the mapped files."""
+        """The sets of a bucket, as views of the memory-mapped files."""
         numbers, sets = [np.zeros(0, np.int64)], list[Hashes]()
         for path in files(self.folder, "sets-*.arrow"):
             for columns, values, offsets in read_sets(path):
@@ -264,7 +266,7 @@ def _spread(components: Indices) -> Hashes:
 
 
 def _runs(batches: Iterator[Columns]) -> Iterator[Columns]:
-    """Rows of several batches together, so that few runs of some millions of rows are sorted."""
+    """Concatenate batches into runs of some million rows, so that few runs have to be sorted."""
     waiting, rows = list[Columns](), 0
     for batch in batches:
         waiting.append(batch)
