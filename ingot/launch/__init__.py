@@ -1,3 +1,3 @@
-"""Where a command runs. A launcher takes a Job, says whether it can run it, renders it, submits it
-and follows it. No torch.
+"""Where a command runs. A launcher takes a Job, says whether it can run it, renders, submits and
+follows it. No torch.
 """

@@ -1,5 +1,5 @@
-"""`python -m ingot.launch PROCESSES VERB ...`: the ranks of one command on this machine, started
-once and waited for.
+"""`python -m ingot.launch PROCESSES VERB ...`: starts the ranks of one command on this machine once
+and waits for them.
 """
 
 from __future__ import annotations

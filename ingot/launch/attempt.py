@@ -1,4 +1,4 @@
-"""One start of a job's ranks, as its supervisor sees it wherever they run, and the requests to stop
+"""One start of a job's ranks as its supervisor sees it, wherever they run; and the stop requests
 that are forwarded to them.
 """
 
@@ -17,16 +17,18 @@ from ingot.launch.job import Job
 
 POLL_S = 0.1
 NON_FAILURE_CODES = (EXIT_DONE, EXIT_KEEP, EXIT_STOPPED)
-"""Exit codes of a rank that are no failure."""
+"""Exit codes of a rank that do not count as a failure."""
 SAME_REQUEST_S = 2.0
-"""A terminal, a launcher and a service manager may each send a signal for one request to stop."""
+"""Signals within this time are one request: a terminal, a launcher and a service manager may each
+send one.
+"""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class AttemptExit:
-    """How an attempt ended: the rank that decided it and its exit code, negative where a signal
-    ended it. `reason` says it in words where the place knows more.
+    """How an attempt ended: the rank that decided it and its exit code, negative if a signal ended
+    it. `reason` describes the end if the place reports more.
     """
 
     rank: int
@@ -47,15 +49,15 @@ class AttemptExit:
 
 
 class Attempt(Protocol):
-    """The ranks of one start. No method waits, except `stop`. `stacks_s`: how long the stacks that
-    ranks were asked for may take to arrive.
+    """The ranks of one start. No method blocks, except `stop`. `stacks_s`: how long requested
+    stacks of ranks may take to arrive.
     """
 
     stacks_s: float
 
     def poll(self) -> AttemptExit | None:
-        """None while a rank runs. The first rank that fails decides the exit; the others are ended
-        then.
+        """None while a rank runs. The first rank that fails decides the exit; the other ranks are
+        then terminated.
         """
         ...
 
@@ -64,21 +66,23 @@ class Attempt(Protocol):
         ...
 
     def beats(self) -> dict[int, Heartbeat]:
-        """The last heartbeat by rank, of ended ranks too; ranks that sent none are missing."""
+        """The last heartbeat by rank, also of ranks that have ended; ranks that sent none are
+        missing.
+        """
         ...
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to all that run."""
+        """Send a signal to one rank, or to all that are running."""
         ...
 
     def preempted(self) -> bool:
-        """After the end: whether the place ended it without a request of ours (a time limit, a
-        machine that was reclaimed), so that it is to be started again.
+        """After the end: whether the place ended the attempt without our request (a time limit, a
+        reclaimed machine), so that it should be restarted.
         """
         ...
 
     def stop(self) -> None:
-        """End all ranks at once, and wait until they are gone."""
+        """Terminate all ranks immediately, and wait until they are gone."""
         ...
 
 
@@ -87,7 +91,7 @@ StartAttempt = Callable[[Job], Attempt]
 
 class StopRequests:
     """While entered, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are only recorded: `first` is the first
-    that came (0: none), `repeated` says that another request followed.
+    signal received (0: none), `repeated` whether another request followed.
     """
 
     def __init__(self) -> None:
@@ -110,7 +114,9 @@ class StopRequests:
 
     @property
     def signal_to_forward(self) -> int:
-        """The signal for the ranks: a closed terminal (SIGHUP) is a request to stop cleanly."""
+        """The signal for the ranks: a closed terminal (SIGHUP) becomes a request for a clean
+        stop.
+        """
         return signal.SIGTERM if self.first == signal.SIGHUP else self.first
 
     def __exit__(
@@ -126,8 +132,8 @@ class StopRequests:
 def follow(
     attempt: Attempt, stops: StopRequests, must_end: Callable[[], bool] = lambda: False
 ) -> AttemptExit:
-    """Wait for the end. The first request to stop is forwarded to the ranks; a second one ends them
-    at once, and so does `must_end`, which is called often, when it returns True.
+    """Wait for the end. The first stop request is forwarded to the ranks; a second one terminates
+    them immediately, as does `must_end`, which is polled, when it returns True.
     """
     forwarded = False
     while (end := attempt.poll()) is None:

@@ -1,5 +1,5 @@
 """The handles of a run's jobs at other places, `RUN/jobs/VERB.KIND.json`, each with the recipe that
-its place was given, `VERB.KIND.yaml`.
+it was submitted with, `VERB.KIND.yaml`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def jobs_folder(root: Path) -> Path:
 
 
 def store_handle(root: Path, handle: Handle, recipe: Recipe | None = None) -> Handle:
-    """Store a handle, and the recipe by which its place is queried later; without `recipe` that is
-    stored already.
+    """Store a handle, and the recipe for later queries of its place; without `recipe`, the stored
+    recipe stays.
     """
     if recipe is not None:
         store_recipe(root, handle, recipe)
@@ -36,7 +36,7 @@ def stored_handles(root: Path) -> list[Handle]:
         try:
             found.append(Handle.from_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # of another version, or being written
+            continue  # from another version, or being written
     return sorted(found, key=lambda handle: handle.started, reverse=True)
 
 
@@ -53,21 +53,23 @@ def store_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:
 
 
 def recipe_of(root: Path, handle: Handle) -> Recipe:
-    """The recipe that the job was submitted with. Raises WrongInput where it cannot be read, such
-    as one of another version.
+    """The recipe that the job was submitted with. Raises WrongInput if it cannot be read, for
+    example one of another version.
     """
     return load_recipe([_recipe_file(root, handle)], environ={}, dotenv=None)
 
 
 def has_same_result(root: Path, handle: Handle, recipe: Recipe) -> bool:
-    """Whether a job was submitted with this recipe, as far as its result depends on it."""
+    """Whether a job was submitted with this recipe, ignoring knobs that do not affect the
+    result.
+    """
     with contextlib.suppress(IngotError):  # a recipe of another version counts as another recipe
         return _result_knobs(recipe_of(root, handle)) == _result_knobs(recipe)
     return False
 
 
 def _result_knobs(recipe: Recipe) -> dict[str, Any]:
-    """All but where it runs; the number of ranks counts."""
+    """All knobs except where it runs; the number of ranks counts."""
     return {
         **recipe.model_dump(exclude={"launch", "cloud", "serve"}),
         "ranks": (recipe.launch.nodes, recipe.launch.processes),

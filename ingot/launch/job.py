@@ -1,5 +1,6 @@
 """A job: one ingot command with what it needs; the handle that finds it again; and the protocol of
-the launchers. Imports no recipe: whoever starts ranks here and waits for them stays small.
+launchers. Does not import the recipe, so that a process that only starts ranks and waits stays
+small.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "preempted", "cance
 
 @dataclass(frozen=True)
 class Job:
-    """One command and the place it needs.
+    """One command and the resources it needs.
 
-    `argv` is what stands after `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same
-    wherever it runs. `processes` is the number of ranks on each node. `environment` is added to
-    what the nodes have; `secrets` are names of variables whose values must never be written down.
-    `rendezvous` is where the nodes of this start leave notes, a folder or `gs://`. `run_folder_url`
-    is the replica of the run folder that nodes without our disk work from, None where they share a
-    disk with us.
+    `argv` is what follows `ingot` (`("train", "recipe.yaml", "train.steps=10")`), the same wherever
+    it runs. `processes` is the number of ranks on each node. `environment` is added to the nodes'
+    own; `secrets` are names of variables whose values must never be written down. `rendezvous` is
+    where the nodes of this start exchange notes, a folder or `gs://`. `run_folder_url` is the
+    replica of the run folder for nodes that do not share our disk, else None.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def start_number(self) -> str:
-        """The number of this start, which its rendezvous ends with."""
+        """The number of this start, the last part of its rendezvous."""
         return (self.rendezvous or "").rpartition("-")[2]
 
     @property
@@ -68,8 +68,8 @@ class Job:
 class Handle:
     """Finds a submitted job again; stored as JSON under `RUN/jobs/`.
 
-    `id` is the place's own number for the job (a process id, a Slurm job id), `started` is seconds
-    since the epoch, `about` is what else the place needs to find it (a zone, a list of hosts).
+    `id` is the place's own identifier of the job (a process id, a Slurm job id), `started` is
+    seconds since the epoch, `about` is what else is needed to find it (a zone, a list of hosts).
     """
 
     name: str
@@ -90,7 +90,7 @@ class Handle:
 
 
 class JobLog(Protocol):
-    """The log of a job, wherever it is kept."""
+    """The log of a job, wherever it is stored."""
 
     def read(self) -> bytes:
         """What was added since the last call, b"" for nothing."""
@@ -98,12 +98,13 @@ class JobLog(Protocol):
 
 
 class Launcher(Protocol):
-    """What every place that runs jobs must offer. It is made of the recipe alone, without effects.
+    """The interface of every place that runs jobs. Made from the recipe alone, without side
+    effects.
 
     `poll_s`: seconds between two queries of a job's state. `shares_disk`: whether the nodes see our
     disk; otherwise they work from the run folder's replica in `cloud.bucket`, and their time is
     bounded by `cloud.max_run` and `cloud.max_cost`. `paid_by_use`: whether the place is billed by
-    what is used rather than by machine and hour.
+    use rather than by machine and hour.
     """
 
     poll_s: float
@@ -111,16 +112,16 @@ class Launcher(Protocol):
     paid_by_use: bool
 
     def can(self, job: Job) -> list[str]:
-        """Why this launcher cannot run `job`, one reason each; [] when it can. Has no effect."""
+        """Why this launcher cannot run `job`, one reason each; [] if it can. No side effects."""
         ...
 
     def render(self, job: Job) -> str:
-        """What would be sent, as text, without secrets. Has no effect."""
+        """What would be sent, as text, without secrets. No side effects."""
         ...
 
     def submit(self, job: Job) -> Handle:
-        """Start it and store the handle. Raises WrongInput when it cannot run there, Failed when
-        the place breaks down.
+        """Start the job and store its handle. Raises WrongInput if it cannot run there, Failed if
+        the place does not work.
         """
         ...
 
@@ -129,11 +130,11 @@ class Launcher(Protocol):
     def log(self, handle: Handle) -> JobLog: ...
 
     def signal(self, handle: Handle, number: int) -> None:
-        """Send a signal to all ranks, as far as the place can."""
+        """Send a signal to all ranks, as far as the place supports it."""
         ...
 
     def cancel(self, handle: Handle) -> None:
-        """End it at once, and wait until nothing of it is left."""
+        """End the job immediately, and wait until nothing of it is left."""
         ...
 
 
@@ -142,7 +143,7 @@ class ExclusiveLauncher(Protocol):
     """A launcher that also knows whether another computer has started the same job."""
 
     def busy(self, job: Job) -> str | None:
-        """Why the job must not be started now; None when it may. Changes nothing."""
+        """Why the job must not be started now; None if it may. No side effects."""
         ...
 
 
@@ -161,8 +162,8 @@ def launcher_of(recipe: Recipe) -> Launcher:
 
 
 def status_or_unknown(launcher: Launcher, handle: Handle) -> JobState:
-    """The state, `unknown` while the place does not answer: a network that is down for a minute
-    must not end a training.
+    """The state, or `unknown` while the place does not answer: a short network outage must not end
+    a training.
     """
     try:
         return launcher.status(handle)

@@ -1,6 +1,4 @@
-"""The jobs of a run folder, wherever they run: what `ingot launch status`, `logs` and `cancel`
-show and do.
-"""
+"""The jobs of a run folder, wherever they run, for `ingot launch status`, `logs` and `cancel`."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from ingot.launch.places.logs import FileLog
 
 LOCAL_POLL_S = 0.2
 STOP_MARGIN_S = 60.0
-"""How long a job may take to end beyond `checkpoint.grace_s`, which its ranks have."""
+"""How much longer than `checkpoint.grace_s`, which its ranks have, a job may take to end."""
 
 
 class SubmittedJob(Protocol):
-    """One job, as a person asks for it."""
+    """One job as shown to the user."""
 
     handle: Handle
     where: str
@@ -38,8 +36,8 @@ class SubmittedJob(Protocol):
 
 
 def submitted_jobs(root: Path) -> list[SubmittedJob]:
-    """The newest first; a process of this machine that waits for a job elsewhere comes before that
-    job.
+    """The jobs of a run folder, newest first; a local process that waits for a remote job precedes
+    that job.
     """
     local: list[SubmittedJob] = [LocalJob(root, handle) for handle in LocalLauncher(root).handles()]
     remote = [_remote_job(root, handle) for handle in stored_handles(root)]
@@ -54,12 +52,12 @@ def _remote_job(root: Path, handle: Handle) -> SubmittedJob:
     try:
         return RemoteJob(root, handle)
     except IngotError as error:
-        # The error has a line for each knob that is unknown; the first is enough here.
+        # The error has a line for each unknown knob; the first one is enough here.
         return UnreadableJob(handle, str(error).splitlines()[0])
 
 
 class LocalJob:
-    """A process of this machine: a supervisor, or one that does the work itself."""
+    """A process of this machine: a supervisor, or one that runs the verb itself."""
 
     poll_s = LOCAL_POLL_S
 
@@ -81,7 +79,9 @@ class LocalJob:
         return FileLog(lambda: [Path(self.handle.log)])
 
     def cancel(self) -> None:
-        """Waits as long as its ranks may take to stop, and a minute for the processes above."""
+        """Waits as long as its ranks may take to stop, and a minute longer for its parent
+        processes.
+        """
         resolved = self._root / "recipe.yaml"
         checkpoint = (
             load_recipe([resolved], environ={}, dotenv=None).checkpoint
@@ -112,7 +112,7 @@ class RemoteJob:
         return self._launcher.log(self.handle)
 
     def cancel(self) -> None:
-        """The ranks are asked first, and have the time to save a checkpoint."""
+        """The ranks are asked to stop first, with time to save a checkpoint."""
         if self.state() == "running":
             self._launcher.signal(self.handle, signal.SIGTERM)
             deadline = time.monotonic() + STOP_MARGIN_S + self._grace_s
@@ -123,7 +123,7 @@ class RemoteJob:
 
 
 class UnreadableJob:
-    """A job elsewhere whose recipe cannot be read: of another version, or edited by hand."""
+    """A remote job whose recipe cannot be read: from another version, or edited by hand."""
 
     has_log, poll_s = False, LOCAL_POLL_S
 

@@ -1,8 +1,8 @@
 """The rendezvous of one start: a folder that all nodes see, or a bucket, in which the nodes leave
 notes for each other and for the supervisor.
 
-Signals go this way too. That works wherever the nodes are, also from a process that did not start
-them, and reaches the ranks and no other process.
+Signals are sent this way too. That works wherever the nodes are, also from a process that did not
+start them, and reaches only the ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ingot.launch.job import Job, JobState
 
 ARRIVED, EXIT, SIGNAL, BOOT, CANCELLED = "here", "exit", "signal", "boot", "cancelled"
 """Kinds of notes: a node has arrived, with its version; how its ranks ended; a signal for the
-ranks; how far a machine has come before its node runs; somebody has cancelled the job.
+ranks; a machine's progress before its node runs; the job was cancelled.
 """
 ENDED_BY = "because"
-"""In an exit note: what ended the ranks where that was no failure of theirs, the number of another
-node or `launcher`.
+"""In an exit note: what ended the ranks if it was no failure of theirs, the number of another node
+or `launcher`.
 """
 BUCKET_POLL_S = 2.0
 Version = tuple[int, int]
@@ -36,8 +36,8 @@ Note = dict[str, Any]
 
 
 class Rendezvous:
-    """Notes by name, small JSON objects. Reading never raises for a note that is not there yet.
-    `patience_s`: how long a bucket that does not answer is asked again.
+    """Notes by name, small JSON objects. Reading never raises for a missing note. `patience_s`: how
+    long requests to an unresponsive bucket are retried.
 
     Each version of a note is read once: with a thousand nodes, each of them polls all others.
     """
@@ -65,12 +65,12 @@ class Rendezvous:
         return {int(note["node"]): note for note in found if "node" in note}
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Leave a signal for one rank, or for all; nodes look for it every few seconds."""
+        """Leave a signal for one rank, or for all; nodes poll for it every few seconds."""
         self._write(f"{SIGNAL}-{time.time_ns()}.json", {"number": int(number), "rank": rank})
 
     def signals(self, seen: set[str]) -> list[Note]:
-        """The signals whose names are not in `seen`, in the order in which they were sent; their
-        names are added to it. `by` names a place that sent one by itself.
+        """The signals whose names are not in `seen`, in sending order; their names are added to it.
+        `by` names the place if the place itself sent the signal.
         """
         new = {
             name: note
@@ -89,8 +89,8 @@ class Rendezvous:
         poll_s: float = 0.2,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Note]:
-        """The notes of all `nodes`; `check` is called between two polls and may raise. Raises
-        Failed naming the nodes that did not come within `timeout_s`.
+        """Wait for the notes of all `nodes`; `check` is called between two polls and may raise.
+        Raises Failed, naming the nodes that did not arrive within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while len(found := self.notes(kind)) < nodes:
@@ -110,13 +110,13 @@ class Rendezvous:
         if self._bucket is not None:
             self._bucket.put(name, text)
             return
-        # Not `write_atomic`, which removes temporary files of dead processes: those of other
-        # machines only look dead from here.
+        # Not `write_atomic`, which removes temporary files of dead processes: processes of other
+        # machines look dead from here.
         with atomic_file(Path(self.place) / name) as stream:
             stream.write(text)
 
     def _list(self, kind: str) -> dict[str, Version]:
-        """The notes of a kind by name; their version changes when one is replaced."""
+        """The notes of a kind by name, with a version that changes when one is replaced."""
         if self._bucket is not None:
             return {blob.name: (blob.generation, 0) for blob in self._bucket.list(f"{kind}-")}
         found = {}
@@ -148,14 +148,14 @@ class Rendezvous:
 
 
 def clear_rendezvous(url: str) -> None:
-    """Remove the notes of an earlier run of this name, whose folder here is gone."""
+    """Remove the notes of an earlier run of this name whose local folder is gone."""
     bucket = open_bucket(url)
     for blob in bucket.list():
         bucket.delete(blob.name)
 
 
 def state_by_notes(place: str, nodes: int) -> JobState:
-    """The final state of a job by its nodes' exit notes; a node that left none was killed."""
+    """The final state of a job from its nodes' exit notes; a node without one was killed."""
     rendezvous = Rendezvous(place)
     codes = [int(note["code"]) for note in rendezvous.notes(EXIT).values()]
     stopped = [code for code in codes if code == EXIT_STOPPED or code - 128 in STOP_SIGNALS]
@@ -165,20 +165,20 @@ def state_by_notes(place: str, nodes: int) -> JobState:
         return "succeeded"
     requests = [note for note in rendezvous.signals(set()) if note.get("number") in STOP_SIGNALS]
     if requests and not any("by" in note for note in requests):
-        return "cancelled"  # by a person, maybe before there was anything to save
+        return "cancelled"  # by the user, perhaps before there was anything to save
     return "preempted" if all(code in NON_FAILURE_CODES for code in codes) else "failed"
 
 
 def exit_by_notes(
     job: Job, state: JobState, kind: str, notes: Mapping[int, Note], *, stop_requested: bool
 ) -> AttemptExit:
-    """How a job in a final `state` of its place `kind` ended, by its nodes' exit notes: of the
-    nodes whose own ranks failed the first one; by the place's word where the nodes left no note.
+    """How a job in a final `state` at the place `kind` ended, from its nodes' exit notes: the first
+    node whose own ranks failed; without notes, the state that the place reports.
     """
     own = [note for note in notes.values() if ENDED_BY not in note]
     failed = [note for note in own if note["code"] not in NON_FAILURE_CODES]
     if failed and state not in ("preempted", "cancelled"):
-        # A signal comes first: the other nodes noticed that this one was gone.
+        # A node killed by a signal comes first: the other nodes only failed because it was gone.
         first = min(failed, key=lambda note: (note["code"] > 0, note["t_wall"]))
         return AttemptExit(int(first["rank"]), int(first["code"]), first.get("how", ""))
     codes = [int(note["code"]) for note in own]

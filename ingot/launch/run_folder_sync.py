@@ -1,5 +1,5 @@
-"""Between a run folder and its replica in a bucket: a node without a shared disk pulls it before
-its ranks start, and pushes what they make; the launcher pulls the results.
+"""Synchronises a run folder with its replica in a bucket: a node without a shared disk pulls it
+before its ranks start, and pushes what they write; the launcher pulls the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 
 HEARTBEAT_INTERVAL_S, PROGRESS_INTERVAL_S = 15.0, 60.0
-"""Seconds between two pushes of heartbeats, and of the files that people look at while a job runs.
+"""Seconds between two pushes of heartbeats, and of the files that users look at while a job
+runs.
 """
 COLUMNS = "data/columns"
 RAW, PARTS = (r"data/raw/.*\.parquet",), (rf"{COLUMNS}/[^/]*\.(bin|idx)",)
@@ -33,17 +34,17 @@ PROGRESS = ("metrics.jsonl", "events.jsonl", "left_out.json", "tensorboard", "lo
 
 
 def is_launcher_file(path: str) -> bool:
-    """Whether a file of the run folder is written by the launcher alone: notes and handles of its
-    jobs, and the logs of their ranks.
+    """Whether only the launcher writes a file of the run folder: notes and handles of its jobs, and
+    the logs of their ranks.
     """
     return re.match(r"jobs/|logs/[^/]*\.log$", path) is not None
 
 
 def pull_run_folder(url: str, root: Path, verb: str, recipe: Recipe | None = None) -> None:
-    """Make the run folder equal to its replica, for a node that does `verb`. The folder may be the
+    """Make the run folder equal to its replica, for a node that runs `verb`. The folder may be the
     launcher's own, which writes to it meanwhile: of the launcher's files only the recipe is pulled,
-    unless it is given. Data that the verb does not read, or reads a part at a time, is left in the
-    bucket (`is_left_in_bucket`).
+    unless `recipe` is given. Data that the verb does not read, or fetches a part at a time, is left
+    in the bucket (`is_left_in_bucket`).
     """
 
     def keep(path: str) -> bool:
@@ -66,10 +67,10 @@ def pull_run_folder(url: str, root: Path, verb: str, recipe: Recipe | None = Non
 
 
 def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str], bool]:
-    """Returns whether `verb` does without a file until it asks for it: raw documents and parts of
-    columns are most of a run folder.
+    """Returns a predicate: whether `verb` does not need a file at its start. Raw documents and
+    parts of columns are most of a run folder.
 
-    `recipe`: of a training, which needs all of them where it is not known. `submit` stands for
+    `recipe`: that of a training; if it is unknown, a training needs all files. `submit` stands for
     starting a training or an evaluation elsewhere.
     """
     left = {
@@ -80,7 +81,7 @@ def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str]
         "deploy": RAW + PARTS,
     }.get(verb, ())
     if verb == "train" and recipe is not None:
-        # Texts to compare a generation with are read from the documents.
+        # Reference texts for generations are read from the documents.
         reads_documents = any(task.kind == "rouge" for task in recipe.tasks)
         left = (() if reads_documents else RAW) + (() if recipe.data.window is None else PARTS)
     return lambda path: any(re.fullmatch(pattern, path) for pattern in left)
@@ -88,8 +89,8 @@ def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str]
 
 def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) -> None:
     """Make the run folder, or these `parts` of it, equal to its replica, for the launcher: its own
-    files stay as they are, and its events are kept beside those of the job. A launcher that has
-    left data in the bucket (`pull_run_folder`) goes on without it.
+    files stay unchanged, and its events are kept beside those of the job. Data that a launcher has
+    left in the bucket (`pull_run_folder`) stays there.
     """
     events = RunFolder(root).events
     own = list(read_lines(events))
@@ -107,18 +108,18 @@ def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) 
 
 
 class RunFolderPusher:
-    """While entered, this node's heartbeats go to the bucket, and from node 0 its progress; the
-    ranks find the replica's address in their environment. At the end node 0 pushes the run folder,
-    which may fail the job: results that nobody can fetch are lost.
+    """While entered, this node's heartbeats are pushed to the bucket, and from node 0 its progress;
+    the ranks find the replica's address in their environment. At the end node 0 pushes the run
+    folder; a failure of that fails the job, since results that nobody can fetch are lost.
     """
 
     def __init__(self, url: str, root: Path, node: int) -> None:
         self._url, self._root, self._node = url, root, node
         self._bucket = open_bucket(self._url, patience_s=HEARTBEAT_INTERVAL_S / 3)
-        self._pushed_stacks = self._stacks()  # those that lie here are of earlier starts
+        self._pushed_stacks = self._stacks()  # files of earlier starts
         self._previous = os.environ.get(REPLICA_VARIABLE)
         self._over = threading.Event()
-        # Heartbeats wait for nothing else: a rank without one is taken for hanging.
+        # Heartbeats are pushed on their own: a rank without one counts as hanging.
         tasks = [(self._push_heartbeats, HEARTBEAT_INTERVAL_S)]
         if node == 0:
             tasks.append((self._push_progress, PROGRESS_INTERVAL_S))
@@ -148,7 +149,7 @@ class RunFolderPusher:
             push(self._root, self._url)
 
     def _repeat(self, task: Callable[[], None], interval_s: float) -> None:
-        pause_s = HEARTBEAT_INTERVAL_S  # soon at first: a machine may be reclaimed at any time
+        pause_s = HEARTBEAT_INTERVAL_S  # short at first: a machine may be reclaimed at any time
         while not self._over.wait(pause_s):
             pause_s = interval_s
             try:
@@ -160,7 +161,7 @@ class RunFolderPusher:
                 )
 
     def _push_heartbeats(self) -> None:
-        """And stacks that ranks were asked for, since somebody is waiting for them."""
+        """Also pushes requested stacks, since somebody is waiting for them."""
         beats = heartbeat_file(RunFolder(self._root).heartbeats)
         if beats.exists():
             self._bucket.put(f"heartbeats/{beats.name}", beats.read_bytes())

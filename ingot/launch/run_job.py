@@ -1,5 +1,5 @@
-"""Runs a verb where `launch` says: picks the launcher, makes the job, submits it and waits for it.
-What `ingot launch`, `ingot run` and the pipeline share.
+"""Runs a verb where `launch` says: chooses the launcher, makes the job, submits it and waits.
+Shared by `ingot launch`, `ingot run` and the pipeline.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ingot.launch.supervisor.supervise import FRESH, supervise
 
 
 def job_of(recipe: Recipe, verb: str, *, distributed: bool, options: Sequence[str] = ()) -> Job:
-    """The job of a verb where `launch` says. `distributed`: several nodes and processes can do it
-    together.
+    """The job of a verb where `launch` says. `distributed`: whether the verb supports several nodes
+    and processes.
 
-    Nodes read the recipe as it is resolved here and now, whatever files, overrides and variables it
-    came from; `stage_start` puts it where they look for it.
+    Nodes read the recipe as resolved here and now, whatever files, overrides and variables it came
+    from; `stage_start` copies it to where they look for it.
     """
     launch = recipe.launch
     nodes, processes = (launch.nodes, launch.processes) if distributed else (1, 1)
@@ -58,7 +58,7 @@ def job_of(recipe: Recipe, verb: str, *, distributed: bool, options: Sequence[st
 
 def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
     """Run a job at its place and wait for it: a training under supervision, whose caller holds the
-    run folder's `run-lock`; anything else once.
+    run folder's `run-lock`; any other verb once.
 
     Raises:
         WrongInput: the place cannot run it; nothing was sent.
@@ -75,13 +75,13 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
     attempts = list[RemoteAttempt]()
 
     def start(job: Job) -> RemoteAttempt:
-        # Only before the first start of this command: how our own attempts ended is known.
+        # Only before this command's first start: how our own attempts ended is known.
         already_runs = not attempts and _already_runs(recipe, launcher, job)
         if meter is not None and not already_runs:
             if not attempts:  # an earlier launcher may have died before its start ended
                 meter.end(end_of_last_start(recipe, job))
             job = with_time_left(recipe, job, meter)
-        # What prevents the first start is reported at once; a later start waits until it passes.
+        # What prevents the first start is reported at once; later starts wait until it passes.
         patience_s = recipe.launch.start_s if attempts else 0.0
         prepare = None if already_runs else lambda job: stage_start(recipe, _checked(launcher, job))
         attempts.append(
@@ -120,11 +120,11 @@ def _run_once(job: Job, start: Callable[[Job], RemoteAttempt]) -> JobExit:
 
 
 def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
-    """Whether an earlier launcher that died has left the job running. It is continued then, and its
-    node 0 is the one that writes to the bucket.
+    """Whether the job is still running from an earlier launcher that died. It is then continued,
+    and its node 0 is the one that writes to the bucket.
 
     Raises:
-        Failed: the place does not say.
+        Failed: the place does not answer.
     """
     handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)
     state = status_or_unknown(launcher, handle) if handle is not None else "failed"
@@ -137,8 +137,8 @@ def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
 
 
 def _checked(launcher: Launcher, job: Job) -> Job:
-    """Raises Failed where the same job runs that was started elsewhere: its folder in the bucket is
-    not ours to write to.
+    """Raises Failed if the same job, started elsewhere, is running: we must not write to its folder
+    in the bucket.
     """
     if isinstance(launcher, ExclusiveLauncher) and (reason := launcher.busy(job)) is not None:
         raise Failed(reason)

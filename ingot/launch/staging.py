@@ -1,5 +1,5 @@
-"""Before a start at another place: what its nodes would lack is reported before a machine is made,
-and what they need is put where they look for it, on the shared disk or in the bucket.
+"""Preparation of a start at another place: reports what its nodes would lack before a machine is
+created, and puts their inputs where they look for them, on the shared disk or in the bucket.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MANIFEST = "manifest.json"
 
 
 def stage_start(recipe: Recipe, job: Job) -> Job:
-    """The job for one more start, with all that its nodes need where they look for it. What an
-    earlier start has made and nobody fetched is fetched first.
+    """The job for one more start, with all inputs of its nodes in place. Results of an earlier
+    start that were never fetched are fetched first.
     """
     if (
         job.run_folder_url is not None
@@ -42,20 +42,20 @@ def stage_start(recipe: Recipe, job: Job) -> Job:
 
 
 def with_next_rendezvous(recipe: Recipe, job: Job) -> Job:
-    """The job with a rendezvous of its own, which exists from now on and is empty."""
+    """The job with a new, empty rendezvous of its own."""
     folder = next_rendezvous(recipe.folder.root.absolute(), job.name)
     folder.mkdir(parents=True, exist_ok=True)
     if job.run_folder_url is None:
         return replace(job, rendezvous=str(folder))
     rendezvous = f"{job.run_folder_url}/jobs/{folder.name}"
     clear_rendezvous(rendezvous)
-    for left in ("heartbeats", "stacks"):  # of earlier starts
+    for left in ("heartbeats", "stacks"):  # files of earlier starts
         clear_rendezvous(f"{job.run_folder_url}/{left}")
     return replace(job, rendezvous=rendezvous)
 
 
 def put_inputs(recipe: Recipe, job: Job) -> None:
-    """Put the resolved recipe, and the run folder where no disk is shared, where the nodes read
+    """Put the resolved recipe, and without a shared disk also the run folder, where the nodes read
     them.
     """
     resolved = recipe.folder.root / "jobs" / f"nodes.{job.name}.yaml"
@@ -67,8 +67,8 @@ def put_inputs(recipe: Recipe, job: Job) -> None:
 
 
 def recipe_for_nodes(recipe: Recipe, run_folder_url: str) -> Recipe:
-    """The recipe as nodes without a shared disk read it: checkpoints go to the bucket, and nothing
-    is launched from there.
+    """The recipe for nodes without a shared disk: checkpoints go to the bucket, and nothing is
+    launched from there.
     """
     upload = recipe.checkpoint.upload or f"{run_folder_url}/checkpoints"
     launch = {"kind": "local", "nodes": 1, "detach": False}
@@ -81,7 +81,7 @@ def recipe_for_nodes(recipe: Recipe, run_folder_url: str) -> Recipe:
 
 
 def next_rendezvous(root: Path, verb: str) -> Path:
-    """A folder of its own for each start, numbered."""
+    """A new numbered folder for each start."""
     numbers = [
         int(path.name.rpartition("-")[2])
         for path in jobs_folder(root).glob(f"{verb}-*")
@@ -91,8 +91,8 @@ def next_rendezvous(root: Path, verb: str) -> Path:
 
 
 def committed_anywhere(recipe: Recipe, job: Job) -> Callable[[], dict[int, FileStamp]]:
-    """Returns the committed steps, wherever the job's checkpoints go; while the bucket does not
-    answer, those that were seen last.
+    """Returns a function that lists the committed steps, wherever the job's checkpoints are stored;
+    while the bucket does not answer, it returns the last known ones.
     """
     if job.run_folder_url is None:
         return lambda: committed_steps(recipe.folder.checkpoints)
@@ -117,8 +117,8 @@ def committed_anywhere(recipe: Recipe, job: Job) -> Callable[[], dict[int, FileS
 
 
 def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
-    """Why nodes at any place without a shared disk could not do a job: what it reads does not
-    exist, or lies on this machine alone. One reason each.
+    """Why nodes at any place without a shared disk could not run a job: an input does not exist, or
+    is only on this machine. One reason each.
     """
     if job.run_folder_url is None:
         return []
@@ -139,7 +139,9 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
 
 
 def _checkpoint_conflict(recipe: Recipe, job: Job) -> list[str]:
-    """Where the checkpoints of this machine and those in the bucket would not resume alike."""
+    """Why checkpoints of this machine and those in the bucket would not resume from the same
+    step.
+    """
     here = max(committed_steps(recipe.folder.checkpoints), default=0)
     remote = max(committed_anywhere(recipe, job)(), default=0)
     upload = recipe.checkpoint.upload or f"{job.run_folder_url}/checkpoints"
@@ -158,9 +160,7 @@ def _checkpoint_conflict(recipe: Recipe, job: Job) -> list[str]:
 
 
 def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
-    """Why nodes without a shared disk could not do a verb: what it reads lies on this machine
-    alone.
-    """
+    """Why nodes without a shared disk could not run a verb: its inputs are only on this machine."""
     reasons = []
     if recipe.cloud.bucket is None:
         reasons.append(

@@ -1,1 +1,1 @@
-"""What runs on each node of a job: it starts the node's ranks and ends with them. No torch."""
+"""What runs on each node of a job: starts the node's ranks and ends with them. No torch."""

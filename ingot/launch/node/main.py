@@ -1,9 +1,9 @@
-"""`python -m ingot.launch.node [options] -- VERB ...`: what runs on each node of a job that has
-several, or no shared disk.
+"""`python -m ingot.launch.node [options] -- VERB ...`: runs on each node of a job that has several
+nodes, or no shared disk.
 
-Torchrun's own variables say which node this is (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE,
+Torchrun's variables say which node this is (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE,
 PET_MASTER_ADDR, PET_MASTER_PORT). Torchrun's agent is not used to start the ranks: it hides their
-exit codes and restarts by itself.
+exit codes and restarts them itself.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from ingot.launch.rendezvous import ARRIVED, ENDED_BY, EXIT, Rendezvous
 from ingot.launch.run_folder_sync import RunFolderPusher, pull_run_folder
 
 RENDEZVOUS_TIMEOUT_S = 1800.0
-"""How long the first node waits for the last: machines of one job may come up minutes apart."""
+"""How long the first node waits for the last one: machines of one job may start minutes apart."""
 FOLDER_TIMEOUT_S = 20.0
-"""How long a folder that the launcher has made may take to be seen on a network disk."""
+"""How long a folder made by the launcher may take to become visible on a network disk."""
 PORT_TIMEOUT_S = 5.0
-"""How long the port of an earlier start may take to be free."""
+"""How long the port of an earlier start may take to become free."""
 EXIT_NOTES_TIMEOUT_S = 15.0
-"""How long a node that failed waits for the exit notes of the others, whose ranks have some seconds
-before they are ended.
+"""How long a failed node waits for the exit notes of the others, whose ranks have a few seconds
+before they are terminated.
 """
 CLUSTER_SPEC = "CLUSTER_SPEC"
 """The variable in which Vertex AI describes the workers of a custom job."""
@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's variables by Vertex AI's description of the cluster: the only worker of pool 0 is
-    node 0, those of pool 1 follow, and so on.
+    """Torchrun's variables derived from Vertex AI's description of the cluster: the only worker of
+    pool 0 is node 0, those of pool 1 follow, and so on.
 
     Raises:
         WrongInput: there is no such description, or it is inconsistent.
@@ -149,7 +149,7 @@ def job_and_position(
     rendezvous: str | None = None,
     run_folder_url: str | None = None,
 ) -> tuple[Job, NodePosition]:
-    """The job, and this node's position in it, by torchrun's variables. Raises WrongInput when they
+    """The job, and this node's position in it, from torchrun's variables. Raises WrongInput if they
     are inconsistent.
     """
     if not argv:
@@ -190,7 +190,7 @@ def run_node(
     lease: LauncherLease | None = None,
     timeout_s: float = RENDEZVOUS_TIMEOUT_S,
 ) -> int:
-    """This node's share of a job, to its end: its exit code, as a shell reports it."""
+    """Run this node's share of a job to its end; returns its exit code as a shell reports it."""
     rendezvous = _open_rendezvous(job.rendezvous, position) if job.rendezvous else None
     end, ended_by, reason = AttemptExit(0, EXIT_FAILED), None, ""
     with StopRequests() as stops:
@@ -226,8 +226,8 @@ def run_node(
 
 
 def _wait_for_exit_notes(rendezvous: Rendezvous) -> None:
-    """Many places end all nodes when one of them fails, so a node that failed ends only after the
-    others have left their notes.
+    """Many places end all nodes when one of them fails, so a failed node only exits after the
+    others have left their exit notes.
     """
     deadline = time.monotonic() + EXIT_NOTES_TIMEOUT_S
     with contextlib.suppress(IngotError):
@@ -239,7 +239,7 @@ def _wait_for_exit_notes(rendezvous: Rendezvous) -> None:
 
 
 def _open_rendezvous(place: str, position: NodePosition) -> Rendezvous:
-    """Raises WrongInput where this node does not see the folder that the launcher has made."""
+    """Raises WrongInput if this node does not see the folder that the launcher made."""
     rendezvous, deadline = Rendezvous(place), time.monotonic() + FOLDER_TIMEOUT_S
     while rendezvous.is_folder and not Path(place).is_dir():
         if time.monotonic() > deadline:
@@ -273,7 +273,7 @@ def _meet(
     watch: NodeWatch,
     timeout_s: float,
 ) -> None:
-    """Wait for all nodes. Raises WrongInput where they run different code."""
+    """Wait for all nodes to arrive. Raises WrongInput if they run different code."""
     if rendezvous is None:
         return
     _check_port(position)
@@ -337,8 +337,8 @@ def code_hash() -> str:
 
 @contextlib.contextmanager
 def _forwarding_stack_requests(watch: NodeWatch) -> Iterator[None]:
-    """While entered, SIGUSR2 is forwarded to the ranks that have a handler for it, which writes
-    their stacks; it would end any other.
+    """While entered, SIGUSR2 is forwarded to the ranks that have installed a handler for it (it
+    writes their stacks); other ranks would be killed by it.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """The ranks of a job on this node: processes in one process group, with torchrun's variables, which
-the kernel ends when this process dies.
+the kernel kills when this process dies.
 
-Not started by torchrun's agent, which hides exit codes and loads torch.
+Not started by torchrun's agent, which hides exit codes and imports torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ingot.launch.attempt import NON_FAILURE_CODES, AttemptExit
 from ingot.launch.job import Job
 
 GRACE_S = 2.0
-"""How long the other ranks have to report their own errors when one has failed."""
+"""How long the other ranks may go on after one has failed, to report their own errors."""
 KILL_TIMEOUT_S = 30.0
-"""How long a killed process may take to be gone; longer, and it is stuck in the kernel."""
+"""How long a killed process may take to disappear; beyond that it is stuck in the kernel."""
 STACKS_S = 1.0
-"""How long a rank may take to write its stacks. One that is stopped, or stuck in the kernel, never
+"""How long a rank may take to write its stacks; one that is stopped or stuck in the kernel never
 does.
 """
 PORTS = range(20_000, 30_000)
-"""Below the ephemeral ports, so that no other process is given ours between our probe and the bind
-of rank 0.
+"""Below the ephemeral ports, so that no other process takes the port between our probe and rank 0's
+bind.
 """
 
 
@@ -56,7 +56,7 @@ def rank_command(job: Job) -> list[str]:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """What is added to this process's environment; each process gets its share of the cores."""
+    """Variables added to this process's environment; each rank gets an equal share of the cores."""
     added = dict(job.environment)
     if job.processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.processes)))
@@ -67,9 +67,9 @@ class LocalRanks:
     """An attempt (`ingot.launch.attempt.Attempt`) on this machine, whose ranks are numbered from 0
     on every node.
 
-    Messages go to our stderr, and so does the result unless `results` says where to. `heartbeats`
-    is the run's folder of heartbeats, where its ranks send any. Start it from a thread that lives
-    as long as the process: the kernel ends the ranks when that thread ends.
+    Messages go to our stderr, and so do results unless `results` is given. `heartbeats` is the
+    run's folder of heartbeats, if its ranks send any. Start it from a thread that lives as long as
+    the process: the kernel kills the ranks when that thread ends.
     """
 
     stacks_s = STACKS_S
@@ -124,7 +124,7 @@ class LocalRanks:
 
     @property
     def _group(self) -> int:
-        """The first rank's process id names the group; 0 makes it."""
+        """The first rank's process id is the group's id; 0 creates the group."""
         return self._processes[0].pid if self._processes else 0
 
     def poll(self) -> AttemptExit | None:
@@ -137,11 +137,12 @@ class LocalRanks:
         if self._first is None and (
             failed := {rank: code for rank, code in ended.items() if code not in NON_FAILURE_CODES}
         ):
-            # Of failures found together a signal comes first: the others noticed that rank's end.
+            # Of failures found together, a signal counts first: the other ranks failed because of
+            # that rank's end.
             rank = min(failed, key=lambda rank: (failed[rank] > 0, rank))
             self._first = AttemptExit(rank, failed[rank])
-            # Ranks that wait for a killed one have nothing to report; ranks that were asked to
-            # stop may still be saving.
+            # Ranks that wait for a killed rank have nothing to report; ranks asked to stop may
+            # still be saving.
             self._end_at = time.monotonic() + (
                 0.0
                 if failed[rank] < 0
@@ -168,7 +169,7 @@ class LocalRanks:
         if self._heartbeats is None:
             return {}
         ours = {process.pid for process in self._processes}
-        # A slot that is being written is skipped: its earlier heartbeat is kept.
+        # A slot that is being written is skipped: its earlier heartbeat stays.
         self._beats |= {
             beat.rank: beat
             for beat in read_beats(heartbeat_file(self._heartbeats))
@@ -185,14 +186,14 @@ class LocalRanks:
             self._processes[each].send_signal(number)
 
     def send_if_caught(self, number: int, rank: int) -> None:
-        """Send a signal to a rank that installed a handler for it; it would end any other. Without
-        Linux's /proc it is sent to none.
+        """Send a signal to a rank only if it has installed a handler, since the signal would kill
+        it otherwise. Without Linux's /proc it is not sent.
         """
         if handles_signal(self._processes[rank].pid, number):
             self.send(number, rank)
 
     def stop(self) -> None:
-        """Raises Failed when a process cannot be ended."""
+        """Raises Failed if a process cannot be killed."""
         stopped = list(self.running())
         self._end_group()
         for rank in self.running():
@@ -212,15 +213,15 @@ class LocalRanks:
         self._end_group()
 
     def _end_group(self) -> None:
-        """Kill what the ranks themselves have started."""
+        """Kill child processes of the ranks."""
         if self._processes and not self._group_ended:
-            self._group_ended = not self.running()  # its number may be another group's from then on
+            self._group_ended = not self.running()  # later its id may be reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._group, signal.SIGKILL)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that is not in use."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,5 +1,5 @@
-"""What a node watches while its ranks run: whether another node has failed, which signals its ranks
-are sent, and whether the launcher is alive.
+"""What a node checks while its ranks run: whether another node has failed, which signals to forward
+to its ranks, and whether the launcher is alive.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ingot.launch.node.ranks import LocalRanks
 from ingot.launch.rendezvous import EXIT, Rendezvous
 
 HEARTBEAT_INTERVAL_S, LEASE_S = 5.0, 45.0
-"""Seconds between two heartbeats of the launcher, and after which silence means that it is gone or
-cannot reach us.
+"""Seconds between two heartbeats of the launcher, and the silence after which it counts as gone or
+disconnected.
 """
 FAILED_NODE_GRACE_S = 5.0
-"""How long our ranks may go on when those of another node have failed, to report why."""
+"""How long our ranks may go on after another node's ranks have failed, to report why."""
 FOLDER_POLL_S, BUCKET_POLL_S = 0.5, 5.0
 FLUSH_INTERVAL_S = 5.0
-"""Between two flushes of the heartbeats to a network disk, which would delay them for half a
-minute.
+"""Seconds between two flushes of the heartbeats to a network disk, which would otherwise delay them
+by half a minute.
 """
 LAUNCHER = "launcher"
 
 
 class LauncherLease:
-    """The lease of a launcher that reaches this node over a connection, which is our standard
-    input: its first line holds secrets, then come heartbeats. A launcher whose connection is closed
-    or silent is gone, and nobody else would end what it started.
+    """The lease of a launcher connected to this node through our standard input: its first line
+    holds secrets, heartbeats follow. If the connection is closed or silent, the launcher counts as
+    gone, and this node ends its ranks, since nobody else would.
 
-    Nothing but the first line is ever waited for.
+    Only reading the first line blocks.
     """
 
     def __init__(self, descriptor: int = 0, *, lease_s: float = LEASE_S) -> None:
@@ -48,7 +48,7 @@ class LauncherLease:
         self._last_heartbeat = time.monotonic()
 
     def read_environment(self) -> dict[str, str]:
-        """The first line: variables as a JSON object. Raises Failed when it does not come."""
+        """Read the first line: variables as a JSON object. Raises Failed if it does not come."""
         line = b""
         while not line.endswith(b"\n"):
             if not self._is_ready(self._lease_s) or not (byte := self._read(1)):
@@ -59,7 +59,7 @@ class LauncherLease:
         return {str(name): str(value) for name, value in json.loads(line).items()}
 
     def expired(self) -> str | None:
-        """Why the launcher counts as gone, or None."""
+        """Why the launcher counts as gone; None while it is alive."""
         now = time.monotonic()
         while self._is_ready(0.0):
             if not self._read(4096):
@@ -72,7 +72,7 @@ class LauncherLease:
     def _read(self, most: int) -> bytes:
         try:
             return os.read(self._descriptor, most)
-        except ConnectionError:  # reset: as good as closed
+        except ConnectionError:  # reset: treated as closed
             return b""
 
     def _is_ready(self, seconds: float) -> bool:
@@ -84,15 +84,15 @@ class LauncherLease:
 
 
 class NodeWatch:
-    """`ended_by` names what ended our ranks where that was no failure of theirs: the number of
-    another node, or the launcher; `reason` says it in words.
+    """`ended_by` names what ended our ranks if not a failure of theirs: the number of another node,
+    or the launcher; `reason` describes it.
     """
 
     def __init__(
         self, job: Job, node: int, stops: StopRequests, lease: LauncherLease | None
     ) -> None:
-        # Not the object that leaves this node's notes: it gives up on a bucket soon, so that one
-        # that does not answer delays no signal.
+        # Not the object that leaves this node's notes: this one gives up on a bucket quickly, so
+        # that an unresponsive one does not delay signals.
         self._rendezvous = Rendezvous(job.rendezvous, patience_s=5.0) if job.rendezvous else None
         self._job, self._node, self._stops, self._lease = job, node, stops, lease
         self._poll_s = (
@@ -108,7 +108,7 @@ class NodeWatch:
         self.reason = ""
 
     def check(self) -> bool:
-        """Whether the ranks must be ended now."""
+        """Whether the ranks must be terminated now."""
         now = time.monotonic()
         if (
             self._lease is not None
@@ -131,7 +131,7 @@ class NodeWatch:
         return False
 
     def check_while_waiting(self) -> None:
-        """The same before there are ranks. Raises Stopped when we are asked to stop, and Failed
+        """The same before ranks are started. Raises Stopped when we are asked to stop, and Failed
         when another node will not come or the launcher is gone.
         """
         if self._lease is not None and (reason := self._lease.expired()) is not None:
@@ -152,7 +152,7 @@ class NodeWatch:
             raise Failed(f"node {other} ended before all nodes had come; see what it says")
 
     def forward(self, number: int, rank: int | None) -> None:
-        """Send a signal to a rank of the job, or to all, as far as they are on this node."""
+        """Send a signal to a rank of the job, or to all ranks, if they are on this node."""
         if self.ranks is None:
             return
         first = self._node * self._job.processes
@@ -165,7 +165,7 @@ class NodeWatch:
                 self.ranks.send(number, local_rank)
 
     def _other_failed_node(self, *, or_done: bool = False) -> int | None:
-        """Another node whose ranks have failed, or have ended at all."""
+        """Another node whose ranks have failed, or with `or_done`, have ended at all."""
         if self._rendezvous is None or self._job.nodes == 1:
             return None
         for node, note in sorted(self._rendezvous.notes(EXIT).items()):
@@ -175,8 +175,8 @@ class NodeWatch:
 
 
 def _discard_output() -> None:
-    """The launcher is gone, and writing to its closed pipe would raise SIGPIPE before the ranks are
-    terminated.
+    """Redirect output to nowhere: the launcher is gone, and writing to its closed pipe would raise
+    SIGPIPE before the ranks are terminated.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -185,8 +185,8 @@ def _discard_output() -> None:
 
 @contextlib.contextmanager
 def flush_heartbeats(root: Path) -> Iterator[None]:
-    """While entered, this node's heartbeats reach a network disk within seconds: what is written
-    through a memory map stays in this machine's page cache otherwise.
+    """While entered, this node's heartbeats are flushed to a network disk every few seconds; writes
+    through a memory map would otherwise stay in the page cache.
     """
     over = threading.Event()
 
@@ -200,7 +200,7 @@ def flush_heartbeats(root: Path) -> Iterator[None]:
                 finally:
                     os.close(descriptor)
 
-    # Never joined: a disk that does not answer would keep us here.
+    # Never joined: an unresponsive disk would block us here.
     threading.Thread(target=repeat, daemon=True).start()
     try:
         yield

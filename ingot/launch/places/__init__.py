@@ -1,1 +1,1 @@
-"""One launcher a file: the places where a job can run. No torch."""
+"""The places where a job can run, one launcher per file. No torch."""

@@ -1,10 +1,10 @@
-"""Dataflow: `prepare` by Apache Beam's runner of that name, driven from this machine in Beam's own
-environment.
+"""Dataflow: `prepare` with Apache Beam's runner of that name, driven from this machine in Beam's
+own environment.
 
-A prepare is several pipelines one after the other, each with the results of the one before, so it
-is no single template: the driver is a process here, and its workers share nothing but the bucket.
-Both have the job's time limit. What a driver that is cancelled, fails or runs out of time leaves on
-Dataflow is cancelled by the next query of its state.
+A prepare runs several pipelines in sequence, each using the previous one's results, so it is no
+single template: the driver is a local process, and its workers share only the bucket with it. Both
+have the job's time limit. Pipelines that a cancelled, failed or timed-out driver leaves on Dataflow
+are cancelled by the next query of its state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRACE_S = 20.0
 """How long the driver may take to end when it is cancelled."""
 POLL_S = 0.1
 WALLTIME = "max_workflow_runtime_walltime_seconds"
-"""The service's own time limit of a pipeline, which holds when the driver is killed."""
+"""The service's own time limit of a pipeline, which applies even if the driver is killed."""
 NEEDS_BEAM = (
     "the driver needs apache-beam[gcp], which lives in an environment of its own; set"
     " data.engine={kind: beam, python: its interpreter}"
@@ -57,7 +57,7 @@ class DataflowLauncher:
     def __init__(self, recipe: Recipe) -> None:
         engine = recipe.data.engine
         self._recipe, self._options = recipe, dict(engine.options) if engine.kind == "beam" else {}
-        # Jobs are looked for where Beam's own options make them.
+        # Jobs are looked up in the region and project of Beam's own options.
         location: dict[str, str] = {
             name: self._options[name] for name in ("project", "region") if name in self._options
         }
@@ -104,8 +104,8 @@ class DataflowLauncher:
         return f"# in {Path.cwd()}\n{' '.join([*variables, shlex.join(self._command(job))])}\n"
 
     def submit(self, job: Job) -> Handle:
-        """See `Launcher`. The driver is detached from this terminal. One that runs already is not
-        started twice: its handle is returned.
+        """See `Launcher`. The driver is detached from this terminal. If one is already running, its
+        handle is returned.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run on Dataflow: {'; '.join(reasons)}")
@@ -137,10 +137,10 @@ class DataflowLauncher:
             return store_handle(root, handle, self._recipe)
 
     def status(self, handle: Handle) -> JobState:
-        """See `Launcher`; of a driver on another machine only the end is known. What one that
-        failed has left on Dataflow is cancelled.
+        """See `Launcher`; of a driver on another machine only the end is known. Pipelines that a
+        failed driver left on Dataflow are cancelled.
 
-        Notes are read after the driver's state, since a driver leaves its note before it ends.
+        Notes are read after the driver's state, since a driver leaves its note before it exits.
         """
         is_here = handle.about["host"] == socket.gethostname()
         if is_here and self._is_alive(handle):
@@ -164,8 +164,8 @@ class DataflowLauncher:
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
-        """See `Launcher`: the driver first, which would otherwise start the next pipeline, then
-        what it left on Dataflow.
+        """See `Launcher`: the driver first, which would otherwise start the next pipeline, then its
+        pipelines on Dataflow.
         """
         if self._is_alive(handle):
             if handle.about["host"] != socket.gethostname():
@@ -201,7 +201,9 @@ class DataflowLauncher:
         return [sys.executable, *node, f"data.engine={json.dumps(self._engine(job))}"]
 
     def _engine(self, job: Job) -> dict[str, object]:
-        """Beam's knobs; the recipe's own options win, except for the labels that find the jobs."""
+        """Beam's knobs; the recipe's own options take precedence, except for the labels that
+        identify the jobs.
+        """
         engine, cloud = self._recipe.data.engine, self._google.cloud
         if engine.kind != "beam":
             raise WrongInput(NEEDS_BEAM)
@@ -241,7 +243,7 @@ class DataflowLauncher:
         }
 
     def _labels(self, job: Job) -> str:
-        """Those of `cloud.labels`, those of `data.engine.options`, and ours."""
+        """The labels of `cloud.labels`, those of `data.engine.options`, and ours."""
         own = dict(
             each.partition("=")[::2] for each in self._options.get("labels", "").split(",") if each
         )
@@ -266,8 +268,8 @@ class DataflowLauncher:
         )
 
     def _job_name(self, verb: str) -> str:
-        """With a mark of the replica: Dataflow takes a job under the name of one that runs for
-        that job, even if it is of another run.
+        """Includes a hash of the replica: Dataflow treats a job with the name of a running one as
+        that job, even from another run.
         """
         mark = fingerprint(replica_url(self._google.bucket, self._recipe.name))[:6]
         run = label(self._recipe.name).replace("_", "-")[:34].strip("-")
@@ -284,7 +286,7 @@ class DataflowLauncher:
         return began is not None and abs(began - handle.started) < 2.0
 
     def _end(self, handle: Handle) -> None:
-        """With its process group."""
+        """Kill the driver with its process group."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(handle.id), number)

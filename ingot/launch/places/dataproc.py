@@ -1,9 +1,9 @@
 """Managed Service for Apache Spark (Dataproc Serverless): a batch whose driver works from the run
 folder's replica, and whose executors share the bucket.
 
-The driver is `ingot.launch.node` in the Spark image, started by Spark; the preparing is the same
-that Spark does anywhere, with `data.engine.shared` set to the replica. The log lies in the bucket,
-where the service puts its driver's output.
+The driver is `ingot.launch.node` in the Spark image, started by Spark; it prepares as on any Spark,
+with `data.engine.shared` set to the replica. The log lies in the bucket, where the service puts its
+driver's output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KIND = "dataproc"
 MODULE = "google.cloud.dataproc_v1"
 VERBS = ("ingest", "prepare")
 LEAST_S, MOST_S = 600.0, 14 * 86_400.0
-"""The time to live that the service allows a batch."""
+"""The shortest and longest time to live that the service allows a batch."""
 TAG = "ingot"
 STATES: dict[str, JobState] = {
     "PENDING": "queued",
@@ -128,10 +128,10 @@ class DataprocLauncher:
 
     def submit(self, job: Job) -> Handle:
         """See `Launcher`. The handle is stored before the batch is requested, so that the next
-        command looks for it if this process is killed in between.
+        command can find it if this process is killed in between.
 
-        A batch of this run and verb that an earlier command left running is not started twice: its
-        handle is returned.
+        If a batch of this run and verb is still running from an earlier command, its handle is
+        returned.
         """
         if reasons := self.can(job):
             raise WrongInput(
@@ -152,8 +152,8 @@ class DataprocLauncher:
             return handle
 
     def _running(self, job: Job) -> Handle | None:
-        """The batch that runs already: by its handle, or by its labels where the handle lies on
-        another machine.
+        """The batch that is already running: found by its handle, or by its labels if the handle is
+        on another machine.
         """
         known = find_handle(self._root, job.name, KIND)
         if known is not None and self.status(known) in ("queued", "running"):
@@ -186,7 +186,7 @@ class DataprocLauncher:
         return SparkDriverLog(self._google, handle.id)
 
     def signal(self, handle: Handle, number: int) -> None:
-        """By a note in the bucket, which the driver polls: the service can only end a batch."""
+        """Leaves a note in the bucket, which the driver polls: the service can only end a batch."""
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
@@ -275,13 +275,13 @@ class DataprocLauncher:
 
     def _script(self) -> str:
         """Named by its content, so that another version of ingot does not change the driver of a
-        batch that runs.
+        running batch.
         """
         return f"{self._google.bucket}/ingot/drivers/{fingerprint(DRIVER)[:16]}.py"
 
     def _name(self, job: Job) -> str:
-        """What an id begins with: lower case letters, digits, hyphens, 63 characters at most with
-        the rest.
+        """The prefix of an id: lower case letters, digits, hyphens; the whole id has at most 63
+        characters.
         """
         return f"ingot-{label(self._recipe.name).replace('_', '-')[:34].strip('-')}-{job.name}"
 

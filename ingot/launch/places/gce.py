@@ -1,9 +1,9 @@
 """Virtual machines of Compute Engine made for one job, and always deleted.
 
-The handle is stored before the first machine is requested; each machine carries the run in its
-labels, deletes itself at its end, and is deleted by Compute Engine when its time is over, even if
-this process has died. Each query of the job and each new start first remove what earlier starts
-left, but not machines of the same run that another computer started: they prevent a second start.
+The handle is stored before the first machine is requested. Each machine is labelled with the run,
+deletes itself at its end, and is deleted by Compute Engine when its time is over, even if this
+process has died. Each query of the job and each new start first remove what earlier starts left,
+except machines of the same run that another computer started: they prevent a second start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINGER_S = 120.0
 something to save.
 """
 LONGEST_S = 120 * 86_400
-"""Compute Engine gives no machine a longer time."""
+"""The longest time limit that Compute Engine accepts for a machine."""
 LAST_LINES = 20
 
 
@@ -59,7 +59,7 @@ class GceLauncher:
         self.recipe, self._root = recipe, recipe.folder.root
         self.google = GoogleClients(recipe.cloud)
         self._started: set[str] = set()
-        """Ids of clusters whose nodes have all met."""
+        """Ids of clusters whose nodes have all arrived."""
         self._last_words: dict[str, str] = {}
 
     def can(self, job: Job) -> list[str]:
@@ -121,18 +121,18 @@ class GceLauncher:
         return note + "".join(requests) + f"# startup-script\n{cluster.script(zone)}"
 
     def busy(self, job: Job) -> str | None:
-        """Why the job must not be started: machines of it run that this run folder has not made.
-        Changes nothing, so that it can be called before anything is sent to the bucket.
+        """Why the job must not be started: it has running machines that this run folder did not
+        create. No side effects, so that it can be called before anything is sent to the bucket.
         """
         known = find_handle(self._root, job.name, KIND)
         return _started_elsewhere(known, self._machines_of_job(job))
 
     def submit(self, job: Job) -> Handle:
-        """A job of this name that runs already is not started twice: its handle is returned.
+        """If a job of this name is already running, its handle is returned.
 
         Raises:
             NoCapacity: no zone has the machines now.
-            Failed: it runs, and was started elsewhere.
+            Failed: it is running, and was started elsewhere.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
@@ -169,7 +169,7 @@ class GceLauncher:
             )
 
     def _make_machines(self, cluster: ComputeCluster) -> list[Instance]:
-        """All machines, in the first zone that has them."""
+        """Create all machines, in the first zone that has capacity."""
         errors: list[NoCapacity] = []
         machines = f"{cluster.job.nodes} x {self.recipe.launch.machine.type}"
         for zone in cluster.zones:
@@ -220,8 +220,8 @@ class GceLauncher:
     def _judge(
         self, handle: Handle, machines: Mapping[int, Instance], *, being_made: bool
     ) -> JobState:
-        """By the machines that exist and the nodes' notes. Notes are read after the machines are
-        listed, since a node leaves its note before its machine goes.
+        """The state derived from the existing machines and the nodes' notes. Notes are read after
+        the machines are listed, since a node leaves its note before its machine disappears.
         """
         if being_made:
             return "queued"
@@ -233,7 +233,7 @@ class GceLauncher:
         if len(exits) == len(nodes):
             return "failed" if failed else "succeeded"
         if "machines" not in handle.about:
-            return "failed"  # the process that made them died meanwhile
+            return "failed"  # the process that created them died meanwhile
         gone = [
             node
             for node in nodes
@@ -252,7 +252,9 @@ class GceLauncher:
         return "failed"
 
     def _leave_exit_notes(self, handle: Handle, rendezvous: Rendezvous) -> None:
-        """For the nodes that have not arrived in time: the supervisor reports the reason."""
+        """Leave exit notes for the nodes that did not arrive in time, with the reason that the
+        supervisor reports.
+        """
         arrived, boot = rendezvous.notes(ARRIVED), rendezvous.notes(BOOT)
         for node in range(int(handle.about["nodes"])):
             if node in arrived:
@@ -288,7 +290,7 @@ class GceLauncher:
         )
 
     def _keep_last_words(self, handle: Handle, machines: Collection[Instance]) -> None:
-        """The last lines of machines that are about to be deleted."""
+        """Keep the last log lines of machines that are about to be deleted."""
         if handle.id in self._last_words:
             return
         lines = []
@@ -299,7 +301,9 @@ class GceLauncher:
         self._last_words[handle.id] = "".join(lines)
 
     def signal(self, handle: Handle, number: int) -> None:
-        """By a note, which the nodes poll every few seconds: no signal reaches a machine."""
+        """Leaves a note, which the nodes poll every few seconds: signals cannot be sent to
+        machines.
+        """
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
@@ -314,7 +318,7 @@ class GceLauncher:
             )
 
     def _machines(self, verb: str, run_folder_url: str) -> list[Instance]:
-        """All that exist of this run's verb, of every start."""
+        """All existing machines of this run's verb, of every start."""
         return instances.labelled(self.google, job_labels(self.recipe, verb, run_folder_url))
 
     def _machines_of_job(self, job: Job) -> list[Instance]:
@@ -337,9 +341,9 @@ def _of_start(start: str, machines: Collection[Instance]) -> list[Instance]:
 
 
 def _started_elsewhere(known: Handle | None, machines: Collection[Instance]) -> str | None:
-    """Why machines that another computer started prevent a start. All that this folder starts is in
-    its handle before the first machine is requested, and deleted before the next start: any other
-    machine is not ours, and somebody may wait for it.
+    """Why machines that another computer started prevent a start. Everything that this folder
+    starts is in its handle before the first machine is requested, and deleted before the next
+    start: any other machine is not ours, and somebody may be waiting for it.
     """
     own = known.about["start"] if known is not None else None
     for machine in machines:
@@ -352,6 +356,6 @@ def _started_elsewhere(known: Handle | None, machines: Collection[Instance]) -> 
 
 
 def _by_node(handle: Handle, machines: Collection[Instance]) -> dict[int, Instance]:
-    """The machines of a start."""
+    """The machines of a start by node."""
     own = _of_start(handle.about["start"], machines)
     return {int(machine.labels[NODE]): machine for machine in own}

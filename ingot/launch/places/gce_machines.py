@@ -43,16 +43,16 @@ from ingot.launch.places.node_commands import (
 
 SYSTEM = "projects/cos-cloud/global/images/family/cos-stable"
 SPARE_S, LEAST_S = 60, 60
-"""What a machine's time loses before its script starts and while it is deleted; and the least time
-for which a container is still started.
+"""Seconds of a machine's time lost before its script starts and during deletion; and the shortest
+remaining time for which a container is still started.
 """
 _NEW_DISKS = ("a3-ultragpu-8g", "a4-highgpu-8g")
 
 
 @dataclass(frozen=True)
 class ComputeCluster:
-    """The machines of one start of a job. `start` tells it from a start of the same number that
-    another computer made.
+    """The machines of one start of a job. `start` distinguishes it from a start of the same number
+    made by another computer.
     """
 
     recipe: Recipe
@@ -61,8 +61,8 @@ class ComputeCluster:
 
     @property
     def id(self) -> str:
-        """What the names of its machines begin with; two people may have runs of one name in one
-        project.
+        """The prefix of its machines' names, unique even if two people have runs of the same name
+        in one project.
         """
         replica = fingerprint(self.job.run_folder_url or "")[:6]
         run = f"ingot-{self.recipe.name}-{self.job.name}-{replica}"
@@ -73,7 +73,7 @@ class ComputeCluster:
 
     @property
     def zones(self) -> list[str]:
-        """Those to try, in order."""
+        """The zones to try, in order."""
         of_reservation = re.search(r"/zones/([^/]+)/", self.recipe.launch.machine.reservation or "")
         return [of_reservation[1]] if of_reservation else zones_of(self.recipe.cloud)
 
@@ -170,8 +170,8 @@ class ComputeCluster:
         )
 
     def _scheduling(self, compute: Any, *, with_gpus: bool) -> Any:
-        """The place restarts nothing, since the supervisor does. The machine is deleted when its
-        time is over, even if this process has died.
+        """No automatic restart, since the supervisor restarts. The machine is deleted when its time
+        is over, even if this process has died.
         """
         spot = self.recipe.launch.machine.spot
         return compute.Scheduling(

@@ -27,8 +27,8 @@ KIND = "local"
 
 
 def command(job: Job) -> list[str]:
-    """The command line of a job on one node: `python -m ingot ...`, or what starts as many of these
-    as the job has processes.
+    """The command line of a job on one node: `python -m ingot ...`, or the starter of several ranks
+    if the job has several processes.
     """
     return (
         rank_command(job)
@@ -39,7 +39,7 @@ def command(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class JobExit:
-    """How a job ended: its exit code (128 + signal where one killed it), and the signal by which we
+    """How a job ended: its exit code (128 + signal if one killed it), and the signal by which we
     were asked to stop, or 0.
     """
 
@@ -49,17 +49,17 @@ class JobExit:
 
 def foreground(job: Job, *, results: TextIO | None = None) -> JobExit:
     """Run `job` once and wait. Its messages go to our stderr, and so do its results unless
-    `results` says where to.
+    `results` is given.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are forwarded and waited for; another one after a while
-    kills. When this process is killed, the kernel ends the job.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are forwarded and waited for; a second one after a while
+    kills the job. If this process is killed, the kernel kills the job.
     """
     if reasons := LocalLauncher(Path()).can(job):
         raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
     with StopRequests() as stops:
         end = follow(LocalRanks(job, results=results), stops)
-    # Each rank has explained an exit code of 2 itself; any other failure is reported once, for the
-    # rank that failed first.
+    # Each rank explains an exit code of 2 itself; any other failure is reported once, for the rank
+    # that failed first.
     unexplained = end.code not in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT)
     if job.processes > 1 and not stops.first and unexplained:
         say(f"{end.describe()} and the others were ended")
@@ -101,7 +101,7 @@ class LocalLauncher:
             else []
         )
         exit_file = shlex.quote(str(self._path(job.name, "jobs", "exit").absolute()))
-        # The shell forwards signals and outlives the job, so that it can write the exit code.
+        # The shell forwards signals and outlives the job to write the exit code.
         lines += [
             f"{shlex.join([*limit, *command(job)])} &",
             "job=$!",
@@ -138,7 +138,7 @@ class LocalLauncher:
         return self._store(job, process.pid, str(log))
 
     def begin(self, job: Job) -> Handle:
-        """A handle for this process, which does the job itself; it has no log, since its messages
+        """A handle for this process, which runs the job itself; it has no log, since its messages
         go to the terminal.
 
         Raises:
@@ -148,7 +148,7 @@ class LocalLauncher:
         return self._store(job, os.getpid(), "")
 
     def end(self, handle: Handle, code: int) -> None:
-        """Record how a job ended that this process did itself."""
+        """Record how a job that this process ran itself has ended."""
         write_atomic(self._path(handle.name, "jobs", "exit"), f"{code}\n")
 
     def _clear(self, job: Job) -> None:
@@ -166,7 +166,7 @@ class LocalLauncher:
         return handle
 
     def handles(self) -> list[Handle]:
-        """Of all jobs that were started in this run folder, the newest first."""
+        """The handles of all local jobs started in this run folder, newest first."""
         # VERB.KIND.json is the handle of a job at another place.
         files = (self.folder / "jobs").glob("*.json")
         names = [path.stem for path in files if "." not in path.stem]
@@ -174,7 +174,7 @@ class LocalLauncher:
         return sorted(found, key=lambda handle: handle.started, reverse=True)
 
     def find(self, name: str) -> Handle | None:
-        """The handle of the job that was last submitted under `name`."""
+        """The handle of the job last submitted under `name`."""
         try:
             return Handle.from_json(self._path(name, "jobs", "json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -209,8 +209,8 @@ class LocalLauncher:
 
     @staticmethod
     def _kill(process: int) -> None:
-        """With its process group, where it leads one. A job in a terminal does not; the kernel ends
-        its ranks with it.
+        """Kill a process with its process group if it leads one. A job in a terminal does not; the
+        kernel then kills its ranks.
         """
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process) == process:
@@ -227,8 +227,8 @@ class LocalLauncher:
             return None
 
     def _is_alive(self, handle: Handle) -> bool:
-        """Whether the process that was started still runs on this machine, told by its start in
-        clock ticks since boot: the wall clock may have been set since.
+        """Whether the process that was started still runs on this machine, identified by its start
+        in clock ticks since boot: the wall clock may have been changed since.
         """
         return (
             handle.about.get("machine") == (machine_id() or "")

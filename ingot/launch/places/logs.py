@@ -1,5 +1,5 @@
-"""The logs of jobs, wherever their place keeps them: files on the shared disk, Cloud Logging,
-serial ports, objects in a bucket.
+"""The logs of jobs, wherever they are stored: files on the shared disk, Cloud Logging, serial
+ports, objects in a bucket.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ingot.launch.job import Handle
 from ingot.launch.rendezvous import BOOT, EXIT, Rendezvous
 
 QUERY_INTERVAL_S = 10.0
-"""Between two queries of Cloud Logging: a project may ask sixty times a minute."""
+"""Seconds between two queries of Cloud Logging, which allows a project sixty per minute."""
 STARTUP_SCRIPT = "startup-script"
-"""In the lines on the serial port that our script writes; the others are the system's."""
+"""Marks the lines on the serial port that our script writes; the others are the system's."""
 
 
 class FileLog:
-    """A log that is a file, or several, read from the byte where the last call ended; at first from
+    """A log of one or several files, read from where the last call ended; initially from
     `offsets`.
     """
 
@@ -49,12 +49,12 @@ class FileLog:
 
 
 class HostsLog:
-    """The log files of several hosts as one, with the host's name before each line. `files`: name,
-    file, and how many of its bytes are of earlier starts; without a name the file is shown as it
-    is.
+    """The log files of several hosts merged, with the host's name before each line. `files`: name,
+    file, and how many of its bytes belong to earlier starts; a file without a name is shown
+    unchanged.
 
-    Lines are shown whole, so that those of two hosts do not mix; `is_over` says whether an
-    unfinished line will stay unfinished.
+    Only complete lines are shown, so that lines of two hosts do not mix; `is_over` says whether an
+    incomplete line will stay incomplete.
     """
 
     def __init__(self, files: Sequence[tuple[str, Path, int]], is_over: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ class HostsLog:
     def read(self) -> bytes:
         text = self._lines()
         if any(self._unfinished) and self._is_over():
-            text += self._lines()  # what was written before it was over
+            text += self._lines()  # written before it was over
             text += b"".join(
                 name + b": " + line + b"\n"
                 for (name, _), line in zip(self._logs, self._unfinished, strict=True)
@@ -90,11 +90,11 @@ class HostsLog:
 
 
 class ComputeLog:
-    """The log of machines of Compute Engine: from Cloud Logging or, as long as nothing has arrived
+    """The log of machines of Compute Engine: from Cloud Logging or, until something has arrived
     there, what their start-up script writes to the serial port.
 
-    `ids` are Compute Engine's numbers of the machines, by node. `machines` lists those that exist,
-    `last_words` returns what deleted ones wrote at last.
+    `ids` are Compute Engine's ids of the machines, by node. `machines` lists the existing ones,
+    `last_words` returns the last lines of deleted ones.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ComputeLog:
         return text.encode()
 
     def _entries(self) -> str:
-        """Those that were not shown yet."""
+        """Entries that were not shown yet."""
         ids = " OR ".join(f'"{id}"' for id in self._nodes)
         query = (
             f'resource.type="gce_instance" AND resource.labels.instance_id=({ids}) AND'
@@ -152,8 +152,8 @@ class ComputeLog:
 
 
 class VertexLog:
-    """The log of a custom job's workers, from Cloud Logging; with several, each line begins with
-    the worker's name.
+    """The log of a custom job's workers, from Cloud Logging; with several workers, each line begins
+    with the worker's name.
     """
 
     def __init__(self, google: GoogleClients, handle: Handle) -> None:
@@ -175,7 +175,7 @@ class VertexLog:
 
 
 class SparkDriverLog:
-    """The output of a Spark batch's driver, which the service writes into numbered objects."""
+    """The output of a Spark batch's driver, which the service writes to numbered objects."""
 
     def __init__(self, google: GoogleClients, batch_id: str) -> None:
         self._google, self._id, self._output = google, batch_id, ""
@@ -198,8 +198,8 @@ class SparkDriverLog:
 
 
 class TpuLog:
-    """How far a TPU VM has come, and how it ended, by its notes: the rest of its log stays on it,
-    and in `RUN/logs` of the replica what ranks write there.
+    """The progress and the end of a TPU VM, from its notes: the rest of its log stays on it, and
+    ranks' logs are in `RUN/logs` of the replica.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:

@@ -1,5 +1,5 @@
-"""What a node runs at any place, with which variables, labels and paths; and why no place of a kind
-could run a job. Nothing is sent from here.
+"""The command, variables, labels and paths of a node at any place; and why no place of a kind could
+run a job. Nothing is sent from here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ingot.launch.job import Job
 
 MODULE = "ingot.launch.node"
 UNACCELERATED = ("ingest", "prepare", "gate", "register", "deploy")
-"""Steps that compute on no accelerator."""
+"""Verbs that need no accelerator."""
 RENDEZVOUS_SHARE = 0.9
 """Nodes wait for each other for this share of `launch.start_s`, so that they report which node did
-not come before their silence counts as a hang.
+not arrive before their silence counts as a hang.
 """
 RUN, VERB, ATTEMPT, NODE, REPLICA, START = (
     "ingot-run",
@@ -37,19 +37,21 @@ RUN, VERB, ATTEMPT, NODE, REPLICA, START = (
     "ingot-replica",
     "ingot-start",
 )
-"""Labels of what is made in the cloud for a job."""
+"""Labels of cloud resources created for a job."""
 
 
 # --- places whose nodes share our disk: ssh, Slurm
 
 
 def working_folder(recipe: Recipe) -> str:
-    """The working folder on the nodes."""
+    """The working directory on the nodes."""
     return recipe.launch.folder or str(Path.cwd())
 
 
 def path_on_nodes(path: str | Path) -> str:
-    """A path of ours as the nodes see it: what lies below our working folder lies below theirs."""
+    """A local path as the nodes see it: paths below our working directory map to paths below
+    theirs.
+    """
     absolute, here = Path(path).absolute(), Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
@@ -59,7 +61,7 @@ def interpreter(recipe: Recipe) -> str:
 
 
 def shared_disk_command(recipe: Recipe, job: Job, python: str, *options: str) -> list[str]:
-    """The command line of a node that shares our disk; it runs in `working_folder`."""
+    """The command line of a node that shares our disk, run in `working_folder`."""
     return [
         python,
         "-m",
@@ -75,8 +77,8 @@ def shared_disk_command(recipe: Recipe, job: Job, python: str, *options: str) ->
 
 
 def node_variables(recipe: Recipe, job: Job) -> dict[str, str]:
-    """The variables of all nodes, without secrets; PET_NODE_RANK and PET_MASTER_ADDR differ by node
-    and are not among them.
+    """The variables of all nodes, without secrets and without PET_NODE_RANK and PET_MASTER_ADDR,
+    which differ by node.
     """
     torchrun = {
         "PET_NNODES": str(job.nodes),
@@ -88,12 +90,12 @@ def node_variables(recipe: Recipe, job: Job) -> dict[str, str]:
 
 
 def secret_values(job: Job) -> dict[str, str]:
-    """The values that are handed to nodes and never written into what is rendered."""
+    """The secrets passed to nodes, which are never part of rendered text."""
     return {name: os.environ[name] for name in job.secrets if name in os.environ}
 
 
 def write_secrets(path: Path, values: Mapping[str, str]) -> None:
-    """In a file for one node, which removes it when it has read it."""
+    """Write secrets to a file for one node, which deletes it after reading."""
     path.unlink(missing_ok=True)
     with os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
@@ -125,7 +127,9 @@ def shared_disk_reasons(recipe: Recipe, job: Job) -> list[str]:
 
 
 def container_command(recipe: Recipe, job: Job) -> list[str]:
-    """What runs in the container of each node. Secrets are named here, and read there."""
+    """The command in each node's container. Secrets are only named here; the node reads their
+    values.
+    """
     return [
         "python",
         "-m",
@@ -142,8 +146,8 @@ def container_command(recipe: Recipe, job: Job) -> list[str]:
 
 
 def job_labels(recipe: Recipe, verb: str, run_folder_url: str) -> dict[str, str]:
-    """The labels of all that is made for a run's verb, in every start. The replica's tells runs
-    apart that have one name.
+    """The labels of everything created for a run's verb, in every start. The replica's label
+    distinguishes runs of the same name.
     """
     return {RUN: label(recipe.name), VERB: label(verb), REPLICA: fingerprint(run_folder_url)}
 
@@ -162,7 +166,7 @@ def user_labels(recipe: Recipe) -> dict[str, str]:
 
 
 def machine_reasons(recipe: Recipe, job: Job) -> list[str]:
-    """Why machines that are made for a job could not run it, wherever they are made."""
+    """Why no machine created for a job could run it, wherever it is created."""
     launch = recipe.launch
     reasons = check_machine(launch.machine)
     accelerators = accelerators_of(launch.machine)[1]
@@ -180,8 +184,8 @@ def machine_reasons(recipe: Recipe, job: Job) -> list[str]:
 
 
 def accelerators_in_vain(recipe: Recipe, verb: str) -> list[str]:
-    """Why a step that computes on no accelerator does not get the machines of a training, unless it
-    is given such ones by name.
+    """Refuse to run a verb that needs no accelerator on the machines of a training, unless the
+    recipe names such machines for it.
     """
     own = {str(name): place.machine for name, place in recipe.pipeline.steps.items()}.get(verb)
     machine = recipe.launch.machine
@@ -196,7 +200,7 @@ def accelerators_in_vain(recipe: Recipe, verb: str) -> list[str]:
 
 
 def bucket_reasons(job: Job) -> list[str]:
-    """Why a machine that shares no disk with us could not run a job: its secrets, its bucket."""
+    """Why a machine that does not share our disk could not run a job: its secrets, its bucket."""
     reasons = []
     if job.secrets:
         reasons.append(
@@ -210,7 +214,7 @@ def bucket_reasons(job: Job) -> list[str]:
 
 
 def errors_of(*checks: Callable[[], object]) -> list[str]:
-    """What those of the checks say that raise WrongInput."""
+    """The messages of those checks that raise WrongInput."""
     reasons = []
     for check in checks:
         try:
@@ -221,15 +225,13 @@ def errors_of(*checks: Callable[[], object]) -> list[str]:
 
 
 def boot_note_fields(job: Job) -> dict[str, Any]:
-    """What `notes.sh.jinja` is filled in with: where a machine leaves notes before its container
-    does.
-    """
+    """The variables of `notes.sh.jinja`: where a machine leaves notes before its container does."""
     bucket, _, folder = (job.rendezvous or "").removeprefix("gs://").partition("/")
     return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
 
 
 def script_template(name: str) -> jinja2.Template:
-    """A start-up script to fill in, with `quote` for what the shell must not interpret."""
+    """A template of a start-up script, with the filter `quote` for shell quoting."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ingot.launch.places", "."),
         trim_blocks=True,
@@ -249,9 +251,7 @@ def _rendezvous_options(recipe: Recipe, place: str) -> list[str]:
 
 
 def _secret_options(recipe: Recipe) -> list[str]:
-    """The option of a node that reads the secrets of all its ranks: they are named in it, and only
-    the node reads their values.
-    """
+    """The node option that names the secrets of all its ranks; only the node reads their values."""
     cloud = recipe.cloud
     if not cloud.secrets:
         return []

@@ -1,10 +1,10 @@
-"""A Slurm cluster: one Slurm job for one start, whose nodes srun starts. The job goes on when this
+"""A Slurm cluster: one Slurm job per start, whose nodes srun starts. The job continues when this
 process dies; the next command finds it.
 
-Slurm's own requeue is off, since the supervisor submits a new job. The nodes share our disk;
-signals go as notes, since Slurm's own reach every process of a step and not the ranks alone.
+Slurm's own requeue is off, since the supervisor submits a new job. The nodes share our disk.
+Signals are sent as notes, since Slurm's own reach every process of a step, not only the ranks.
 Secrets lie in files that only their owner can read until the nodes have read them, and never in
-what Slurm stores.
+anything that Slurm stores.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ CANCEL_TIMEOUT_S = 300.0
 checkpoint.
 """
 TOKEN = "slurm.token"
-"""A file in a start's rendezvous from before it is submitted until its number is known: the handle
-without a number, and the comment that finds it.
+"""A file in a start's rendezvous, present from before submission until the job's number is known:
+holds the handle without a number, and the comment by which the job is found.
 """
 OWN_OPTIONS = (
     *("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal"),
     *("requeue", "no-requeue", "open-mode", "array", "export", "comment", "parsable", "wait"),
 )
-"""Options that are set by ingot alone."""
+"""sbatch options that only ingot sets."""
 
 
 class SlurmLauncher:
@@ -78,7 +78,7 @@ class SlurmLauncher:
             return [str(error)]
 
     def _reasons(self, job: Job) -> list[str]:
-        """Raises Failed where the cluster does not answer, which says nothing about the job."""
+        """Raises Failed if the cluster does not answer, which says nothing about the job."""
         knobs, reasons = self._knobs, shared_disk_reasons(self.recipe, job)
         reasons += [
             f"launch.slurm.options.{name} is set by ingot itself; leave it out"
@@ -100,7 +100,7 @@ class SlurmLauncher:
             )
         if not slurm_cluster.is_installed():
             return [*reasons, "sbatch is not installed here; log in to a node of the Slurm cluster"]
-        # What is wrong on any cluster is reported before this one is queried.
+        # Errors that hold on any cluster are reported before this one is queried.
         return reasons or slurm_cluster.cluster_reasons(
             knobs.partition, job.nodes, self._limit_s(job)
         )
@@ -149,8 +149,8 @@ class SlurmLauncher:
         return "\n".join(lines) + "\n"
 
     def _srun(self, job: Job) -> list[str]:
-        """The command that starts the nodes. The one task of a node gets all cores that the job has
-        there, and a node that is lost ends the job.
+        """The command that starts the nodes. The single task of a node gets all cores that the job
+        has there, and losing a node ends the job.
         """
         launch = self.recipe.launch
         python = launch.python or "python3" if self._knobs.image else interpreter(self.recipe)
@@ -171,7 +171,7 @@ class SlurmLauncher:
 
     def _sbatch_options(self, job: Job, logs: Path) -> list[str]:
         knobs, limit_s = self._knobs, self._limit_s(job)
-        # What computes on no accelerator gets the share of a node's cores alone.
+        # A verb that needs no accelerator only gets the node's share of cores.
         gpus = None if job.name in UNACCELERATED else knobs.gpus
         options: dict[str, str | None] = {
             "job-name": f"ingot-{self.recipe.name}-{job.name}",
@@ -196,8 +196,8 @@ class SlurmLauncher:
         ]
 
     def _container_options(self) -> list[str]:
-        """Flags of the pyxis plugin: the working folder and the run folder have their own names in
-        the container too.
+        """Flags of the pyxis plugin: the working directory and the run folder have the same paths
+        inside the container.
         """
         if self._knobs.image is None:
             return []
@@ -212,8 +212,8 @@ class SlurmLauncher:
         ]
 
     def submit(self, job: Job) -> Handle:
-        """Submit it, unless the very same command runs already: its supervisor is gone, and that
-        job is taken over.
+        """Submit the job, unless the very same command is already running without a supervisor;
+        that job is then adopted.
 
         Raises:
             WrongInput: the cluster cannot run it.
@@ -238,8 +238,8 @@ class SlurmLauncher:
         return self._store_numbered(unnumbered, self._sbatch(job, rendezvous, token))
 
     def _sbatch(self, job: Job, rendezvous: Path, token: str) -> str:
-        """The number of the job. After a lost answer the job is looked for before it is submitted
-        again, so that there is one job and not two.
+        """Submit and return the job's number. If the answer was lost, the job is looked up before
+        it is submitted again, so that it never runs twice.
         """
         command = ("sbatch", "--parsable", f"--comment={token}", str(rendezvous / "slurm.sh"))
         environ = self._sbatch_environment(job)
@@ -261,16 +261,16 @@ class SlurmLauncher:
             except Failed as error:
                 trouble = str(error)
                 break
-        # It may run all the same, and its nodes need the secrets then.
+        # It may run nevertheless, and its nodes then need the secrets.
         raise NoAnswer(
             f"{trouble}; whether {job.name} was submitted is unknown: the same command asks that"
             " first"
         )
 
     def _sbatch_environment(self, job: Job) -> dict[str, str]:
-        """Without secrets, since Slurm keeps in its spool folders what is exported, and without
-        variables that would override the script. What is named like a secret counts as one: ranks
-        get it only by `launch.secrets`.
+        """The environment without secrets, since Slurm keeps exported variables in its spool
+        folders, and without variables that would override the script. A variable named like a
+        secret counts as one: ranks get it only through `launch.secrets`.
         """
         own = {option.partition("=")[0] for option in self._sbatch_options(job, Path())}
         own.update(OWN_OPTIONS, MEMORY_OPTIONS if "mem" in own else ())
@@ -287,8 +287,8 @@ class SlurmLauncher:
         return {name: value for name, value in os.environ.items() if name not in left_out}
 
     def _settle_submissions(self, job: Job) -> None:
-        """Find out about submissions of this verb whose answer was lost. Raises NoAnswer as long as
-        the cluster does not say.
+        """Resolve submissions of this verb whose answer was lost. Raises NoAnswer as long as the
+        cluster does not answer.
         """
         for path in Path(job.rendezvous or "").parent.glob(f"{job.name}-*/{TOKEN}"):
             unnumbered = Handle.from_json(path.read_text(encoding="utf-8"))
@@ -300,7 +300,7 @@ class SlurmLauncher:
                 path.unlink()
 
     def _store_numbered(self, unnumbered: Handle, number: str) -> Handle:
-        """Store the handle of a job whose number is known now."""
+        """Store the handle of a job whose number is now known."""
         log = self.recipe.folder.logs.absolute() / f"slurm-{unnumbered.name}-{number}.log"
         handle = replace(unnumbered, id=number, log=str(log))
         try:
@@ -312,15 +312,15 @@ class SlurmLauncher:
         return handle
 
     def _already_running(self, job: Job) -> Handle | None:
-        """The job that does what is asked for already. Raises Failed where a job of this name does
-        something else.
+        """The job that already runs the same command. Raises Failed if a job of this name runs a
+        different one.
         """
         root = self.recipe.folder.root
         known = find_handle(root, job.name, KIND)
         if known is None:
             return None
         if (known.about["meet"], known.argv) == (job.rendezvous, job.argv):
-            return known  # of this very start, whose answer was lost
+            return known  # this very start, whose answer was lost
         if (state := self.status(known)) in FINAL_STATES:
             return None
         if known.argv != job.argv or "--fresh" in job.argv:
@@ -340,8 +340,8 @@ class SlurmLauncher:
         )
 
     def status(self, handle: Handle) -> JobState:
-        """See `Launcher`. A node that exits with 75 has failed by Slurm's word, so the nodes' notes
-        decide about failures, and when Slurm has forgotten the job.
+        """See `Launcher`. Slurm reports a node that exits with 75 as failed, so the nodes' notes
+        decide about failures, and also when Slurm no longer knows the job.
         """
         fields = slurm_cluster.job_fields(handle.id)
         state: JobState = (
@@ -364,7 +364,7 @@ class SlurmLauncher:
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
-        """scancel, and wait until the job is gone. Raises Failed where it does not go."""
+        """scancel, and wait until the job is gone. Raises Failed if it stays."""
         deadline, asked = time.monotonic() + CANCEL_TIMEOUT_S, False
         while time.monotonic() < deadline:
             with contextlib.suppress(NoAnswer):
@@ -383,5 +383,5 @@ class SlurmLauncher:
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads the rest of a line."""
+    """Quoted for an sbatch line, whose rest is read as one value."""
     return shlex.quote(value) if any(character in value for character in " '\"\\#") else value

@@ -1,5 +1,5 @@
-"""Slurm's own commands and what their answers mean: partitions, jobs, time limits; and the share of
-a node that is asked for. What else a job needs is for `slurm.py` to say.
+"""Slurm's commands and the meaning of their answers: partitions, jobs, time limits; and the share
+of a node that is requested. `slurm.py` adds everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ingot.launch.job import JobState
 
 COMMAND_TIMEOUT_S = 60.0
 OLDEST = (20, 11)
-"""Earlier versions give the steps of a job other cores and signals."""
+"""Earlier versions assign cores and signals to a job's steps differently."""
 STATES: Mapping[str, JobState] = {
     "PENDING": "queued",
     "CONFIGURING": "queued",
@@ -46,22 +46,22 @@ STATES: Mapping[str, JobState] = {
     "TIMEOUT": "preempted",
     "DEADLINE": "failed",
 }
-"""Slurm's states of a job, as ours."""
+"""Slurm's job states mapped to ours."""
 VARIABLES = {
     "time": "TIMELIMIT",
     "array": "ARRAY_INX",
     "mem": "MEM_PER_NODE",
     "switches": "REQ_SWITCH",
 }
-"""Options of sbatch whose environment variables have other names than they."""
+"""Options of sbatch whose environment variables have different names."""
 CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
-"""Options of sbatch by which a person says how many cores a node gives."""
+"""Options of sbatch with which a user sets the cores per node."""
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
-"""The same for memory. A job that says neither gets what the cluster gives by default, which is
-often one core and a few GB.
+"""The same for memory. A job without either gets the cluster's default, which is often one core and
+a few GB.
 """
 CORES_PER_GPU, MEMORY_PER_CORE_GB = 8, 8
-"""What a part of a node is asked for: a machine with eight GPUs has some 100 cores and 1 TB."""
+"""What is requested for a part of a node: a machine with eight GPUs has some 100 cores and 1 TB."""
 NO_SUCH_JOB = "Invalid job id"
 NO_ANSWER = (
     "timed out",
@@ -71,16 +71,16 @@ NO_ANSWER = (
     "Connection",
     "Unexpected message",
 )
-"""In errors that say that no answer came, and nothing about what was done."""
+"""Error texts that mean that no answer arrived, whatever was done."""
 
 
 class NoAnswer(Failed):
-    """The controller gave no answer: it may have done what it was asked, or not."""
+    """The controller gave no answer: the request may or may not have been executed."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """`limit_s`: its longest time limit, None for none."""
+    """`limit_s`: its longest time limit, None if unlimited."""
 
     name: str
     nodes: int
@@ -94,7 +94,7 @@ def is_installed() -> bool:
 
 
 def run_command(*command: str, environ: Mapping[str, str] | None = None) -> str:
-    """The output of a command. Raises Failed with the command's own error, NoAnswer where the
+    """The output of a command. Raises Failed with the command's own error, NoAnswer if the
     controller did not answer.
     """
     try:
@@ -135,7 +135,7 @@ def version() -> tuple[int, int]:
 
 
 def environment_variable(option: str) -> str:
-    """The variable by which a person's environment overrides an option of a script."""
+    """The environment variable that overrides an option of a script."""
     return f"SBATCH_{VARIABLES.get(option, option.upper().replace('-', '_'))}"
 
 
@@ -158,8 +158,8 @@ def partitions() -> list[Partition]:
 
 
 def cluster_reasons(partition: str | None, nodes: int, limit_s: float | None) -> list[str]:
-    """Why this cluster could not run a job of so many nodes in a partition, or in the one of the
-    environment or the default one where `partition` is None.
+    """Why this cluster could not run a job of this many nodes in `partition`; None is the partition
+    of the environment, or the default one.
     """
     if (found := version()) < OLDEST:
         return [
@@ -205,7 +205,7 @@ def _partition_reasons(partition: Partition, nodes: int, limit_s: float | None) 
 
 
 def share_reasons(knobs: Slurm, processes: int) -> list[str]:
-    """Why what is asked of each node could not be meant."""
+    """Reasons why the resources requested per node are inconsistent."""
     said = (("cpus", knobs.cpus, CORE_OPTIONS), ("memory", knobs.memory, MEMORY_OPTIONS))
     reasons = [
         f"launch.slurm.{knob} {value} and launch.slurm.options.{name} say the same thing; remove"
@@ -223,8 +223,8 @@ def share_reasons(knobs: Slurm, processes: int) -> list[str]:
 
 
 def node_share(knobs: Slurm, nodes: int) -> dict[str, str | None]:
-    """Options for cores and memory of each node, as far as `launch.slurm.options` does not say
-    them: the share of counted GPUs on one node, and otherwise whole nodes.
+    """Options for cores and memory of each node that `launch.slurm.options` does not set: the share
+    of the requested GPUs on one node, and otherwise whole nodes.
     """
     cores, whole = knobs.cpus, "exclusive" in knobs.options
     share = CORES_PER_GPU * (knobs.gpus or 0)
@@ -233,7 +233,7 @@ def node_share(knobs: Slurm, nodes: int) -> dict[str, str | None]:
         cores = None if whole else share
     memory = knobs.memory
     if memory is None and not any(name in knobs.options for name in MEMORY_OPTIONS):
-        # --exclusive takes all cores of a node, and not its memory.
+        # --exclusive takes all cores of a node, but not its memory.
         gigabytes = MEMORY_PER_CORE_GB * (cores or share)
         memory = "0" if whole else f"{gigabytes}G" if gigabytes else None
     return {
@@ -244,7 +244,7 @@ def node_share(knobs: Slurm, nodes: int) -> dict[str, str | None]:
 
 
 def job_fields(number: str) -> dict[str, str] | None:
-    """What the controller knows of a job; None when it has forgotten it."""
+    """What the controller knows of a job; None if it no longer knows it."""
     try:
         return _fields(run_command("scontrol", "-o", "show", "job", number).splitlines()[0])
     except NoAnswer:
@@ -267,7 +267,7 @@ def job_with_comment(comment: str, user: str) -> str | None:
 
 
 def parse_time(limit: str) -> float | None:
-    """Seconds of a time as Slurm writes it: `D-HH:MM:SS`; None for `UNLIMITED`."""
+    """Seconds of a time in Slurm's format `D-HH:MM:SS`; None for `UNLIMITED`."""
     days, _, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in parts):
@@ -282,7 +282,7 @@ def parse_time(limit: str) -> float | None:
 
 
 def format_time(limit_s: float) -> str:
-    """The inverse of `parse_time`. Slurm counts whole minutes, and rounds up what is less."""
+    """The inverse of `parse_time`. Slurm counts whole minutes, rounded up."""
     whole = round(limit_s)
     return (
         f"{whole // 86_400}-{whole % 86_400 // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

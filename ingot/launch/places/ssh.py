@@ -1,8 +1,8 @@
-"""A list of hosts reached by ssh, one node each. The nodes end when this process does, since our
-heartbeats reach them over the connections.
+"""A list of hosts reached by ssh, one node each. The nodes end when this process does: it sends
+them heartbeats over the connections.
 
-The hosts share our disk, with the run folder, notes and checkpoints on it. Signals go as notes,
-secrets over standard input.
+The hosts share our disk, which holds the run folder, notes and checkpoints. Signals are sent as
+notes, secrets over standard input.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ingot.launch.rendezvous import EXIT, Rendezvous, state_by_notes
 
 KIND = "ssh"
 EXIT_NOTE_TIMEOUT_S = 3.0
-"""How long a node's exit note may take to be seen after its connection has ended."""
+"""How long a node's exit note may take to become visible after its connection has ended."""
 CANCEL_MARGIN_S = 60.0
-"""How long a job may take to end beyond `checkpoint.grace_s`, which its ranks have."""
+"""How much longer than `checkpoint.grace_s`, which its ranks have, a job may take to end."""
 
 
 @dataclass
@@ -96,8 +96,7 @@ class SshLauncher:
         return "\n".join(lines) + "\n"
 
     def submit(self, job: Job) -> Handle:
-        """Start a node on each host, after a check of all of them; nothing runs anywhere when one
-        cannot.
+        """Check all hosts, then start a node on each; nothing is started if a host cannot run it.
 
         Raises:
             WrongInput: a host lacks something.
@@ -132,7 +131,7 @@ class SshLauncher:
         return handle
 
     def _end_earlier(self, earlier: Handle) -> None:
-        """Raises Failed where an earlier start runs under another launcher."""
+        """Raises Failed if an earlier start runs under another launcher."""
         alive = self._is_launcher_alive(earlier)
         if alive and earlier.about["process"] != str(os.getpid()):
             raise Failed(
@@ -200,8 +199,8 @@ class SshLauncher:
             self._hosts(job), commands, json.loads(handle.about["logs"]), strict=True
         ):
             with Path(log).open("ab") as output:
-                # A session of its own, so that Ctrl-C does not cut the connection over which we ask
-                # for a checkpoint.
+                # A session of its own, so that Ctrl-C does not close the connection over which we
+                # request a checkpoint.
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -217,7 +216,9 @@ class SshLauncher:
         threading.Thread(target=_send_heartbeats, args=(processes,), daemon=True).start()
 
     def status(self, handle: Handle) -> JobState:
-        """See `Launcher`; of nodes that another process started by their notes and processes."""
+        """See `Launcher`; for nodes that another process started, from their notes and
+        processes.
+        """
         rendezvous = Rendezvous(handle.about["meet"])
         if not self._started_here(handle):
             if len(ssh_hosts.nodes_with_exit_note(rendezvous)) == len(ssh_hosts.hosts_of(handle)):
@@ -236,7 +237,7 @@ class SshLauncher:
         return "cancelled" if self._cancelled else _final_state(handle)
 
     def _started_here(self, handle: Handle) -> bool:
-        """Whether this very object started it."""
+        """Whether this very object started the job."""
         return (
             bool(self._clients)
             and handle.about["process"] == str(os.getpid())
@@ -246,8 +247,8 @@ class SshLauncher:
     def _has_ended(
         self, node: int, client: _Client, rendezvous: Rendezvous, has_note: bool
     ) -> bool:
-        """Whether a node's connection has ended. Where the node left no exit note, we leave one:
-        the other nodes see it then, and end their ranks.
+        """Whether a node's connection has ended. If the node left no exit note, we leave one, so
+        that the other nodes see it and end their ranks.
         """
         if (code := client.process.poll()) is None:
             return False
@@ -280,8 +281,8 @@ class SshLauncher:
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
-        """Close the connections, wait until the nodes have ended their ranks, and kill those that
-        have not.
+        """Close the connections, wait until the nodes have ended their ranks, and kill the
+        others.
         """
         if self._started_here(handle):
             self._cancelled = True
@@ -293,8 +294,8 @@ class SshLauncher:
             self._cancel_from_other_machine(handle)
             return
         elif alive:
-            # The launcher asks for a checkpoint; one that does not answer is killed, and its
-            # connections with it.
+            # The launcher requests a checkpoint; if it does not answer, it is killed, and its
+            # connections close.
             os.kill(int(handle.about["process"]), signal.SIGTERM)
             deadline = time.monotonic() + CANCEL_MARGIN_S + self.recipe.checkpoint.grace_s
             while self._is_launcher_alive(handle) and time.monotonic() < deadline:
@@ -306,15 +307,15 @@ class SshLauncher:
         except Failed as error:
             if not self._started_here(handle):
                 raise
-            # The next start does not begin before these nodes are gone.
+            # The next start waits until these nodes are gone.
             say(
                 f"warning: {error}; what runs there ends by itself when it hears nothing from here"
                 f" for {LEASE_S:g} s"
             )
 
     def _cancel_from_other_machine(self, handle: Handle) -> None:
-        """The launcher may be alive on its own machine, and would start again what is killed: the
-        ranks are asked to stop, and waited for.
+        """The launcher may be alive on its own machine and would restart killed nodes: ask the
+        ranks to stop, and wait.
         """
         rendezvous = Rendezvous(handle.about["meet"])
         deadline = time.monotonic() + CANCEL_MARGIN_S + self.recipe.checkpoint.grace_s
@@ -332,7 +333,7 @@ class SshLauncher:
 
     @staticmethod
     def _is_launcher_alive(handle: Handle) -> bool | None:
-        """None on another machine than the launcher's, where that cannot be known."""
+        """None on another machine than the launcher's, where this is unknown."""
         if handle.about.get("machine") != (machine_id() or ""):
             return None
         return start_ticks(int(handle.about["process"])) == handle.about["started"]

@@ -1,5 +1,5 @@
-"""Hosts reached by ssh: the command lines, what a host lacks to run a node, this ingot copied
-there, and the nodes of a start that still run there.
+"""Hosts reached by ssh: command lines, checks of a host, copying this ingot to it, and the nodes of
+a start that still run there.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ingot.launch.job import Handle
 from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
 
 CONNECT_S, ALIVE_S, ALIVE_COUNT = 10, 5, 6
-"""Seconds to connect; a connection that is silent for 5 seconds six times in a row is given up."""
+"""Seconds to connect; a connection that stays silent for 5 seconds six times in a row is closed."""
 SCRIPT_TIMEOUT_S = 120.0
 CODE = '"${XDG_CACHE_HOME:-$HOME/.cache}"/ingot/code/'
 PARALLEL_HOSTS = 32
 NO_FOLDER, NO_PYTHON, OLD_PYTHON, NO_DISK = 91, 92, 93, 94
-"""Exit codes of the script of `check_host`."""
+"""Exit codes of `check_host`'s script."""
 NO_CONNECTION = 255
 END_TIMEOUT_S = 10.0
-"""How long nodes whose connections were closed may take to end their ranks; then they are killed
+"""How long nodes whose connections were closed may take to end their ranks before they are killed
 over a new connection.
 """
 
@@ -40,7 +40,7 @@ Answer = TypeVar("Answer")
 
 
 def ssh_command(config: str | None, host: str, script: str) -> list[str]:
-    """The command line that runs a POSIX shell script on a host, whatever the login shell there."""
+    """The command line that runs a POSIX shell script on a host, whatever its login shell."""
     options = [
         "BatchMode=yes",
         f"ConnectTimeout={CONNECT_S}",
@@ -60,7 +60,7 @@ def ssh_command(config: str | None, host: str, script: str) -> list[str]:
 
 
 def address_of(config: str | None, host: str) -> str:
-    """The address that ssh uses for `host`, by its configuration; connects to nothing."""
+    """The address that ssh's configuration gives for `host`; does not connect."""
     done = subprocess.run(
         ["ssh", *(["-F", config] if config else []), "-G", host],
         capture_output=True,
@@ -80,7 +80,9 @@ def address_of(config: str | None, host: str) -> str:
 
 
 def on_each_host(hosts: Sequence[str], query: Callable[[str], Answer]) -> list[Answer]:
-    """`query` of all hosts at once. Raises the first error, with the number of the others."""
+    """Run `query` for all hosts concurrently. Raises the first error, with the number of the
+    others.
+    """
 
     def one(host: str) -> Answer | IngotError:
         try:
@@ -100,8 +102,8 @@ def on_each_host(hosts: Sequence[str], query: Callable[[str], Answer]) -> list[A
 def run_script(
     config: str | None, host: str, script: str, stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a script on a host and wait. Raises Failed when the host cannot be reached; the script's
-    own exit code is the caller's to judge.
+    """Run a script on a host and wait. Raises Failed if the host cannot be reached; the caller
+    interprets the script's own exit code.
     """
     try:
         done = subprocess.run(
@@ -124,7 +126,7 @@ def run_script(
 
 
 def connection_error(host: str, output: str) -> str:
-    """Why ssh got no connection, and what to do about it."""
+    """Why ssh could not connect, and what to do about it."""
     if "Host key verification failed" in output or "IDENTIFICATION HAS CHANGED" in output:
         return (
             f"host {host}: its host key is unknown, or has changed; run `ssh {host}` once by hand,"
@@ -153,7 +155,7 @@ def _last_line(output: str) -> str:
 
 
 def python_path(code: str | None, given: str) -> str:
-    """PYTHONPATH for a shell there: ingot as it was copied, then what the recipe says."""
+    """PYTHONPATH for the remote shell: the copied ingot, then the recipe's."""
     return ":".join(
         [*([f"{CODE}{code}"] if code else []), *([shlex.quote(given)] if given else [])]
     )
@@ -162,15 +164,15 @@ def python_path(code: str | None, given: str) -> str:
 def check_host(
     config: str | None, host: str, *, folder: str, python: str, rendezvous: str, path: str
 ) -> None:
-    """Raises WrongInput, naming the knob, where a node could not run on this host, and Failed where
-    it cannot be reached.
+    """Raises WrongInput, naming the knob, if a node could not run on this host, and Failed if it
+    cannot be reached.
     """
     export = f"export PYTHONPATH={path}; " if path else ""
     probe = "import sys; sys.version_info < (3, 11) and sys.exit(93); import ingot.launch.node.main"
     script = (
         f"cd {shlex.quote(folder)} 2>/dev/null || exit {NO_FOLDER}; command -v"
         f" {shlex.quote(python)} >/dev/null || exit {NO_PYTHON}; "
-        # A network disk may show a new folder late.
+        # A new folder may become visible late on a network disk.
         f"for i in 1 2 3 4 5 6; do test -d {shlex.quote(rendezvous)} && break; test $i = 6 && exit"
         f" {NO_DISK}; sleep 1; done; {export}{shlex.quote(python)} -c {shlex.quote(probe)}"
     )
@@ -200,7 +202,7 @@ def check_host(
 
 
 def packed_code() -> tuple[str, bytes]:
-    """This ingot as a tar file, and a name for it that only the same content has."""
+    """This ingot as a tar file, and a name derived from its content."""
     root, stream = Path(ingot.__file__).parent, io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for path in sorted(root.rglob("*")):
@@ -213,9 +215,7 @@ def packed_code() -> tuple[str, bytes]:
 
 
 def copy_code(config: str | None, host: str, name: str, content: bytes) -> None:
-    """Have this ingot on a host, in a folder of the user's cache there; sent only where it is
-    missing.
-    """
+    """Copy this ingot to the user's cache folder on a host, unless it is there."""
     target = f"{CODE}{name}"
     if run_script(config, host, f"test -d {target}").returncode == 0:
         return
@@ -237,12 +237,12 @@ def hosts_of(handle: Handle) -> list[str]:
 
 
 def nodes_with_exit_note(rendezvous: Rendezvous) -> set[int]:
-    """Nodes that have left an exit note themselves."""
+    """Nodes that left an exit note themselves."""
     return {node for node, note in rendezvous.notes(EXIT).items() if "by" not in note}
 
 
 def running_nodes(rendezvous: Rendezvous) -> list[tuple[int, int]]:
-    """Nodes that have arrived and left no exit note, each with its process on its host."""
+    """Nodes that have arrived and left no exit note, each with its process id on its host."""
     ended = nodes_with_exit_note(rendezvous)
     return [
         (node, int(note["process"]))
@@ -257,7 +257,7 @@ def is_node_alive(config: str | None, handle: Handle, node: int, process: int) -
 
 
 def end_nodes(config: str | None, handle: Handle, processes: int) -> None:
-    """Wait for the nodes of a start to end, then kill them. `processes`: of each node. Raises
+    """Wait for the nodes of a start to end, then kill them. `processes`: ranks of each node. Raises
     Failed for a host that cannot be reached: its ranks may still run.
     """
     rendezvous, deadline = Rendezvous(handle.about["meet"]), time.monotonic() + END_TIMEOUT_S
@@ -265,7 +265,7 @@ def end_nodes(config: str | None, handle: Handle, processes: int) -> None:
         time.sleep(0.2)
     names = hosts_of(handle)
     for node, process in running:
-        # The kernel ends the ranks with it.
+        # The kernel kills the ranks with it.
         script = (
             f"for i in 1 2 3 4 5 6 7 8 9; do {_is_our_node(handle, process)} || exit 0; kill -9"
             f" {process}; sleep 1; done; exit 1"
@@ -288,8 +288,8 @@ def end_nodes(config: str | None, handle: Handle, processes: int) -> None:
 
 
 def _is_our_node(handle: Handle, process: int) -> str:
-    """A shell command that checks whether a process of a host is a node of this start: its command
-    line names the rendezvous.
+    """A shell command that checks whether a process is a node of this start: its command line
+    contains the rendezvous.
     """
     place = "/".join(Path(handle.about["meet"]).parts[-3:])
     return f"tr '\\0' ' ' </proc/{process}/cmdline 2>/dev/null | grep -qF {shlex.quote(place)}"

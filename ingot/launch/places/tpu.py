@@ -1,8 +1,7 @@
-"""A TPU VM requested as a queued resource, as Google documents it; none of it could be tried on a
-TPU.
+"""A TPU VM requested as a queued resource, following Google's documentation; not tested on a TPU.
 
-The service keeps no time limit: the VM's own start-up script does, and deletes the VM at the end;
-so does each query of the job.
+The service enforces no time limit: the VM's start-up script does, and deletes the VM at the end, as
+does each query of the job.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous
 
 KIND = "tpu"
 MAX_CHIPS, EIGHT_CHIP_TYPES = 4, ("v5litepod-", "v6e-")
-"""Chips of one TPU VM, and the generations in which it may have eight: a larger slice has several
-hosts.
+"""Maximum number of chips of one TPU VM, and the generations in which it may have eight; larger
+slices have several hosts.
 """
 WAITING = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED")
 
@@ -163,7 +162,7 @@ class TpuLauncher:
         return {
             "tpu": {"nodeSpec": [spec]},
             **({"spot": {}} if launch.machine.spot else {}),
-            # How long it may wait for capacity.
+            # How long the request may wait for capacity.
             "queueingPolicy": {"validUntilDuration": f"{round(launch.start_s)}s"},
         }
 

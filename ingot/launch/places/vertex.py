@@ -1,8 +1,8 @@
-"""Custom jobs of Vertex AI, one for each start of a job: node 0 is worker pool 0, the others are
-pool 1. The service neither retries nor restarts anything.
+"""Custom jobs of Vertex AI, one per start of a job: node 0 is worker pool 0, the others are pool 1.
+The service neither retries nor restarts anything.
 
-A job carries the run, the verb, the start and a mark of its own in labels: a job whose creation was
-not answered is found by them, and no start makes two.
+A job is labelled with the run, the verb, the start and a unique mark: if the answer to its creation
+is lost, it is found by them, so that no start creates two.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from ingot.launch.rendezvous import Rendezvous, clear_rendezvous
 
 KIND = "vertex"
 MARK = "ingot-mark"
-"""Label that no two jobs share: it finds one whose creation was not answered."""
+"""A unique label by which a job is found if the answer to its creation was lost."""
 FIND_TIMEOUT_S, FIND_POLL_S = 20.0, 2.0
-"""How long a job whose creation was not answered is looked for, and the pause between two queries.
-"""
+"""How long such a job is looked for, and the pause between two queries."""
 QUOTA = 429
 CANCEL_TIMEOUT_S = 600.0
 """How long a cancelled job may take to end."""
@@ -65,12 +64,11 @@ PREEMPTED = re.compile(
     r" resources|out of capacity|timed? ?out|evicted",
     re.I,
 )
-"""In the error of a job that the service ended, or could not begin, for want of machines or time.
-"""
+"""Error texts of a job that the service ended or could not start for lack of machines or time."""
 INTERNAL = 13
 """The code of google.rpc for an error of the service itself."""
 HYPERDISK_ONLY = ("a3-ultragpu", "a4", "g4", "ct6e")
-"""What the types of machines begin with that take Hyperdisk only."""
+"""Prefixes of machine types that support Hyperdisk only."""
 PLANES: dict[str, str] = {
     "1": "1x1",
     "4": "2x2",
@@ -116,8 +114,8 @@ class VertexLauncher:
                 " Vertex AI (gcloud projects describe PROJECT --format='value(projectNumber)'), or"
                 " a network attachment by its whole name"
             )
-        # Without one a custom job runs as an agent of the service's, which may read no secret and
-        # write to no TensorBoard.
+        # Without one, a custom job runs as a service agent, which can read no secret and write to
+        # no TensorBoard.
         reasons += [
             f"cloud.{knob} needs an account of its own on Vertex AI; set cloud.service_account"
             for knob in ("tensorboard", "secrets")
@@ -142,8 +140,8 @@ class VertexLauncher:
         return f"# POST {address}/v1/{self._google.parent}/customJobs\n{body}\n"
 
     def submit(self, job: Job) -> Handle:
-        """See `Launcher`. A job of this run and verb that an earlier start left running is not
-        started twice: its handle is returned.
+        """See `Launcher`. If a job of this run and verb is still running from an earlier start, its
+        handle is returned.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
@@ -173,9 +171,7 @@ class VertexLauncher:
         return VertexLog(self._google, handle)
 
     def signal(self, handle: Handle, number: int) -> None:
-        """By a note, which the nodes poll every few seconds: the service itself can only end a
-        job.
-        """
+        """Leaves a note, which the nodes poll every few seconds: the service can only end a job."""
         Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
@@ -192,14 +188,14 @@ class VertexLauncher:
             time.sleep(min(self.poll_s, 2.0))
 
     def custom_job(self, job: Job, *, mark: str = "") -> dict[str, Any]:
-        """The job as the REST interface takes it; it contains no secret."""
+        """The job as the REST interface expects it, without secrets."""
         cloud = self._recipe.cloud
         pool = {
             "machineSpec": self._machine_spec(job),
             "diskSpec": self._disk_spec(),
             "containerSpec": self._container_spec(job),
         }
-        # The hosts of one TPU slice are counted by the service.
+        # The service counts the hosts of one TPU slice.
         others = job.nodes - 1 if "tpuTopology" not in pool["machineSpec"] else 0
         pools = [
             {**pool, "replicaCount": "1"},
@@ -237,12 +233,12 @@ class VertexLauncher:
             "strategy": "FLEX_START" if machine.flex_start else strategy,
         }
         if machine.flex_start:
-            # Waiting costs nothing, so that `cloud.max_cost` does not bound it.
+            # Waiting is free, so `cloud.max_cost` does not limit it.
             scheduling["maxWaitDuration"] = f"{int(self._recipe.cloud.max_run)}s"
         return scheduling
 
     def _create(self, body: dict[str, Any]) -> CustomJobStatus:
-        """Create a job. Without an answer it is looked for by its mark, since it may exist."""
+        """Create a job. If no answer arrives, it is looked up by its mark, since it may exist."""
         try:
             return jobs.create_custom_job(self._google, body)
         except Failed as error:
@@ -314,8 +310,8 @@ class VertexLauncher:
         return spec
 
     def _topology(self, job: Job) -> str:
-        """How the chips of a TPU slice are arranged, "" for a machine without TPUs. Raises
-        WrongInput where there is no slice of so many machines.
+        """The topology of a TPU slice, "" for a machine without TPUs. Raises WrongInput if there is
+        no slice of this many machines.
         """
         machine = machine_type(self._recipe.launch.machine.type)
         if machine is None or not machine.is_tpu:

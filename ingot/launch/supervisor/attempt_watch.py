@@ -1,5 +1,5 @@
-"""What the supervisor does while an attempt runs: it detects hangs and stragglers, asks ranks for
-their stacks, kills on purpose where `chaos` asks for it, and records each of these as an event.
+"""What the supervisor does while an attempt runs: it detects hangs and stragglers, requests stacks
+from ranks, kills them on purpose if `chaos` asks for it, and records each of these as an event.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ingot.launch.supervisor.hang_detection import Hang, HangDetector, Straggler
 CHECK_INTERVAL_S = 0.25
 """Seconds between two checks of the heartbeats."""
 BUCKET_DELAY_S = 60.0
-"""How old a heartbeat may be when it arrives through a bucket: nodes send them every 15 seconds,
-and a request may have to be repeated.
+"""How old a heartbeat may be when it arrives through a bucket: nodes push them every 15 seconds,
+and a request may have to be retried.
 """
 STOP_MARGIN_S = 30.0
-"""How long ranks that were asked to stop may take beyond `checkpoint.grace_s`, after which they end
+"""How much longer than `checkpoint.grace_s` ranks that were asked to stop may take to exit by
 themselves.
 """
 
 
 class AttemptWatch:
-    """Checks one attempt. `hang` is the hang that ended it, `failure` that hang in words;
-    `stop_timed_out` says that its ranks did not end in time after a request to stop.
+    """Checks one attempt. `hang` is the hang that ended it, `failure` its description;
+    `stop_timed_out`: its ranks did not exit in time after a stop request.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AttemptWatch:
         self._stragglers = StragglerDetector() if recipe.parallel.pipeline == 1 else None
 
     def check(self) -> bool:
-        """Whether the ranks must be ended now."""
+        """Whether the ranks must be terminated now."""
         now = time.monotonic()
         if self._stops.first:
             self._stop_deadline = (
@@ -120,9 +120,8 @@ class AttemptWatch:
 
 
 class ChaosKills:
-    """The kills on purpose of one run (`chaos`), each recorded before it happens. The n-th depends
-    on the seed and n alone, so that a supervisor that is killed and started again continues with
-    the next.
+    """The deliberate kills of one run (`chaos`), each recorded before it happens. The n-th depends
+    only on the seed and n, so that a restarted supervisor continues with the next one.
     """
 
     def __init__(self, knobs: Chaos, events: Path) -> None:
@@ -133,18 +132,18 @@ class ChaosKills:
             else 0
         )
         self.has_killed = False
-        """Whether the failure of this attempt is one that we caused."""
+        """Whether we caused the failure of this attempt."""
         self._due: float | None = None
 
     def arm(self) -> None:
-        """Draw what is killed in the attempt that starts now, and when."""
+        """Draw what to kill in the attempt that starts now, and when."""
         self.has_killed = False
         if self._knobs.kill_every_s is not None:
             self._random = random.Random(f"{self._knobs.seed} {self._count}")
             self._due = time.monotonic() + self._random.expovariate(1 / self._knobs.kill_every_s)
 
     def kill_if_due(self, attempt: Attempt) -> None:
-        """Kill, once the drawn time has come; at most once an attempt."""
+        """Kill once the drawn time has come; at most once per attempt."""
         ranks = sorted(attempt.running())
         if self._due is None or time.monotonic() < self._due or not ranks:
             return
@@ -152,7 +151,7 @@ class ChaosKills:
         victim = self._random.choice(ranks) if what == "rank" else None
         beats = attempt.beats()
         beat = beats.get(ranks[0] if victim is None else victim)
-        # The event's rank is null where all ranks are killed.
+        # The event's rank is null if all ranks are killed.
         record_if_possible(
             self._events,
             "killed",
@@ -177,7 +176,7 @@ class ChaosKills:
 
 
 def _kill_this_process() -> NoReturn:
-    """The kernel ends the ranks too; the same command, started again, continues the training."""
+    """The kernel kills the ranks too; the same command, started again, resumes the training."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process is dead")
 
@@ -189,8 +188,8 @@ def record_if_possible(events: Path, kind: str, **fields: Any) -> None:
 
 
 def request_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict[int, Path]:
-    """Ask `ranks` for the stacks of all their threads; the files of those that wrote them. Only for
-    ranks that sent a heartbeat: SIGUSR2 ends a process that installed no handler yet.
+    """Ask `ranks` for the stacks of all their threads; returns the files that were written. Only
+    for ranks that sent a heartbeat: SIGUSR2 kills a process that has not installed a handler yet.
     """
     files = {rank: logs / f"stacks-rank{rank}.txt" for rank in ranks if rank in attempt.running()}
     before = {rank: _size_and_time(path) for rank, path in files.items()}
@@ -201,19 +200,21 @@ def request_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict
         _size_and_time(path) == before[rank] for rank, path in files.items()
     ):
         time.sleep(0.05)
-    time.sleep(0.1)  # a file that has begun to grow is complete soon
+    time.sleep(0.1)  # a file that has begun to grow is soon complete
     return {rank: path for rank, path in files.items() if _size_and_time(path) != before[rank]}
 
 
 def describe_stacks(files: Mapping[int, Path]) -> str:
-    """The end of a message about these ranks."""
+    """The part of a message that points to the stacks of these ranks."""
     if not files:
         return "; it does not answer when asked for its stacks"
     return f"; stacks: {', '.join(str(path) for path in files.values())}"
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    """The size alone would not do: a rank on another machine begins a file of its own."""
+    """Size and time: size alone is not enough, as a rank on another machine begins a file of its
+    own.
+    """
     try:
         status = path.stat()
     except OSError:

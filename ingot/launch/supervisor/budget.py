@@ -2,7 +2,7 @@
 is left for the next one.
 
 It is kept in the run folder until the job is done, so that the limits hold for all starts together,
-whoever repeats the command: a person, a service, or a pipeline that retries a step.
+whoever repeats the command: a user, a service, or a pipeline that retries a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ingot.launch.rendezvous import EXIT, Rendezvous
 
 @dataclass
 class Spending:
-    """Seconds and US dollars of the starts that are over; of the one that runs, since when (seconds
-    since the epoch), its price an hour and its time limit.
+    """Seconds and US dollars of finished starts; of the running one, its start (seconds since the
+    epoch), its price per hour and its time limit.
     """
 
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Spending:
 
 
 class SpendingMeter:
-    """Counts by the wall clock, since machines keep running while a laptop sleeps. The file is
+    """Counts wall-clock time, since machines keep running while a laptop sleeps. The file is
     `RUN/jobs/VERB.spent.json`.
     """
 
@@ -44,13 +44,13 @@ class SpendingMeter:
         self._path, self._rate = root / "jobs" / f"{name}.spent.json", dollars_an_hour
 
     def used(self) -> tuple[float, float]:
-        """Seconds and US dollars, including the start that runs."""
+        """Seconds and US dollars, including the running start."""
         spending = _finished(self._read(), time.time())
         return spending.seconds, spending.dollars
 
     def begin(self, limit_s: float) -> bool:
-        """A start begins, which its place ends after `limit_s`. False where one runs already, which
-        continues to be counted.
+        """Record the beginning of a start, which its place ends after `limit_s`. False if one is
+        running already; that one continues to be counted.
         """
         spending = self._read()
         if spending.since is not None:
@@ -59,13 +59,13 @@ class SpendingMeter:
         return True
 
     def end(self, at: float | None = None) -> None:
-        """The start is over, now or since `at`; nothing happens where none runs."""
+        """Record the end of the start, now or at `at`; does nothing if none is running."""
         spending = self._read()
         if spending.since is not None:
             self._write(_finished(spending, time.time() if at is None else at))
 
     def reset(self) -> None:
-        """The job is done, or starts afresh."""
+        """Reset when the job is done, or starts from scratch."""
         self._path.unlink(missing_ok=True)
 
     def _read(self) -> Spending:
@@ -87,7 +87,7 @@ def _finished(spending: Spending, at: float) -> Spending:
 
 
 def meter_of(recipe: Recipe, job: Job) -> SpendingMeter | None:
-    """Counts the job's time, where that is limited; None elsewhere."""
+    """The meter of a job whose time is limited; None for others."""
     if job.time_limit_s is None:
         return None
     rate = 0.0 if launcher_of(recipe).paid_by_use else hourly_price_of(recipe, job.nodes)
@@ -95,8 +95,8 @@ def meter_of(recipe: Recipe, job: Job) -> SpendingMeter | None:
 
 
 def time_left_s(recipe: Recipe, nodes: int, used: tuple[float, float] = (0.0, 0.0)) -> float | None:
-    """What is left of the time that the job may take; None where nothing is billed. `used`: seconds
-    and US dollars of earlier starts.
+    """Seconds that the job may still take; None if nothing is billed. `used`: seconds and US
+    dollars of earlier starts.
     """
     launcher = launcher_of(recipe)
     if launcher.paid_by_use:
@@ -110,7 +110,7 @@ def time_left_s(recipe: Recipe, nodes: int, used: tuple[float, float] = (0.0, 0.
 
 
 def with_time_left(recipe: Recipe, job: Job, meter: SpendingMeter) -> Job:
-    """The job with the time limit of one more start. Raises Failed when too little is left."""
+    """The job with the time limit of one more start. Raises Failed if too little is left."""
     used = meter.used()
     left = time_left_s(recipe, job.nodes, used) or 0.0
     if left < SHORTEST_RUN_S and used[0]:
@@ -122,7 +122,7 @@ def with_time_left(recipe: Recipe, job: Job, meter: SpendingMeter) -> Job:
 
 
 def end_of_last_start(recipe: Recipe, job: Job) -> float | None:
-    """When a start that no launcher waited for was over, by its nodes' notes; None where they left
+    """When a start that no launcher waited for ended, from its nodes' notes; None if they left
     none.
     """
     handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)

@@ -1,7 +1,7 @@
-"""Detects the rank that hangs, and the rank that slows the others down, from heartbeats alone.
+"""Detects, from heartbeats alone, the rank that hangs and the rank that slows the others down.
 
-Ranks of one training wait for each other, so that only the one that is furthest behind is judged:
-the others are waiting for it.
+Ranks of one training wait for each other, so only the one furthest behind is judged: the others are
+waiting for it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ingot.base.progress import duration
 from ingot.config.sections.launch import Launch
 
 AUTO_S, AUTO_STEPS = 30.0, 3.0
-"""`launch.hang_s: auto` is this many seconds plus this many usual steps."""
+"""`launch.hang_s: auto` is this many seconds plus this many usual step durations."""
 LONGEST_CHECK_S = 1.0
 """A longer time between two checks means that this process itself was suspended (a suspended
-machine, a stopped container), and is not counted as a rank's silence.
+machine, a stopped container), and does not count as silence of a rank.
 """
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that are behind all others and send no heartbeat. `step`: steps that they have done,
-    None for ranks that never sent one.
+    """Ranks that are behind all others and send no heartbeat. `step`: steps they have done, None
+    for ranks that never sent a heartbeat.
     """
 
     ranks: tuple[int, ...]
@@ -52,9 +52,9 @@ class Hang:
 
 
 class HangDetector:
-    """To be called several times a second. Silence is counted in time during which this process
-    ran, so that no change of a clock looks like a hang. `delay_s`: how old a heartbeat may be when
-    it arrives here.
+    """To be called several times a second. Silence is measured in time during which this process
+    ran, so that clock changes do not look like a hang. `delay_s`: how old a heartbeat may be on
+    arrival.
     """
 
     def __init__(self, knobs: Launch, now: float, *, delay_s: float = 0.0) -> None:
@@ -66,7 +66,7 @@ class HangDetector:
         self, running: Collection[int], beats: Mapping[int, Heartbeat], now: float
     ) -> Hang | None:
         """The ranks that hang at monotonic time `now`, or None; `beats` are the last heartbeats of
-        each rank.
+        the ranks.
         """
         passed, self._last_check = min(now - self._last_check, LONGEST_CHECK_S), now
         for rank in running:
@@ -96,13 +96,13 @@ class HangDetector:
 
 
 def _furthest_behind(ranks: Mapping[int, Heartbeat | None]) -> list[int]:
-    """The ranks at the earliest position; one without a heartbeat yet is behind any other."""
+    """The ranks at the earliest position; a rank without a heartbeat is behind any other."""
     places = {rank: (beat.step, beat.place) if beat else (-1, -1) for rank, beat in ranks.items()}
     return [rank for rank, place in places.items() if place == min(places.values())]
 
 
 def _outliers(ranks: Collection[int], beats: Mapping[int, Heartbeat]) -> tuple[int, ...]:
-    """Of ranks at the same position, those whose phase differs from that of most; all of them where
+    """Of ranks at the same position, those whose phase differs from the majority's; all of them if
     no phase has a majority.
     """
     phases = Counter(beats[rank].phase for rank in ranks if rank in beats)
@@ -114,8 +114,8 @@ def _outliers(ranks: Collection[int], beats: Mapping[int, Heartbeat]) -> tuple[i
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that the others wait for, about `seconds` in each step. `share`: of the steps in which
-    the ranks were seen at different positions, those in which it was the last.
+    """A rank that the others wait for, about `seconds` in each step. `share`: the share of steps
+    with ranks at different positions in which it was the last.
     """
 
     rank: int
@@ -131,7 +131,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Reports once a window of steps when one rank slows the others down.
+    """Reports after each window of steps whether one rank slows the others down.
 
     A window has at least `steps` steps and `checks` checks (about a minute at four checks a
     second). One rank must have been the last in `last` of the steps in which ranks were at
@@ -169,7 +169,7 @@ class StragglerDetector:
         if len(running) < 2 or any(
             rank not in beats or beats[rank].phase != "step" for rank in running
         ):
-            return None  # while evaluating or saving, one rank may well do more than the others
+            return None  # during evaluation or saving, one rank may do more than the others
         behind = _furthest_behind({rank: beats[rank] for rank in running})
         step = beats[behind[0]].step
         if not self._checks or step < self._first_step:

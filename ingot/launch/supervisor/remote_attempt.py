@@ -1,6 +1,5 @@
-"""An attempt whose ranks run elsewhere: it queries the launcher for the job's state, reads
-heartbeats from the run folder or its replica, and the nodes' notes for how it ended. The same for
-every place.
+"""An attempt whose ranks run elsewhere: queries the launcher for the job's state, reads heartbeats
+from the run folder or its replica, and the nodes' notes for how it ended. The same for every place.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.budget import SpendingMeter
 
 NOTES_TIMEOUT_S = 10.0
-"""How long the nodes' last notes may take to arrive after the place says that the job is over
+"""How long the nodes' last notes may take to arrive after the place reports the end of the job
 (network disks cache listings for seconds).
 """
 RETRY_S = 5.0
-"""Between two tries to submit, or to cancel."""
+"""Seconds between two attempts to submit or to cancel."""
 CANCEL_TIMEOUT_S = 120.0
-"""How long a place that does not answer is asked to cancel."""
+"""How long cancelling is retried at a place that does not answer."""
 RESULTS_TIMEOUT_S = 1800.0
-"""How long a bucket that does not answer is asked for what the job has made."""
+"""How long fetching the job's results from a bucket that does not answer is retried."""
 STACKS_S, STACKS_BUCKET_S = 5.0, 30.0
 """How long a rank's stacks may take to arrive here: on a shared disk, and through a bucket."""
 HEARTBEAT_POLL_S = 5.0
-"""Between two polls of the bucket."""
+"""Seconds between two polls of the bucket."""
 PARALLEL_READS = 32
 STACKS = re.compile(r"stacks-rank\d+\.txt")
 
 
 class RemoteAttempt:
-    """An attempt (`ingot.launch.attempt.Attempt`): submits `job` when it is made, and shows its log
-    on stderr. `root` is the run folder here.
+    """An attempt (`ingot.launch.attempt.Attempt`): submits `job` when constructed, and shows its
+    log on stderr. `root` is the local run folder.
 
-    A place, disk or network that does not answer for a while ends nothing: each query is repeated.
-    `patience_s`: how long a place that cannot take the job now is asked again; without patience
-    that is an error. `prepare` is called before the first submission, and may change the job.
+    A place, disk or network that does not answer for a while is not an error: each query is
+    repeated. `patience_s`: how long submission is retried while the place cannot take the job; 0
+    makes that an error. `prepare` is called before the first submission, and may change the job.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class RemoteAttempt:
         self._next_poll = 0.0
         self._stop_requested = self._stopped_by_place = self._cancelled = False
         self._prepared_here = False
-        """Whether this start put there what the nodes need. Otherwise the job ran already, and the
-        folder in the bucket is its node 0's to write to.
+        """Whether this start staged the nodes' inputs. Otherwise the job was running already, and
+        only its node 0 may write to the folder in the bucket.
         """
         self._unsent: list[tuple[int, int | None]] = []
         self._trouble = ""
@@ -98,13 +97,13 @@ class RemoteAttempt:
         except (IngotError, OSError) as error:
             if time.monotonic() >= self._submit_deadline:
                 raise
-            # The first start was possible, so this may pass, whatever the place says: a disk that
+            # The first start was possible, so this may pass, whatever the error says: a disk that
             # is not mounted yet, a controller that is down.
             self._warn(f"{error}; trying again")
             self._next_poll = time.monotonic() + RETRY_S
             return
         self.handle, self._log = handle, self._launcher.log(handle)
-        # A job that runs already has a rendezvous of its own.
+        # A job that was running already has its own rendezvous.
         place = handle.about.get("meet") or self._job.rendezvous
         self._rendezvous = Rendezvous(place) if place else None
         say(f"{self._job.name}: {handle.kind} {handle.id}")
@@ -114,7 +113,7 @@ class RemoteAttempt:
                 push(self._root, self._job.run_folder_url, parts=("jobs",))
 
     def _metered(self, submit: Callable[[], Handle]) -> Handle:
-        """Counted from before the place is asked, since its answer may be lost."""
+        """Start counting before the place is asked, since its answer may be lost."""
         if self._meter is None:
             return submit()
         begun = self._meter.begin(self._job.time_limit_s or 0.0)
@@ -164,8 +163,8 @@ class RemoteAttempt:
         return end
 
     def _pull_results(self, url: str) -> None:
-        """Raises while the bucket does not answer; after a long time it only says where the results
-        are.
+        """Raises while the bucket does not answer; after a long time it only reports where the
+        results are.
         """
         try:
             pull_results(url, self._root)
@@ -188,26 +187,24 @@ class RemoteAttempt:
         return self._end
 
     def _warn(self, trouble: str) -> None:
-        """Once, however often it repeats."""
+        """Warn once, however often it repeats."""
         if trouble != self._trouble:
             say(f"warning: {trouble}")
         self._trouble = trouble
 
     def _show_log(self) -> None:
-        """A log that cannot be read must not end the job."""
+        """Show the log; failing to read it must not end the job."""
         with contextlib.suppress(IngotError, OSError):
             sys.stderr.buffer.write(self._log.read() if self._log is not None else b"")
             sys.stderr.buffer.flush()
 
     def running(self) -> Collection[int]:
-        """None as long as no heartbeats can be read: that is not a silence of the ranks."""
+        """Empty while no heartbeats can be read, which does not count as silence of the ranks."""
         unreadable = self._heartbeats is not None and self._heartbeats.trouble is not None
         return range(self._job.world) if self._state == "running" and not unreadable else ()
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Of this attempt only: those of earlier ones, on other machines too, may still lie
-        there.
-        """
+        """Heartbeats of this attempt only: those of earlier ones may still be there."""
         if self._heartbeats is None:
             return {}
         found = self._heartbeats.latest()
@@ -216,7 +213,7 @@ class RemoteAttempt:
         return found
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """A signal that cannot be sent now is sent when the place answers again."""
+        """Signal ranks; what cannot be sent now is sent when the place answers again."""
         self._stop_requested = self._stop_requested or number in STOP_SIGNALS
         if number == signal.SIGUSR2 and self._heartbeats is not None:
             self._heartbeats.fetch_stacks = True
@@ -230,9 +227,9 @@ class RemoteAttempt:
         while self._unsent and self.handle is not None and self._state not in FINAL_STATES:
             number, rank = self._unsent[0]
             if rank is not None and self._rendezvous is not None:
-                self._rendezvous.send(number, rank)  # no place can signal a single rank
+                self._rendezvous.send(number, rank)  # places cannot signal a single rank
             elif number in STOP_SIGNALS and self._launcher.status(self.handle) == "queued":
-                self._launcher.cancel(self.handle)  # no rank runs yet that could be asked
+                self._launcher.cancel(self.handle)  # no rank is running that could be asked
             else:
                 self._launcher.signal(self.handle, number)
             self._unsent.pop(0)
@@ -248,7 +245,7 @@ class RemoteAttempt:
         )
 
     def stop(self) -> None:
-        """Raises Failed where the place does not answer for long: the job may go on, and cost
+        """Raises Failed if the place does not answer for long: the job may continue, and cost
         money.
         """
         self._stop_requested, self._next_poll = True, 0.0
@@ -288,10 +285,10 @@ class RemoteAttempt:
 
 
 class RemoteHeartbeats:
-    """The last heartbeats of one start's ranks, from the run folder or, in a thread of its own,
-    from its replica: a bucket that answers late delays no signal. Heartbeats that lay there before
-    are of earlier starts, and not counted. `trouble` says why none can be read now. With
-    `fetch_stacks` stacks that ranks write come to our `logs/` where no disk is shared.
+    """The last heartbeats of one start's ranks, from the run folder or, in a thread, from its
+    replica, so that a slow bucket does not delay signals. Heartbeats that existed before belong to
+    earlier starts and are ignored. `trouble` says why none can be read now. With `fetch_stacks`,
+    stacks that ranks write are downloaded to our `logs/` if no disk is shared.
     """
 
     def __init__(self, root: Path, run_folder_url: str | None) -> None:
@@ -365,7 +362,7 @@ def _get(bucket: Bucket, name: str) -> bytes | None:
 
 
 def _identity(beat: Heartbeat) -> tuple[int, int, int, float]:
-    """The attempt's number alone would not do: attempts that end before their first step are not
+    """The attempt's number alone is not enough: attempts that end before their first step are not
     counted.
     """
     return beat.pid, beat.rank, beat.attempt, beat.mono

@@ -1,8 +1,7 @@
-"""The one place that restarts a training: it starts the ranks, watches them, and after a failure
-starts the same command again from the newest checkpoint.
+"""The only place that restarts a training: starts the ranks, watches them, and after a failure runs
+the same command again from the newest checkpoint.
 
-Works with any `Attempt`, on this machine or elsewhere. It reads heartbeats and commit markers only.
-No torch.
+Works with any `Attempt`, local or remote. It reads heartbeats and commit markers only. No torch.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ingot.launch.supervisor.attempt_watch import AttemptWatch, ChaosKills, reco
 
 LONGEST_WAIT_S = 60.0
 MOST_PREEMPTIONS = 3
-"""How often in a row a place may preempt a training that makes no progress, before it is given up
-rather than paid for.
+"""How often in a row a place may preempt a training that makes no progress before the supervisor
+gives up rather than pay for more.
 """
 FRESH = "--fresh"
 COMMIT = "COMMIT.json"
@@ -47,12 +46,12 @@ def supervise(
     start: StartAttempt | None = None,
     checkpoints: Callable[[], dict[int, FileStamp]] | None = None,
 ) -> JobExit:
-    """Run a training until it is done, and start it again when it fails. The caller holds the run
+    """Run a training until it is done, restarting it when it fails. The caller holds the run
     folder's `run-lock`.
 
     A failure is a rank ended by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and the
-    answer to a signal that we forwarded are none. It ends with the last failure's exit code after
-    `launch.restarts` restarts, or after two failures without a newer checkpoint between them.
+    response to a signal that we forwarded are none. Gives up with the last failure's exit code
+    after `launch.restarts` restarts, or after two failures without a newer checkpoint between them.
     `start` starts the ranks (default: on this machine), whose results go to `results` (default:
     stderr). `checkpoints` returns the committed steps (default: those of the run folder).
 
@@ -76,7 +75,7 @@ def supervise(
 
 @dataclass(frozen=True)
 class _Failure:
-    """`noticed_at`: monotonic seconds. `by_chaos`: we killed it on purpose. `preempted`: the place
+    """`noticed_at`: monotonic seconds. `by_chaos`: we caused it on purpose. `preempted`: the place
     ended it.
     """
 
@@ -101,13 +100,13 @@ class _Supervisor:
         self._kills = ChaosKills(recipe.chaos, recipe.folder.events)
         self._restarts = 0
         self._failures_without_progress = 0
-        """Failures in a row without a newer checkpoint between them."""
+        """Consecutive failures without a newer checkpoint between them."""
         self._own_failures_without_progress = 0
-        """Those of them that neither chaos nor the place caused."""
+        """Those of them caused neither by chaos nor by the place."""
         self._attempt_number = sum(
             event.get("kind") == "start" for event in read_lines(recipe.folder.events)
         )
-        """Of the last attempt that reached its first step."""
+        """The last attempt that reached its first step."""
 
     def run(self) -> JobExit:
         old_files = _earlier_training_files(self._run_folder) if FRESH in self._job.argv else {}
@@ -122,7 +121,7 @@ class _Supervisor:
                 say(f"{outcome.description}; given up: {reason}")
                 self._record("give_up", cause=f"{reason}; the last failure: {outcome.description}")
                 return JobExit(outcome.code, 0)
-            # As long as an earlier training's files lie there, --fresh is repeated: the first
+            # --fresh is repeated as long as an earlier training's files are there: the first
             # attempt may have died before it set them aside.
             if not any(file_stamp(path) == stamp for path, stamp in old_files.items()):
                 job = replace(
@@ -170,15 +169,15 @@ class _Supervisor:
                 hang = f": {watch.hang.describe()}" if watch.hang else ""
                 say(f"the ranks did not stop in time and were ended{hang}")
                 return self._stopped(self._committed())
-            # A rank that was ended by the signal itself, in a queue or while loading, leaves what
-            # earlier attempts saved: the job can be resumed all the same.
+            # A rank ended by the signal itself, in a queue or while loading, leaves the checkpoints
+            # of earlier attempts: the job can still be resumed.
             if end.shell_code in (128 + self._stops.signal_to_forward, 128 + signal.SIGTERM):
                 return self._stopped(self._committed())
             return JobExit(end.shell_code, self._stops.first)
         if attempt.preempted():
             return _Failure(end.shell_code, end.describe(), noticed_at, preempted=True)
         if end.code == EXIT_STOPPED and not self._committed():
-            # 75 would promise that the same command can resume, and there is no checkpoint yet.
+            # 75 would promise that the same command can resume, but there is no checkpoint yet.
             return JobExit(128 + signal.SIGTERM, 0)
         if end.code in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT):
             return JobExit(end.code, 0)
@@ -210,19 +209,21 @@ class _Supervisor:
         return None
 
     def _backoff_s(self) -> float:
-        """0 after a first failure, then 1, 2, 4 ... 60 seconds while there is no progress."""
+        """Seconds before a restart: 0 after a first failure, then 1, 2, 4 ... 60 while there is no
+        progress.
+        """
         failures = self._failures_without_progress
         return min(LONGEST_WAIT_S, 2.0 ** (failures - 2)) if failures > 1 else 0.0
 
     def _wait(self, seconds: float) -> bool:
-        """Wait before a restart; False when we were asked to stop."""
+        """Wait before a restart; False if we were asked to stop."""
         deadline = time.monotonic() + seconds
         while not self._stops.first and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
         return not self._stops.first
 
     def _stopped(self, checkpoints: Collection[int]) -> JobExit:
-        """The end that a signal asked for while no rank could answer it."""
+        """How the job ends after a stop request that arrived while no rank was running."""
         if checkpoints:
             say(f"stopped; the same command goes on from checkpoint {max(checkpoints):,}")
         return JobExit(EXIT_STOPPED if checkpoints else 128 + self._stops.first, self._stops.first)
@@ -233,7 +234,7 @@ class _Supervisor:
 
 
 def committed_steps(checkpoints: Path) -> dict[int, FileStamp]:
-    """The steps whose commit marker is whole, with the version of that marker."""
+    """The steps with a valid commit marker, and the version of that marker."""
     found = {}
     for folder in checkpoints.glob("step-*"):
         stamp, marker = file_stamp(folder / COMMIT), read_marker(folder, COMMIT)
@@ -243,7 +244,7 @@ def committed_steps(checkpoints: Path) -> dict[int, FileStamp]:
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """None for a file that is not there."""
+    """None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -252,7 +253,7 @@ def file_stamp(path: Path) -> FileStamp | None:
 
 
 def _earlier_training_files(run: RunFolder) -> dict[Path, FileStamp]:
-    """The markers of an earlier training, which a fresh one sets aside when it begins."""
+    """The commit markers of an earlier training, which a fresh one sets aside when it begins."""
     paths = [
         *(folder / COMMIT for folder in run.checkpoints.glob("step-*")),
         run.steps / "train.json",
