@@ -59,13 +59,14 @@ def findings(
     verbs: Sequence[str] = ALL,
     *,
     submitted: bool = False,
+    dry_run: bool = False,
     wrong: Collection[str] = (),
 ) -> Findings:
     """Everything that can be told of `verbs` now. `submitted`: as a pipeline of Vertex AI, whose
-    steps run on machines of their own. `wrong`: sections that say something else than the recipe's
-    files.
+    steps run on machines of their own. `dry_run`: buckets and the hub's data sets are not asked.
+    `wrong`: sections that say something else than the recipe's files.
     """
-    found, far, given = Findings(values), FarSources(), set(verbs)
+    found, far, given = Findings(values), FarSources(asked=not dry_run), set(verbs)
     here = not submitted
 
     def asks(what: str, *of: str) -> bool:
@@ -129,17 +130,29 @@ def check(
     *,
     submitted: bool = False,
     dry_run: bool = False,
-) -> list[str]:
-    """Say what cannot be checked, and refuse what is wrong; with `dry_run` only return it.
+) -> None:
+    """Say what cannot be checked, and refuse what is wrong.
 
     Raises:
         WrongInput: everything that is wrong, a line each.
     """
-    found = findings(recipe, values, verbs, submitted=submitted)
+    wrong = warnings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
+    if wrong:
+        raise WrongInput("\n".join(wrong))
+
+
+def warnings(
+    recipe: Recipe,
+    values: Values,
+    verbs: Sequence[str] = ALL,
+    *,
+    submitted: bool = False,
+    dry_run: bool = False,
+) -> list[str]:
+    """Say what cannot be checked, and return what is wrong."""
+    found = findings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
     for line in dict.fromkeys(found.unknown):
         say(f"not checked: {line}")
-    if found.wrong and not dry_run:
-        raise WrongInput("\n".join(found.wrong))
     return found.wrong
 
 

@@ -50,9 +50,14 @@ GOOGLE = "https://storage.googleapis.com"
 
 
 class FarSources:
-    """Sources that lie elsewhere, looked at by processes of their own from `look` on."""
+    """Sources that lie elsewhere, looked at by processes of their own from `look` on.
 
-    def __init__(self) -> None:
+    Args:
+        asked: False where nobody may be asked, as in a dry run.
+    """
+
+    def __init__(self, *, asked: bool = True) -> None:
+        self.asked = asked
         self._began = time.monotonic()
         self._started: list[tuple[subprocess.Popen[str], str, str]] = []
 
@@ -98,7 +103,7 @@ def check_sources(recipe: Recipe, found: Findings, far: FarSources) -> None:
     for split, sources in recipe_sources(recipe).items():
         for number, source in enumerate(sources):
             knob = f"data.{split}.{number}.source"
-            if _reached(source, knob, found):
+            if _reached(source, knob, found, far):
                 how = {"documents": recipe.documents, "labels": recipe.labels, "knob": knob}
                 far.look(source.source, knob, settings=source.model_dump(), **how)
             elif _is_near(source):
@@ -109,13 +114,15 @@ def _is_near(source: SourceSettings) -> bool:
     return source.scheme not in ("hf", *UNREAD) and not is_remote(source.source)
 
 
-def _reached(source: SourceSettings, knob: str, found: Findings) -> bool:
+def _reached(source: SourceSettings, knob: str, found: Findings, far: FarSources) -> bool:
     """Whether a source that lies elsewhere can be looked at; why not is noted."""
     if _is_near(source):
         return False
     name = source.source
     if source.scheme in UNREAD:
         found.skip(f"{name} lies elsewhere and is read when it is used", knob)
+    elif not far.asked:
+        found.skip(f"{name} lies elsewhere, and a dry run asks nobody", knob)
     elif source.scheme == "hf":
         if found.ask(revision_of, name.split(":")[1], knob, at=knob):
             if importlib.util.find_spec("datasets") is not None:
@@ -201,7 +208,7 @@ def _check_items(
     settings = SourceSettings(source=source, split=split)
     place, names = f"evaluate.tasks, {task.name}.source", getattr(task, "columns", None)
     if not _is_near(settings):
-        if _reached(settings, f"{knob}.source", found) and task.item_columns:
+        if _reached(settings, f"{knob}.source", found, far) and task.item_columns:
             columns = {"columns": task.item_columns, "names": names, "split": split}
             far.look(source, f"{knob}.source", source=source, knob=place, **columns)
     elif not task.item_columns:

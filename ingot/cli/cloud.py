@@ -187,7 +187,7 @@ def submit(
         for id in pipeline.cancel(recipe):
             print(id)
         return 0
-    check(recipe, values, VERBS, submitted=True)
+    check(recipe, values, VERBS, submitted=True, dry_run=dry_run)
     submission = pipeline.prepare_submission(recipe)
     if dry_run:
         print(pipeline.render_submission(submission, schedule), end="")

@@ -136,7 +136,7 @@ for _verb, _help in OTHERS.items():
 def _launch(
     verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
 ) -> int:
-    from ingot.cli.check import ALL, check, read_checked
+    from ingot.cli.check import ALL, check, read_checked, warnings
     from ingot.launch.job import Job
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
@@ -144,7 +144,11 @@ def _launch(
     verbs = ALL if verb == "run" else (verb,)
     recipe, values = read_checked(arguments, verb, verbs)
     # Whoever started us with --handled has checked.
-    wrong = [] if handled else check(recipe, values, verbs, dry_run=dry_run)
+    wrong: list[str] = []
+    if dry_run:
+        wrong = warnings(recipe, values, verbs, dry_run=True)
+    elif not handled:
+        check(recipe, values, verbs)
     recipe = recipe.at(verb)
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)

@@ -230,9 +230,7 @@ def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> No
 
 
 def test_a_step_that_fails_ends_the_run_with_its_code(copied: Path) -> None:
-    done = ingot(
-        "run", "r.yaml", "data.train.0.text=missing", "data.train.0.format=csv", cwd=copied
-    )
+    done = ingot("run", "r.yaml", "data.train.0.fraction=0.000000001", cwd=copied)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[-2].startswith("error: ")

@@ -522,6 +522,7 @@ def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> sub
 def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_running(
     tmp_path: Path, service: pipelines.State
 ) -> None:
+    open_bucket("gs://bucket/text").put("a.txt", b"the ingot cools slowly")
     service.server.fault("PipelineService.GetPipelineJob", 0, times=10**6, delay_s=0.5)
     process = _command(tmp_path, recipe_for(tmp_path, service.server.address))
     assert process.stdout is not None
@@ -547,7 +548,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
     assert process.returncode == 0, said
     (line,) = said.splitlines()  # what only the bucket knows
     assert line.startswith("not checked: ")
-    assert "gs://bucket/text/*.txt lies elsewhere" in line
+    assert "gs://bucket/text/*.txt lies elsewhere, and a dry run asks nobody" in line
     assert out == render_submission(prepare_submission(recipe))
     assert not service.server.calls
     assert not bucket.objects

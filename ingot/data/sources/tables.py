@@ -8,14 +8,18 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from ingot.base.doors import lazy_import
 from ingot.base.errors import WrongInput
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:  # `ingot run` of a finished run comes by here
+    pa, pq = lazy_import("pyarrow"), lazy_import("pyarrow.parquet")
 
 PARQUET_ROWS = 1024
 BUFFER_BYTES = 1 << 20
