@@ -1,4 +1,4 @@
-"""The verbs of `ingot`. Each function says what it does and imports its room when called; `ingot
+"""The verbs of `ingot`. Each function documents its verb and imports its room when called; `ingot
 --help` imports none of them.
 """
 
@@ -60,10 +60,10 @@ Again = Annotated[bool, typer.Option("--again", help="Do it although nothing cha
 
 
 def main() -> None:
-    """The entry point: what anything below raises becomes one line and an exit code here."""
+    """The entry point: turns any exception into one line and an exit code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun puts its ranks into sessions of their own, where nothing ends them when torchrun
-        # itself is killed. Our own are tied when started.
+        # torchrun starts its ranks in sessions of their own, where they survive if torchrun itself
+        # is killed. Ranks started by ingot are tied to their parent at the start.
         from ingot.base.processes import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGKILL)
@@ -357,7 +357,7 @@ def import_(
     return copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
 
 
-# After the functions above, so that help begins with the order of life.
+# Last, so that help lists the verbs of a run first.
 app.command(rich_help_panel=WORK, epilog="Example: ingot submit recipes/quickstart.yaml --dry-run")(
     submit
 )

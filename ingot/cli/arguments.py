@@ -1,4 +1,4 @@
-"""What stands behind a verb: recipe files and `key=value` overrides, in any order."""
+"""Parses what follows a verb: recipe files and `key=value` overrides, in any order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 
 
 def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and overrides. What looks like `name=value` is an override, unless a file of
-    that name exists.
+    """Split arguments into recipe files and overrides. `name=value` is an override, unless a file
+    of that name exists.
     """
     files: list[str] = []
     overrides: list[str] = []
@@ -36,8 +36,8 @@ def split(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
-    """The recipe, for `verb` if one is given (see `load_recipe`). Raises WrongInput when there is
-    no recipe file among the arguments, or what they say is wrong.
+    """The recipe, for `verb` if given (see `load_recipe`). Raises WrongInput if there is no recipe
+    file among the arguments, or if they are invalid.
     """
     return read_with_origins(arguments, verb)[0]
 
@@ -62,8 +62,8 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
 
 
 def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] = ()) -> str | None:
-    """The override that somebody meant by `--steps 5`: `train.steps=5`; None where no knob is
-    called so, and none of the verb's `own` settings.
+    """The override probably meant by an option such as `--steps 5`: `train.steps=5`; None if no
+    knob and none of the verb's `own` settings has that name.
     """
     wanted = option.lstrip("-").replace("-", "_")
     named = {wanted} if wanted in own else {knob.plain for knob in all_knobs()}
@@ -82,7 +82,7 @@ def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] 
 
 
 def _check_values_given(files: Sequence[str]) -> None:
-    """Raises WrongInput for a knob among the recipes: its value was forgotten."""
+    """Raises WrongInput for a knob's name among the recipe files: its value is missing."""
     for name in files:
         if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)*", name) and not os.path.exists(name):
             known = {knob.plain for knob in all_knobs()}
@@ -98,17 +98,17 @@ def _check_values_given(files: Sequence[str]) -> None:
 
 def settings_without_recipe(overrides: Sequence[str]) -> Recipe:
     """Defaults, environment and overrides for verbs that need no recipe (serving a folder): only
-    `serve`, `output` and `registry` mean something.
+    `serve`, `output` and `registry` apply.
     """
     return load_recipe((), ["name=unnamed", "data.train=[{source: none}]", *overrides])
 
 
 def values(arguments: Iterable[str], defaults: dict[str, Any], verb: str) -> dict[str, Any]:
-    """`key=value` settings of one verb that are no knobs: `max_tokens=64`. Values are YAML, of the
-    default's type.
+    """`key=value` settings of one verb that are not knobs, such as `max_tokens=64`. Values are
+    YAML, of the default's type.
 
     Raises:
-        WrongInput: names the nearest key, or the type that is wanted.
+        WrongInput: names the nearest key, or the expected type.
     """
     chosen = dict(defaults)
     for argument in arguments:

@@ -1,5 +1,5 @@
-"""What `ingot show mask` looks at: examples as the model will see them, and the faults that are
-counted in them.
+"""Encodes examples for `ingot show mask` as the model will see them, and counts typical errors in
+them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Mask = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class AuditedExample:
-    """One chat, document or side of a preference. `turns`: how often the assistant speaks in what
-    is trained of it.
+    """One chat, document or side of a preference. `turns`: the number of assistant turns that are
+    trained.
     """
 
     ids: Ids
@@ -42,13 +42,13 @@ class AuditedExample:
 
 @dataclass(frozen=True)
 class Audit:
-    """Examples, and those that the template refused, by reason."""
+    """Encoded examples, and the number refused by the template, by reason."""
 
     examples: list[AuditedExample]
     refused: Counter[str] = field(default_factory=Counter)
 
     def leading(self, token: int | None) -> Counter[int]:
-        """How many times `token` stands at the very beginning -> in how many examples."""
+        """Number of copies of `token` at the beginning of an example -> number of such examples."""
         return Counter(
             next(
                 (place for place, found in enumerate(example.ids) if found != token),
@@ -58,20 +58,20 @@ class Audit:
         )
 
     def ended(self, token: int | None) -> int:
-        """How often `token` is trained."""
+        """How often `token` is a trained token."""
         return sum(
             int(((example.ids == token) & (example.mask == 1)).sum()) for example in self.examples
         )
 
     def without_targets(self, seq_len: int | None = None) -> int:
-        """Examples of which nothing is trained, cut to `seq_len`; the first token is never
-        predicted.
+        """Number of examples without a trained token when truncated to `seq_len`; the first token
+        is never predicted.
         """
         return sum(not example.mask[1:seq_len].any() for example in self.examples)
 
 
 def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Audit:
-    """Encode chats; those that cannot be are counted by reason."""
+    """Encode chats; those that cannot be encoded are counted by reason."""
     try:
         flat, mask, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch)
     except WrongInput as error:
@@ -91,8 +91,8 @@ def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Aud
 
 
 def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -> Audit:
-    """Encode both sides of preferences, the chosen one first; a preference of which a side cannot
-    be is counted by reason.
+    """Encode both sides of preferences, the chosen one first; a preference with a side that cannot
+    be encoded is counted by reason.
     """
     chats, firsts = (
         [chat for one in preferences for chat in one.sides],
@@ -119,12 +119,12 @@ def _together(audits: Sequence[Audit]) -> Audit:
 
 
 def _turns(messages: Sequence[Message]) -> int:
-    """How often the assistant speaks."""
+    """The number of assistant messages."""
     return sum(message["role"] == "assistant" for message in messages)
 
 
 def audit_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Audit:
-    """Encode documents as pretraining does: all of it is trained."""
+    """Encode documents as pretraining does: every token is trained."""
     flat, lengths = encode_documents(tokenizer, texts)
     return Audit(
         [AuditedExample(ids, np.ones(len(ids), np.uint8)) for ids in _cut(lengths, flat)[0]]
@@ -139,8 +139,8 @@ def _cut(
 
 
 def in_words(tokenizer: Tokenizer, example: AuditedExample, *, plain: bool) -> Text:
-    """An example as text: special tokens visible, trained tokens in colour, or between brackets
-    where there is none.
+    """An example as text: special tokens visible, trained tokens in colour or, if `plain`, between
+    brackets.
     """
     special, text = set(tokenizer.special_ids.values()), Text()
     pairs = [
@@ -179,8 +179,8 @@ def legend(out: Console) -> None:
 
 
 def table(audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str) -> Table:
-    """The audit: what was looked at, `chats`, `documents`, or `sides` of preferences, and in red
-    what is wrong.
+    """The audit as a table, with problems in red; `what` is audited: `chats`, `documents`, or
+    `sides` of preferences.
     """
     made, chats = Table("what", "found", title="audit", title_justify="left"), what != "documents"
     examples, tokens = audit.examples, sum(len(example.ids) for example in audit.examples)

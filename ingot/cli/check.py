@@ -1,9 +1,9 @@
-"""What can be known before the first step is checked before it: model, layout, sources and their
-columns, tokenizer, evaluations, gate, places, server and disk, all findings at once, each with the
-line of the recipe that it comes from.
+"""Checks everything that can be known before the first step: model, layout, sources and their
+columns, tokenizer, evaluations, gate, places, server and disk. Reports all findings at once, each
+with its line of the recipe.
 
-Nothing large is read and torch is not imported. What would need a service that does not answer is
-listed as not checked, never passed in silence.
+Nothing large is read and torch is not imported. Checks that need a service which does not answer
+are reported as not checked, never passed silently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ READS: dict[str, tuple[str, ...]] = {
     "serving": ("serve", "registry", "cloud"),
     "places": ("launch", "cloud", "pipeline", "data", "evaluate", "model", "output", "name"),
 }
-"""The sections that each check reads: where one of them is wrong, the check is left out."""
+"""The sections that each check reads; it is skipped if one of them is invalid."""
 
 
 def findings(
@@ -62,9 +62,9 @@ def findings(
     dry_run: bool = False,
     wrong: Collection[str] = (),
 ) -> Findings:
-    """Everything that can be told of `verbs` now. `submitted`: as a pipeline of Vertex AI, whose
-    steps run on machines of their own. `dry_run`: buckets and the hub's data sets are not asked.
-    `wrong`: sections that say something else than the recipe's files.
+    """Run all checks that apply to `verbs`. `submitted`: as a pipeline of Vertex AI, whose steps
+    run on machines of their own. `dry_run`: buckets and the hub's data sets are not queried.
+    `wrong`: invalid sections that were replaced by defaults.
     """
     found, far, given = Findings(values), FarSources(asked=not dry_run), set(verbs)
     here = not submitted
@@ -111,7 +111,7 @@ def read_checked(
     """The recipe, and its raw values with the places that set them, not yet checked.
 
     Raises:
-        WrongInput: what the recipe's own rules refuse, and all that can be known beside it.
+        WrongInput: the recipe violates its own rules; lists other findings too.
     """
     try:
         return read_with_origins(arguments, verb)
@@ -131,10 +131,10 @@ def check(
     submitted: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Say what cannot be checked, and refuse what is wrong.
+    """Print what cannot be checked, and refuse what is wrong.
 
     Raises:
-        WrongInput: everything that is wrong, a line each.
+        WrongInput: everything that is wrong, one line each.
     """
     wrong = warnings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
     if wrong:
@@ -149,7 +149,7 @@ def warnings(
     submitted: bool = False,
     dry_run: bool = False,
 ) -> list[str]:
-    """Say what cannot be checked, and return what is wrong."""
+    """Print what cannot be checked, and return what is wrong."""
     found = findings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
     for line in dict.fromkeys(found.unknown):
         say(f"not checked: {line}")
@@ -157,7 +157,7 @@ def warnings(
 
 
 def _check_cleaning(recipe: Recipe, found: Findings) -> None:
-    """What cleaning and the engine need on this machine."""
+    """Check what cleaning and the engine need on this machine."""
     engine = recipe.data.engine
     if recipe.data.clean.languages:
         need(found, "py3langid", "data.clean.languages", "pip install 'ingot[languages]'")
@@ -172,7 +172,7 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
 
 
 def _check_gate(recipe: Recipe, found: Findings) -> None:
-    """Whether some task gives what the gate reads."""
+    """Check that a task produces the gate's metrics."""
     if recipe.gate.override is not None:
         return
     names = [task.name for task in recipe.tasks]
@@ -194,7 +194,7 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
 
 
 def _check_serving(recipe: Recipe, found: Findings, *, here: bool) -> None:
-    """What answers, here or behind an endpoint."""
+    """Check the serving engine, here or behind an endpoint."""
     if recipe.registry.kind == "vertex":
         from ingot.registry.vertexai.resources import container_of, machine_resources
 
@@ -206,7 +206,7 @@ def _check_serving(recipe: Recipe, found: Findings, *, here: bool) -> None:
 
 
 def _check_places(recipe: Recipe, verbs: Sequence[str], found: Findings) -> None:
-    """Whether the place of each step can do it."""
+    """Check that the place of each step can run it."""
     for verb in verbs:
         if verb not in SUBMITTED or verb == "deploy":
             continue

@@ -1,9 +1,9 @@
-"""Whether sources and the items of evaluations are there, and their first records have the columns
+"""Checks that sources and evaluation items exist, and that their first records have the columns
 that the recipe needs. A part of `check.py`; no torch.
 
-What lies elsewhere (`hf:`, `gs://`) is looked at by processes of its own, all at once, which are
-ended when they take too long: run as a program, this module looks at one such source and writes
-what it found as JSON.
+Remote sources (`hf:`, `gs://`) are read by child processes, all concurrently, which are killed
+after a time limit: run as a program, this module checks one such source and writes the result as
+JSON.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from ingot.data.sources.records import read_records
 from ingot.data.sources.source_file import SourceFile
 
 LOOKED_AT = 100
-"""Records of each source that are read: so many without the columns, and none with them, are wrong
-names of columns.
-"""
+"""Records read from each source: if none of so many has the columns, their names are wrong."""
 UNREAD = ("wikipedia", "bigquery")
-"""Schemes of sources whose records are read only when they are ingested."""
+"""Schemes of sources whose records are only read by `ingest`."""
 LOOK_S, REACH_S = 10.0, 1.0
-"""How long all that lies elsewhere may take together, and one connection to a bucket's service."""
+"""Time limits in seconds: for all remote sources together, and for one connection to a bucket's
+service.
+"""
 GOOGLE = "https://storage.googleapis.com"
 
 
 class FarSources:
-    """Sources that lie elsewhere, looked at by processes of their own from `look` on.
+    """Checks of remote sources, each in a child process that `look` starts.
 
     Args:
-        asked: False where nobody may be asked, as in a dry run.
+        asked: False if no service may be queried, as in a dry run.
     """
 
     def __init__(self, *, asked: bool = True) -> None:
@@ -62,7 +62,7 @@ class FarSources:
         self._started: list[tuple[subprocess.Popen[str], str, str]] = []
 
     def look(self, place: str, at: str, **asked: Any) -> None:
-        """Begin to look at the source `place`, which the knob `at` names."""
+        """Start checking the source `place`, which the knob `at` names."""
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ class FarSources:
         self._started.append((process, place, at))
 
     def finish(self, found: Findings) -> None:
-        """Note what they found; one that has no answer by now is ended."""
+        """Record the results; a check without a result at the time limit is killed."""
         for process, source, knob in self._started:
             left = max(0.1, LOOK_S - (time.monotonic() - self._began))
             try:
@@ -97,7 +97,7 @@ class FarSources:
 
 
 def check_sources(recipe: Recipe, found: Findings, far: FarSources) -> None:
-    """Whether sources are there, and the first records of each have the columns."""
+    """Check that sources exist, and that their first records have the columns."""
     if not recipe.data.train:
         found.add(NO_SOURCE, "data.train")
     for split, sources in recipe_sources(recipe).items():
@@ -115,7 +115,7 @@ def _is_near(source: SourceSettings) -> bool:
 
 
 def _reached(source: SourceSettings, knob: str, found: Findings, far: FarSources) -> bool:
-    """Whether a source that lies elsewhere can be looked at; why not is noted."""
+    """Whether a remote source can be checked; if not, the reason is recorded."""
     if _is_near(source):
         return False
     name = source.source
@@ -153,7 +153,7 @@ def _look(source: SourceSettings, recipe: Recipe, knob: str) -> None:
 
 
 def look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
-    """Raises WrongInput where none of the first records of a file has what a document needs."""
+    """Raises WrongInput if none of the first records of a file has the columns for a document."""
     if file.format == "megatron":
         return
     bad: BadRecord | None = None
@@ -175,7 +175,7 @@ def look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
 
 
 def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: bool) -> None:
-    """For each task its items, its package and its kind of model."""
+    """Check each task's items, package and kind of model."""
     given = recipe.evaluate.model
     kind = KIND_FOR_DOCUMENTS[recipe.documents]
     on_this_machine = here and recipe.at("evaluate").launch.kind == "local"
@@ -203,7 +203,7 @@ def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: 
 def _check_items(
     task: TaskSettings, source: str, knob: str, found: Findings, far: FarSources
 ) -> None:
-    """Whether the items of a task are there and the first has the columns."""
+    """Check that the items of a task exist and that the first has the columns."""
     split = str(getattr(task, "split", "validation"))
     settings = SourceSettings(source=source, split=split)
     place, names = f"evaluate.tasks, {task.name}.source", getattr(task, "columns", None)
@@ -220,7 +220,9 @@ def _check_items(
 
 
 def _look_far(asked: dict[str, Any]) -> None:
-    """Look at one source as `FarSources.look` was asked to. Raises as what reads it does."""
+    """Check one source with the arguments of `FarSources.look`. Raises whatever reading it
+    raises.
+    """
     if "columns" in asked:
         columns, names, split = asked["columns"], asked["names"], asked["split"]
         read_records(asked["source"], asked["knob"], columns, names=names, split=split, limit=1)
@@ -238,10 +240,10 @@ def _main() -> None:
         said = {"wrong": str(error)}
     except IngotError as error:
         said = {"unknown": str(error)}
-    except Exception as error:  # whatever a client makes of its connection
+    except Exception as error:  # a client may raise anything for its connection
         said = {"unknown": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     print(json.dumps(said), flush=True)
-    os._exit(0)  # a client's threads may still be at work
+    os._exit(0)  # a client's threads may still be running
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What can be known of a training before it: the model's configuration, the tokenizer, how ranks
-and batch are laid out, further models, and room on the disk. A part of `check.py`; no torch.
+"""Checks a training before it starts: the model's configuration, the tokenizer, the layout of ranks
+and batch, other models, and disk space. A part of `check.py`; no torch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
 STATE_BYTES = 12
-"""Bytes of a checkpoint for each trained parameter with Adam: the weight and two moments."""
+"""Checkpoint bytes per trained parameter with Adam: the weight and two moments."""
 EXPORT_BYTES = 4
 FLOAT8_CAPABILITY = 8.9
 OLDER = ("nvidia-tesla-", "nvidia-a100")
-"""How accelerators are called that have no float8."""
+"""Name prefixes of accelerators without float8."""
 ADAPTER, RANDOM = "adapter_config.json", "starts from random weights"
 
 
 def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
-    """The configuration of the model that is trained; None where it cannot be told."""
+    """The configuration of the model to train; None if it cannot be determined."""
     values = found.ask(_model_values, recipe.model, at="model.source")
     if values is None:
         return None
@@ -74,7 +74,9 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
 
 
 def _model_values(model: Model) -> dict[str, Any]:
-    """The configuration of a source, and under `RANDOM` whether training starts from nothing."""
+    """The configuration of a source, and under `RANDOM` whether training starts from random
+    weights.
+    """
     scheme, _, name = model.source.partition(":")
     folder = None
     if scheme == "preset":
@@ -89,7 +91,7 @@ def _model_values(model: Model) -> dict[str, Any]:
 
 
 def _positions(config: Mapping[str, Any], where: str) -> int:
-    """How many tokens a decoder takes. Raises WrongInput where it is none that ingot knows."""
+    """The maximum length of a decoder in tokens. Raises WrongInput for an unknown decoder."""
     try:
         return sizes(config, where).positions
     except (KeyError, TypeError, ValueError) as error:
@@ -100,7 +102,9 @@ def _positions(config: Mapping[str, Any], where: str) -> int:
 
 
 def _encoder_positions(values: Mapping[str, Any]) -> int | None:
-    """How many tokens an encoder takes whose configuration says so; T5's kind has no last one."""
+    """The maximum length of an encoder in tokens if its configuration has one; T5 and related types
+    have none.
+    """
     most, pad = values.get("max_position_embeddings"), values.get("pad_token_id")
     if not isinstance(most, int) or most <= 0:
         return None
@@ -109,7 +113,7 @@ def _encoder_positions(values: Mapping[str, Any]) -> int | None:
 
 
 def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
-    """The tokenizer, against data and model."""
+    """Check the tokenizer against data and model."""
     template = recipe.tokenizer.template
     if template is not None:
         found.ask(find_template, template, at="tokenizer.template")
@@ -128,7 +132,7 @@ def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found:
 
 
 def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
-    """How many ids the tokenizer has that is taken as it is; None where that cannot be told."""
+    """The vocabulary size of a tokenizer that is not trained; None if it cannot be determined."""
     given, knob = recipe.model.source, "model.source"
     if recipe.tokenizer.source is not None:
         given, knob = recipe.tokenizer.source, "tokenizer.source"
@@ -137,7 +141,7 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
 
 
 def _tokenizer(recipe: Recipe, given: str) -> Tokenizer:
-    """The tokenizer of the recipe; raises where it is none, or has no template for chats."""
+    """The recipe's tokenizer; raises if it is invalid, or has no template for chats."""
     if given.startswith("hf:"):
         revision = recipe.model.revision if given == recipe.model.source else None
         folder = ask_tokenizer(given.removeprefix("hf:"), revision)
@@ -150,7 +154,7 @@ def _tokenizer(recipe: Recipe, given: str) -> Tokenizer:
 
 
 def _check_teacher(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
-    """Whether a teacher has the student's ids and the positions of a row."""
+    """Check that a teacher has the student's vocabulary and enough positions for a row."""
     source, knob = recipe.objective.teacher_source, "objective.teacher"
     config = found.ask(check_other_model, source, knob, at=knob) if source else None
     if source is None or config is None:
@@ -176,7 +180,7 @@ def _check_teacher(recipe: Recipe, model: Mapping[str, Any] | None, found: Findi
 
 
 def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
-    """Raises WrongInput where the teacher's tokenizer cannot be the student's."""
+    """Raises WrongInput if the teacher's tokenizer cannot be the student's."""
     hub = source.startswith("hf:")
     folder = ask_tokenizer(source[3:]) if hub else named_folder(source, "objective.teacher")
     theirs, knob = load_tokenizer(folder), f"objective.teacher {source}"
@@ -199,7 +203,7 @@ def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
 def check_training(
     recipe: Recipe, model: Mapping[str, Any] | None, found: Findings, *, here: bool
 ) -> None:
-    """Batch, layout, further models, tracking and room on the disk."""
+    """Check batch, layout, other models, tracking and disk space."""
     placed = recipe.at("train").launch
     world = placed.nodes * placed.processes
     batch = found.ask(batch_plan, recipe.train, recipe.parallel, world)
@@ -226,8 +230,8 @@ def check_training(
 
 
 def check_other_model(source: str, knob: str) -> dict[str, Any]:
-    """The configuration of a model that is not trained. Raises WrongInput where it is none, Failed
-    where the hub that has it does not answer.
+    """The configuration of a model that is not trained. Raises WrongInput if it is not a model,
+    Failed if its hub does not answer.
     """
     if source.startswith("hf:"):
         return model_config(fetch_config(source.removeprefix("hf:")))
@@ -235,7 +239,7 @@ def check_other_model(source: str, knob: str) -> dict[str, Any]:
 
 
 def _check_float8(recipe: Recipe, batch: BatchPlan | None, found: Findings, *, here: bool) -> None:
-    """Whether recipe and machine can train in float8."""
+    """Check that recipe and machine support float8 training."""
     kind, placed = recipe.precision.float8, recipe.at("train").launch
     if kind == "none":
         return
@@ -264,9 +268,7 @@ def _check_float8(recipe: Recipe, batch: BatchPlan | None, found: Findings, *, h
 
 
 def _best_capability() -> float | None:
-    """The highest compute capability of this machine's GPUs, 0 where there is none; None where
-    that cannot be told.
-    """
+    """The highest compute capability of this machine's GPUs, 0 without a GPU; None if unknown."""
     if Path("/dev/kfd").exists():  # AMD's
         return None
     if shutil.which("nvidia-smi") is None:
@@ -280,8 +282,8 @@ def _best_capability() -> float | None:
 
 
 def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
-    """Whether the checkpoints that are kept, one that is written, and the export have room. Only
-    for a training that has not begun.
+    """Check the space for the kept checkpoints, one being written, and the export. Only for a
+    training that has not begun.
     """
     folder = recipe.folder.root.absolute()
     while not folder.exists() and folder != folder.parent:
@@ -297,7 +299,7 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
         weights = parameter_count(config) if is_decoder else least_parameters(config)
         lora = recipe.model.lora
         trained = lora_parameters(config, lora.rank) if lora and is_decoder else weights
-    except (KeyError, TypeError, ValueError, WrongInput):  # which is told of the model itself
+    except (KeyError, TypeError, ValueError, WrongInput):  # reported by the check of the model
         return
     needed = trained * STATE_BYTES * (recipe.checkpoint.keep + 1) + weights * EXPORT_BYTES
     free, total = shutil.disk_usage(folder).free, shutil.disk_usage(folder).total
@@ -315,6 +317,6 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
 
 
 def need(found: Findings, module: str, knob: str, get_it: str) -> None:
-    """A package that is not installed here is a finding."""
+    """Record a package that is not installed here as a finding."""
     if importlib.util.find_spec(module) is None:
         found.add(f"{knob} needs {module}, which is not installed; {get_it}")

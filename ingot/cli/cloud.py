@@ -99,8 +99,8 @@ def build(
 
 
 def _kinds_and_recipe(arguments: Sequence[str]) -> tuple[tuple[ImageKind, ...], Recipe]:
-    """The images that are named, and the recipe; without a file the environment and the overrides
-    say all that is needed.
+    """The named image kinds, and the recipe; without a recipe file, environment and overrides are
+    enough.
     """
     from ingot.cli.arguments import read_recipe, settings_without_recipe, split
     from ingot.cloud.images import KINDS
@@ -128,8 +128,8 @@ def _tags(tags: Sequence[str]) -> tuple[str, ...]:
 
 
 def _torch(recipe: Recipe, kind: ImageKind) -> str:
-    """Images for training are for GPUs and run without one, too; those for serving are smaller by
-    gigabytes where no GPU answers.
+    """The build of torch: training images are built for GPUs and also run without one; serving
+    images without GPU support are gigabytes smaller.
     """
     from ingot.cloud.machines import accelerators_of
 

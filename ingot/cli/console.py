@@ -1,4 +1,4 @@
-"""Tables that the command line shows itself: a report that stands already. Without torch."""
+"""Console and existing reports for the command line, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_WIDTH = 140
 
 
 def console() -> Console:
-    """On a terminal as wide as that, elsewhere wide enough for paths."""
+    """A console as wide as the terminal, elsewhere wide enough for paths."""
     made = Console(highlight=False)
     if not made.is_terminal:
         made.width = PLAIN_WIDTH
@@ -24,7 +24,7 @@ def console() -> Console:
 
 
 def run_folder(target: str) -> RunFolder:
-    """Of a run folder itself, or of the recipe that makes it. Raises WrongInput where it is
+    """The run folder given by its path or by its recipe. Raises WrongInput if `target` is
     neither.
     """
     path = Path(target)

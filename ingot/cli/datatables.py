@@ -1,5 +1,5 @@
-"""`ingot show data`: what was read, dropped and made of it, with lengths and samples. Reads
-manifests and columns, never the whole corpus.
+"""`ingot show data`: what was read, dropped and prepared, with lengths and samples. Reads manifests
+and columns, never the whole corpus.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLE_TOKENS = 60
 
 
 def show_data(target: str) -> int:
-    """Counts, lengths, sources, dropped documents and samples of a run, or of the run of a
+    """Print counts, lengths, sources, dropped documents and samples of a run, given by folder or
     recipe.
     """
     run, out = run_folder(target), console()
@@ -73,7 +73,7 @@ def _sources(
 
 
 def _dropped(run: RunFolder, dropped: dict[str, int], out: Console) -> None:
-    """How many documents each step left out, with examples where they were kept."""
+    """Print the number of documents dropped by each step, with examples if they were kept."""
     table = Table("step", "documents", "such as", title="left out", title_justify="left")
     table.columns[1].justify = "right"
     marker = read_marker(run.data / "clean", MARKER) or {}
@@ -93,7 +93,7 @@ def _example(example: dict[str, Any]) -> str:
 
 
 def _lengths(run: RunFolder, prepared: PreparedData) -> Table:
-    """Tokens of a document; of a great many parts, a few evenly spread ones are looked at."""
+    """Tokens per document; of very many parts, a few evenly spread ones are read."""
     table = Table(
         "split",
         "column",

@@ -1,5 +1,5 @@
-"""`ingot doctor`: what this machine, or with --cloud Google Cloud, has, what is missing, and the
-command that gets it.
+"""`ingot doctor`: what this machine, or with --cloud Google Cloud, has and lacks, and the commands
+to get it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """One line of the table. `needed`: without it nothing works; otherwise `get` says what it would
-    be good for.
+    """One line of the table. `needed`: nothing works without it; otherwise it is optional, and
+    `get` says what it is for.
     """
 
     what: str
@@ -41,7 +41,7 @@ class MachineFinding:
 
 
 def examine() -> int:
-    """Print the table; the exit code is 1 when something is missing that every run needs."""
+    """Print the table; the exit code is 1 if something that every run needs is missing."""
     findings = [finding for look in LOOKS for finding in look()]
     table = Table("", "what", "found", "how to get it", title="this machine", title_justify="left")
     for finding in findings:
@@ -65,7 +65,7 @@ def examine() -> int:
 
 def examine_cloud(arguments: Sequence[str]) -> int:
     """Print what Google Cloud lacks for a recipe, each with the command that helps; the exit code
-    is 1 when something is needed and missing.
+    is 1 if something needed is missing.
     """
     from ingot.cli.arguments import read_recipe, settings_without_recipe, split
     from ingot.cloud.doctor import context as checks
@@ -94,7 +94,7 @@ def examine_cloud(arguments: Sequence[str]) -> int:
     )
     console = Console(
         soft_wrap=True, highlight=False
-    )  # commands are copied from here, and must not be broken
+    )  # commands are copied from here, so lines must not be wrapped
     for finding in findings:
         color, mark = {
             True: ("green", "ok"),
@@ -122,7 +122,7 @@ def _python() -> Iterator[MachineFinding]:
 
 
 def _packages() -> Iterator[MachineFinding]:
-    """Everything that ingot was installed with; one line, or one for each that is not there."""
+    """The packages that ingot requires: one line for all, which lists missing ones."""
     import ingot
 
     wanted = [
@@ -268,7 +268,7 @@ def _text(path: Path) -> str:
 
 
 def _first_line(command: list[str]) -> str | None:
-    """What a program says of itself (Java says it on stderr); None where it is not there or does
+    """The first line that a program prints (Java prints to stderr); None if it is missing or does
     not start.
     """
     try:

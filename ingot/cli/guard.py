@@ -1,5 +1,5 @@
-"""The edge of the program: signals and errors become one line on stderr and an exit code.
-Tracebacks only with `--debug`.
+"""The outermost layer of the program: turns signals and errors into one line on stderr and an exit
+code. Tracebacks only with `--debug`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from types import FrameType
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
 
-# To be stopped by a person or a scheduler is no error.
+# Being stopped by a user or a scheduler is not an error.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class SignalReceived(BaseException):
-    """A signal asked this process to stop. Not an Exception, so that nothing on the way takes it
-    for a failure.
+    """A signal asked this process to stop. Not an Exception, so that no handler takes it for a
+    failure.
     """
 
     def __init__(self, signum: int) -> None:
@@ -30,16 +30,17 @@ class SignalReceived(BaseException):
 
 
 def _quiet_libraries() -> None:
-    """Keep to themselves what libraries say of their own insides while they are imported:
-    transformers imports torchao, which looks for products of other machines and registers its types
-    in a way that torch calls old.
+    """Silence import-time log messages of libraries: transformers imports torchao, which looks for
+    hardware of other vendors and registers its types in a way that torch deprecates.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def split_debug(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Whether `--debug` is given anywhere before `--`, and the arguments with it at the front."""
+    """Whether `--debug` is given anywhere before `--`, and the arguments with it moved to the
+    front.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
     others = [argument for argument in arguments[:end] if argument != "--debug"]
@@ -47,14 +48,14 @@ def split_debug(arguments: list[str]) -> tuple[bool, list[str]]:
 
 
 def listen_to_signals() -> None:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted, so that what is half-done is cleaned up; verbs
-    may listen in their own way.
+    """Make SIGINT, SIGTERM and SIGHUP raise SignalReceived, so that unfinished work is cleaned up;
+    verbs may install their own handlers.
     """
     here = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() != here:
-            os._exit(128 + number)  # a forked worker: its parent tells what happened
+            os._exit(128 + number)  # a forked worker: its parent reports it
         raise SignalReceived(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -63,8 +64,8 @@ def listen_to_signals() -> None:
 
 
 def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
-    """Run `call` and give its exit code; what it raises is told in one line, or several where
-    several things are wrong.
+    """Run `call` and return its exit code; an exception is reported in one line, or several if it
+    has several causes.
     """
     if not debug:
         _quiet_libraries()
@@ -79,7 +80,7 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     except KeyboardInterrupt:
         return _tell("stopped by SIGINT", 128 + signal.SIGINT, debug=debug)
     except BrokenPipeError:
-        # Whoever read our output has enough (`ingot show knobs | head`).
+        # The reader of our output has closed it (`ingot show knobs | head`).
         _write_no_more()
         return 128 + signal.SIGPIPE
     except IngotError as error:
@@ -102,7 +103,9 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
 
 
 def _write_no_more() -> None:
-    """What stdout could not take must not be tried again when the interpreter ends."""
+    """Prevent the interpreter from writing the rest of stdout's buffer at exit, after a write has
+    failed.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -122,7 +125,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _os_error(error: OSError) -> str:
-    """The refusals of an operating system that a person can do something about, in words."""
+    """Operating-system errors that users can do something about, as a message."""
     of = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"disk full{of}; make space and run the same command again"
@@ -132,8 +135,8 @@ def _os_error(error: OSError) -> str:
 
 
 def _is_usage(error: Exception) -> bool:
-    """Typer's own complaints about a command line; their class moved between its versions, their
-    face did not.
+    """Whether this is Typer's error about a command line; its class moved between versions, but
+    this method stayed.
     """
     return hasattr(error, "format_message")
 

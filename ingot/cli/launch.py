@@ -51,7 +51,7 @@ DryRun = Annotated[
 ]
 Handled = Annotated[
     bool, typer.Option("--handled", hidden=True)
-]  # whoever started us keeps the handle
+]  # the parent process keeps the handle
 Named = Annotated[
     str | None,
     typer.Option(
@@ -143,7 +143,7 @@ def _launch(
 
     verbs = ALL if verb == "run" else (verb,)
     recipe, values = read_checked(arguments, verb, verbs)
-    # Whoever started us with --handled has checked.
+    # With --handled, the parent process has checked already.
     wrong: list[str] = []
     if dry_run:
         wrong = warnings(recipe, values, verbs, dry_run=True)
@@ -153,10 +153,10 @@ def _launch(
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
     if recipe.launch.detach:
-        # What goes on without a terminal is the supervisor itself.
+        # The detached process is the supervisor itself.
         job = Job(verb, ("launch", verb, *arguments, "launch.detach=false", *options, "--handled"))
         return _show(here, job, wrong) if dry_run else _submit(job, recipe, here)
-    # `run` itself goes on here; the steps that several nodes can share go where the recipe says.
+    # `run` itself stays here; steps that several nodes can share run where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
         from ingot.launch.job import launcher_of
         from ingot.launch.run_job import job_of
@@ -175,7 +175,7 @@ def _launch(
 
 
 def _show(launcher: LocalLauncher | Launcher, job: Job, wrong: Sequence[str]) -> int:
-    """What would be started, and what stands in its way from here."""
+    """Print what would be started, and what prevents that at present."""
     from ingot.base.progress import say
 
     told = [reason for reason in launcher.can(job) if not any(reason in line for line in wrong)]
@@ -205,7 +205,7 @@ def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
 
 
 def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -> int:
-    """Do the job in the foreground, under a handle: what runs elsewhere is waited for here."""
+    """Run the job in the foreground, under a handle; a remote job is waited for here."""
     from ingot.base.errors import EXIT_FAILED, IngotError
     from ingot.base.lock import folder_lock
     from ingot.base.progress import say
@@ -284,9 +284,9 @@ def logs(
         )
     log = told.log()
     while True:
-        state = told.state()  # asked before reading, so that nothing it said is left out
-        # How a process of this machine ended that was killed will never be known; another place may
-        # only not answer at the moment.
+        state = told.state()  # queried before reading, so that no output is missed
+        # A killed local process stays `unknown` for ever; another place may only be temporarily
+        # unreachable.
         over = state in FINAL_STATES or (state == "unknown" and told.handle.kind == "local")
         while text := log.read():
             sys.stdout.buffer.write(text)
@@ -313,15 +313,15 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
         )
     for each in running if job is not None else _of_one(running):
         if each.state() not in ("running", "queued"):
-            continue  # ended by the one that waited for it
+            continue  # already ended by the process that waited for it
         each.cancel()
         say(f"{each.handle.name}: {each.state()}")
     return 0
 
 
 def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:
-    """Whoever waits for the last job, and that job itself, where it runs elsewhere: under `run` the
-    job of one of its steps.
+    """The process that waits for the newest job, and that job itself if it is remote: under `run`,
+    the job of one of its steps.
     """
     first = running[0].handle
     return [
@@ -332,7 +332,7 @@ def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:
 
 
 def _jobs(run: str, name: str | None) -> list[SubmittedJob]:
-    """The jobs of a run, the last one first; whoever waits for a job comes before it."""
+    """The jobs of a run, newest first; a process that waits for a job precedes it."""
     from ingot.base.errors import WrongInput
     from ingot.cli.console import run_folder
     from ingot.launch.job_control import submitted_jobs

@@ -1,5 +1,5 @@
-"""`ingot show mask`: the first examples as the model will see them, what is trained set off, and
-what usually goes wrong counted.
+"""`ingot show mask`: the first examples as the model will see them, trained tokens highlighted, and
+counts of typical errors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Ids = npt.NDArray[np.int32]
 def show_framed(
     recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str], examples: int, out: Console
 ) -> None:
-    """Print the first examples, then what was found in all of them."""
+    """Print the first examples, then the counts for all of them."""
     records = encode_records(
         recipe.documents, tokenizer, tokenizer.encode_batch, texts, prefix_of(recipe)
     )
@@ -105,7 +105,7 @@ def _ids(ids: Ids) -> str:
 
 
 def _table(recipe: Recipe, tokenizer: Tokenizer, records: TokenRecords) -> Table:
-    """What was looked at, and in red what is wrong."""
+    """The counts as a table, with problems in red."""
     made = Table("what", "found", title="audit", title_justify="left")
     count = len(next(iter(records.lengths.values())))
     made.add_row(
@@ -153,8 +153,8 @@ AUDITED = 1000
 
 
 def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
-    """Print `examples` examples of a recipe's training data with what is trained set off, then the
-    audit of the first AUDITED.
+    """Print `examples` examples of a recipe's training data with trained tokens highlighted, then
+    the audit of the first AUDITED.
 
     Raises:
         WrongInput: there is no tokenizer or template yet, or the sources cannot be read without
@@ -178,7 +178,7 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
 def _show(
     recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str], examples: int, out: Console
 ) -> None:
-    """What a decoder is trained on."""
+    """Show the examples of a decoder."""
     audit, what = _audit(recipe, tokenizer, texts)
     sides = 2 if what == "sides" else 1
     for number, example in enumerate(audit.examples[: examples * sides]):
@@ -197,7 +197,7 @@ def _show(
 
 
 def _audit(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Audit, str]:
-    """The examples, and what each of them is."""
+    """The audit, and the name of what each example is."""
     if recipe.documents == "chat":
         return audit_chats(tokenizer, [from_messages(text) for text in texts]), "chats"
     if recipe.documents == "preference":
@@ -206,7 +206,7 @@ def _audit(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    """The recipe's tokenizer with its template; a trained one is there when `prepare` has run."""
+    """The recipe's tokenizer with its template; a trained one exists once `prepare` has run."""
     if recipe.trains_tokenizer:
         if not (recipe.folder.tokenizer / "tokenizer.json").is_file():
             raise WrongInput(
@@ -218,7 +218,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Training documents as ingested; where nothing is yet, straight from the sources."""
+    """Training documents as ingested, or directly from the sources if nothing is ingested yet."""
     if read_marker(recipe.folder.raw, MANIFEST) is not None:
         raw, shares = open_raw(recipe), Shares.of(recipe.data)
         for task in (

@@ -1,5 +1,5 @@
-"""The verbs that take a model: deploy, serve, predict, export, import. What runs a model is
-imported only when one is run here.
+"""The verbs that take a model: deploy, serve, predict, export, import. Libraries that run models
+are imported only when needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model is. Exactly one of `folder` and `url` is given; `recipe` holds the settings
-    that go with it.
+    """The location of a model: exactly one of `folder` and `url` is given; `recipe` holds the
+    settings to use with it.
     """
 
     name: str
@@ -34,10 +34,11 @@ class Target:
 
 
 def find_target(target: str, more: Sequence[str] = ()) -> Target:
-    """`more`: further recipe files and overrides.
+    """Resolve a target: URL, folder, recipe or registered name. `more`: further recipe files and
+    overrides.
 
     Raises:
-        WrongInput: it is none of the things that it can be; says which were looked for.
+        WrongInput: it is none of these; says which were tried.
     """
     if target.startswith(("http://", "https://")):
         return Target(target, None, target.rstrip("/"), settings_without_recipe(more))
@@ -102,9 +103,9 @@ PREDICT: dict[str, Any] = {
     "chat": False,
     "api_key": "",
 }
-"""The settings of `predict`. `max_tokens` -1 is 64, for a sequence-to-sequence model the whole
-text; `seed` -1 draws one, `chat` puts the prompt through the model's chat template, `api_key` is
-`env:NAME`.
+"""The settings of `predict`. `max_tokens` -1 means 64, or for a sequence-to-sequence model the
+whole text; `seed` -1 draws one, `chat` applies the model's chat template to the prompt, `api_key`
+is `env:NAME`.
 """
 
 
@@ -118,13 +119,15 @@ def deploy_version(
     verify: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Make a version of a registered name live: move its pointer, or put it behind its endpoint."""
+    """Make a version of a registered name live: move its pointer, or roll it out to its
+    endpoint.
+    """
     from ingot.registry.deploy import DeployRequest, address, deploy, render_deploy
 
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
     name = recipe.registry_name if is_recipe else target
-    if recipe.registry.kind == "vertex":  # what is not given as an option is as the recipe has it
+    if recipe.registry.kind == "vertex":  # options that are not given come from the recipe
         canary, verify = (
             (recipe.serve.canary if canary is None else canary),
             verify or recipe.serve.verify,
@@ -139,7 +142,7 @@ def deploy_version(
 
 
 def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False) -> int:
-    """Serve until a signal comes; `dry_run` prints what would be started instead."""
+    """Serve until a signal arrives; `dry_run` prints what would be started instead."""
     from ingot.serve.server import render, serve
 
     folder, name, recipe = _served(target, arguments)
@@ -151,8 +154,8 @@ def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False)
 
 
 def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
-    """Folder, name and settings. Where Vertex AI says in $AIP_STORAGE_URI what is served, TARGET
-    need not be there; its last part is the name.
+    """Folder, name and settings. If Vertex AI sets $AIP_STORAGE_URI, that is served and TARGET need
+    not exist; its last part is the name.
     """
     if os.environ.get("AIP_STORAGE_URI") and not Path(target).exists():
         return Path(target), Path(target).name, settings_without_recipe(arguments)
@@ -166,7 +169,7 @@ def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
 
 
 def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
-    """Print one completion, text or label, and nothing else, on stdout."""
+    """Print only the completion, text or label on stdout."""
     files, overrides = split(arguments)
     own = [
         argument
@@ -200,8 +203,8 @@ def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
 def copy_checked(
     source: str, target: str, layout: str, *, overwrite: bool, accept: bool = False
 ) -> int:
-    """`export` and `import`: check every tensor of a model and write it anew as a Hugging Face
-    folder. `accept`: also one that changed since it was exported.
+    """`export` and `import`: check every tensor of a model and write it as a new Hugging Face
+    folder. `accept`: accept changes since its export.
     """
     if layout not in ("hf", "peft"):
         raise WrongInput(
@@ -238,7 +241,7 @@ def copy_checked(
 
 
 def _adapter(folder: Path) -> Path:
-    """The adapter that a folder is, or that lies beside the model of a run."""
+    """The adapter in a folder, or beside the model of a run."""
     from ingot.base.runfolder import RunFolder
     from ingot.models.adapters.peft_config import is_adapter
 

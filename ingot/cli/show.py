@@ -1,4 +1,4 @@
-"""`ingot show ...` and `ingot explain`: what a person wants to see, in the terminal."""
+"""`ingot show ...` and `ingot explain`: information printed in the terminal."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _millions(count: int) -> str:
 
 
 def explain_knob(name: str) -> int:
-    """Every knob that `name` names, and where it is a section, what is in it."""
+    """Print every knob that `name` matches, and for a section, its contents."""
     from ingot.config.knobs import find_knob
     from ingot.config.knobs import knobs as all_knobs
 

@@ -1,4 +1,4 @@
-"""From a verb's name to its room: the steps, each imported when it is done."""
+"""Runs verbs by name: the steps of a recipe, each imported when it is run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ingot.pipeline.steps import STEPS, step_named
 
 
 def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
-    """Do one step of the recipe, unless nothing changed; its result on stdout, its exit code
-    back.
+    """Run one step of the recipe unless nothing changed; prints its result on stdout and returns
+    its exit code.
     """
     recipe, step = read_recipe(arguments, verb), step_named(verb)
     prepare_environment(recipe)
@@ -61,11 +61,11 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
 
 
 def other_interpreter(recipe: Recipe) -> str | None:
-    """The interpreter of the environment that apache-beam lives in, where `prepare` asks for Beam
-    and this is another one.
+    """The interpreter of apache-beam's environment, if `prepare` uses Beam and this is another
+    interpreter; else None.
 
     Raises:
-        WrongInput: there is none at the path that the recipe gives.
+        WrongInput: there is no interpreter at the path in the recipe.
     """
     engine = recipe.data.engine
     if (
@@ -83,8 +83,8 @@ def other_interpreter(recipe: Recipe) -> str | None:
 
 
 def prepare_environment(recipe: Recipe) -> None:
-    """The variables of `launch.environment`, and those of `cloud.secrets` that are not set yet: a
-    node has set them for all its ranks.
+    """Set the variables of `launch.environment`, and those of `cloud.secrets` that are not set yet:
+    a node has set them for all its ranks.
     """
     os.environ.update(recipe.launch.variables)
     absent = {
@@ -101,7 +101,7 @@ def prepare_environment(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _shown(verb: str, recipe: Recipe) -> Iterator[None]:
-    """While entered, a training's metrics also go to `cloud.tensorboard`."""
+    """While entered, a training's metrics are also uploaded to `cloud.tensorboard`."""
     if verb != "train" or recipe.cloud.tensorboard is None or not ranks().is_main:
         yield
         return
@@ -113,9 +113,7 @@ def _shown(verb: str, recipe: Recipe) -> Iterator[None]:
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several that somebody has started already: we ourselves,
-    torchrun, a cluster.
-    """
+    """Whether this process was started as one of several ranks, by ingot, torchrun or a cluster."""
     return "LOCAL_RANK" in os.environ
 
 
@@ -132,12 +130,12 @@ def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
 
 
 def _to_do(recipe: Recipe) -> list[str]:
-    """The steps from the first one on that is not done and unchanged: what they need is checked."""
+    """The steps from the first one that is missing or outdated; their requirements are checked."""
     for number, step in enumerate(STEPS):
         record = read_record(recipe.folder.steps, step.verb)
         try:
             record = record and check_step(step, recipe, STAMPS).record
-        except IngotError:  # such as a source that is gone, which is told with all else
+        except IngotError:  # such as a missing source, which `check` reports
             record = None
         if record is None:
             return [step.verb for step in STEPS[number:]]
@@ -183,9 +181,7 @@ def _register(recipe: Recipe, again: bool) -> VerbOutcome:
 
 
 def _source_stamps(recipe: Recipe) -> dict[str, Any]:
-    """The files behind the sources, many as they may be, in one short fingerprint for each
-    split.
-    """
+    """A short fingerprint of the source files of each split, however many they are."""
     from ingot.data.sources.find import source_stamps
 
     return {

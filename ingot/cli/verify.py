@@ -1,6 +1,4 @@
-"""`ingot verify ...`: proofs on the user's own recipe, one table each; exit code 1 where one does
-not hold.
-"""
+"""`ingot verify ...`: proofs on the user's own recipe, one table each; exit code 1 if one fails."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ def layout(
 
 
 def _compared(proof: LayoutProof) -> int:
-    """The table on stdout; 0 where every layout that can be equals one process."""
+    """Print the table on stdout; 0 if every possible layout matches one process."""
     from rich.table import Table
     from rich.text import Text
 
@@ -156,8 +154,8 @@ def _compared(proof: LayoutProof) -> int:
 
 
 def _differences(one: LayoutResult) -> list[str]:
-    """The differences to one process: of the loss in nats, the others relative; and what a rank
-    holds of all weights.
+    """The differences from one process: absolute for the loss (nats), relative for the others; and
+    the share of all weights that a rank holds.
     """
     found = one.difference
     return (
@@ -173,7 +171,7 @@ def _differences(one: LayoutResult) -> list[str]:
 
 
 def _shown(proof: Proof) -> int:
-    """The table on stdout; 0 where the proof holds."""
+    """Print the table on stdout; 0 if the proof holds."""
     from rich.table import Table
     from rich.text import Text
 
@@ -302,7 +300,7 @@ def bench(
 def _child(
     case: BenchCase, row: Path, arguments: Sequence[str], options: Sequence[str]
 ) -> tuple[list[str], Mapping[str, str]]:
-    """The command that measures one row, through a launcher where it has several processes, and its
+    """The command that measures one row, through a launcher if it has several processes, and its
     environment.
     """
     from ingot.launch.job import Job

@@ -1,1 +1,1 @@
-"""Every knob, and the arithmetic over knobs. Never imports torch."""
+"""All knobs, and arithmetic on knobs. Never imports torch."""

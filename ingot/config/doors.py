@@ -1,7 +1,7 @@
-"""The table of doors: every kind that ingot itself brings, and where it stands.
+"""The registry of extension points ("doors"): every built-in kind, and where its code is.
 
-A new kind is one new file and one line here; nothing registers itself by being imported. Other
-packages add kinds by entry points in the group `ingot.plugins`; docs/EXTENDING.md walks through it.
+A new kind is one new file and one line here; nothing registers itself on import. Other packages add
+kinds by entry points in the group `ingot.plugins`; see docs/EXTENDING.md.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ PLACES = Door("place", BUILT_IN["place"])
 
 
 def packages_of(kinds: Iterable[tuple[Door, str]]) -> dict[str, str]:
-    """`package.DOOR.KIND` -> `NAME VERSION` of those kinds that other packages bring. It counts as
-    a knob of the steps that use them: another version of a package may give another result.
+    """`package.DOOR.KIND` -> `NAME VERSION` for those kinds that come from other packages. It
+    counts as a knob of the steps that use them, since another version of a package may give another
+    result.
     """
     named = [(door, kind) for door, kind in kinds if kind]
     found = {f"package.{door.name}.{kind}": door.package_of(kind) for door, kind in named}

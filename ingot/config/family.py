@@ -1,8 +1,8 @@
-"""The native decoder family as configurations: how its members differ, and what a key that
-`config.json` leaves out means.
+"""The native decoder family as configurations: how its members differ, and the defaults of keys
+missing in `config.json`.
 
-The defaults are transformers' own of each model type, so that a sparse `config.json` is the same
-model here and there. No torch.
+The defaults are transformers' own for each model type, so that a sparse `config.json` means the
+same model in both. No torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ROTARY = ("rope_scaling", "rope_parameters")
 class FamilyMember:
     """One member of the native decoder family: how it differs from the others.
 
-    A new member is one such object and one row in `ingot.config.doors.BUILT_IN["family"]`, by the
-    `model_type` of its Hugging Face configuration. `None` for a bias: as the configuration's
+    A new member is one such object and one row in `ingot.config.doors.BUILT_IN["family"]`, under
+    the `model_type` of its Hugging Face configuration. `None` for a bias: as the configuration's
     `attention_bias` says.
     """
 
     description: str
-    """The models of this type, for people."""
+    """The models of this type, for users."""
     positions: int = 2048
     kv_heads: int | None = None
     """None: as many as query heads."""
@@ -39,13 +39,13 @@ class FamilyMember:
     output_bias: bool | None = None
     may_bias_mlp: bool = False
     qk_norm: bool = False
-    """Queries and keys are normed per head."""
+    """Queries and keys are normalised per head."""
     window: int | None = None
-    """The sliding window where `config.json` does not give one; None: this type has none."""
+    """The default sliding window if `config.json` gives none; None: no window."""
     window_switch: bool = False
-    """Windows only where `use_sliding_window` is set, and from layer `max_window_layers` on."""
+    """Windows apply only if `use_sliding_window` is set, and from layer `max_window_layers` on."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of `config.json` that must have one of these values where they are given."""
+    """Keys of `config.json` that must have one of these values if given."""
 
 
 LLAMA = FamilyMember(
@@ -87,12 +87,12 @@ def is_native(model_type: Any) -> bool:
 
 
 def native_families() -> dict[str, str]:
-    """The model types that the native decoder implements, and what they are."""
+    """The model types that the native decoder implements, with descriptions."""
     return {name: FAMILIES.load(name, "model_type").description for name in FAMILIES.kinds()}
 
 
 def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyMember:
-    """The family of a Hugging Face configuration; Llama where it gives no `model_type`.
+    """The family member of a Hugging Face configuration; Llama if it has no `model_type`.
 
     Raises:
         WrongInput: the native decoder does not implement its `model_type`.
@@ -111,8 +111,8 @@ def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyM
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """What decides a decoder's tensors and their work. `windows`: for each layer how many tokens
-    back a query sees, itself included; None: all.
+    """The sizes that determine a decoder's tensors and compute. `windows`: for each layer how many
+    tokens back a query attends to, itself included; None: all.
     """
 
     vocab: int
@@ -132,12 +132,12 @@ class DecoderSizes:
 
 
 def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
-    """Read them from a Hugging Face configuration; one without a
-    `model_type` is read as Llama's.
+    """Read the sizes from a Hugging Face configuration; one without a `model_type` is read as
+    Llama's.
 
     Raises:
-        KeyError, TypeError, ValueError: a size is missing or no number.
-        WrongInput: a `model_type` that is not native, or windows that contradict each other.
+        KeyError, TypeError, ValueError: a size is missing or not a number.
+        WrongInput: a `model_type` that is not native, or contradictory windows.
     """
     family = family_of(config, where)
     heads, layers, hidden = (
@@ -203,11 +203,11 @@ def _windows(
 
 
 def rope_values(config: Mapping[str, Any], where: str = "model.config") -> dict[str, Any]:
-    """Rotary positions of both spellings as one: `rope_parameters` (transformers 5), and
-    `rope_theta` beside `rope_scaling` (before).
+    """Normalise both spellings of rotary positions: `rope_parameters` (transformers 5), and
+    `rope_theta` beside `rope_scaling` (earlier).
 
     Raises:
-        WrongInput: they contradict each other; readers then differ in which one wins.
+        WrongInput: both are given and contradict each other; readers differ in which one wins.
     """
     spellings = [dict(config.get(name) or {}) for name in ROTARY]
     if nested := [
@@ -236,11 +236,11 @@ def rope_values(config: Mapping[str, Any], where: str = "model.config") -> dict[
 
 
 def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with some of its values changed, and with those that follow from them.
+    """A configuration with some values changed, and with the values that depend on them.
 
-    Rotary positions are changed in whichever spelling and come out in one, the base kept unless it
-    is changed too. Another width or number of heads takes the head size along, another number of
-    layers `layer_types`.
+    Rotary positions may be changed in either spelling and come out in one; the base is kept unless
+    it is changed too. Changing the width or number of heads adjusts the head size, changing the
+    number of layers adjusts `layer_types`.
     """
     made = {**config, **changes}
     new = {name: changes[name] for name in ("rope_theta", *ROTARY) if name in changes}

@@ -1,7 +1,8 @@
-"""The knobs that decide which numbers training gives; a run resumes only where they are unchanged.
+"""The knobs that determine the numerical results of training; a run resumes only if they are
+unchanged.
 
-How the work is dealt (micro_batch, ranks, how often things are saved or logged) is not among them:
-it never changes the result.
+How work is distributed (micro_batch, ranks) and how often things are saved or logged are excluded:
+they never change the result.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ TRAINING_KNOBS = (
     "precision.float8",
 )
 MAY_CHANGE: tuple[Changeable, ...] = typing.get_args(Changeable)
-"""Those among them that `resume.allow` may name: from here on other numbers, and still the same
+"""Those of them that `resume.allow` may name: results differ from then on, but it is still the same
 training.
 """
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
-"""Where training starts if not at nothing; named only where they are set."""
+"""Where training starts from; included only if set."""
 
 
 def training_identity(recipe: Recipe) -> dict[str, Any]:
-    """Knob -> value, flat, for comparison and for naming what changed."""
+    """Knob -> value, flat, for comparison and for naming changes."""
     chosen = recipe.select(TRAINING_KNOBS)
-    del chosen["model"]["unproved"]  # a permission, which changes no number
+    del chosen["model"]["unproved"]  # a permission, without effect on results
     chosen["data.pack"] = recipe.pack
     if recipe.data.skip:
         chosen["data.skip"] = [list(span) for span in recipe.data.skip]
@@ -58,7 +59,7 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     if recipe.train.skip.spike is not None:
         chosen.update(recipe.select(("train.skip.spike",)))
     if (early_stop := recipe.train.early_stop) is not None:
-        # Only then does evaluation change what is trained.
+        # Only with early stopping does evaluation affect training.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
         stopping = [task for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")]
         chosen.update({f"evaluate.{task.name}": task.model_dump() for task in stopping})
@@ -73,7 +74,7 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`knob old -> new` for everything that differs, sections taken apart down to the knob."""
+    """`knob old -> new` for everything that differs, with sections expanded to single knobs."""
     found: list[str] = []
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key), now.get(key)

@@ -1,4 +1,4 @@
-"""The list of all knobs with type, default and docstring, read off the sections themselves."""
+"""The list of all knobs with type, default and docstring, derived from the settings classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ingot.config.section import ByKind, KindName
 
 @dataclass(frozen=True)
 class Knob:
-    """One knob. `path` is dotted; a variant's kind or a list stands in brackets:
+    """One knob. `path` is dotted, with a variant's kind or a list in brackets:
     `train.optimizer[adamw].lr`, `data.train[].source`.
     """
 
@@ -31,7 +31,7 @@ class Knob:
 
     @property
     def plain(self) -> str:
-        """The path without brackets, as it is typed on a command line."""
+        """The path without brackets, as typed on a command line."""
         return ".".join(part.split("[", 1)[0] for part in self.path.split("."))
 
 
@@ -41,7 +41,7 @@ def knobs(
     """Every knob, depth first, in the order of the sections.
 
     Args:
-        installed: those of other packages' kinds too.
+        installed: include kinds of other packages.
     """
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
@@ -58,13 +58,13 @@ def knobs(
 
 @functools.cache
 def all_knobs() -> tuple[Knob, ...]:
-    """The knobs of a recipe, with those of installed packages' kinds."""
+    """The knobs of a recipe, including installed packages' kinds."""
     return tuple(knobs(installed=True))
 
 
 def find_knob(path: str) -> list[Knob]:
-    """All knobs that `path` names (several where variants share a name). Raises WrongInput naming
-    the nearest.
+    """All knobs that `path` names (several if variants share a name). Raises WrongInput naming the
+    nearest.
     """
     found = [knob for knob in all_knobs() if path in (knob.path, knob.plain)]
     if found:
@@ -76,7 +76,7 @@ def find_knob(path: str) -> list[Knob]:
 
 
 def kinds_of(path: str) -> list[str]:
-    """The kinds that have a knob with this plain path, [] when it is no knob of a variant:
+    """The kinds that have a knob with this plain path, [] if it is not a variant's knob:
     `train.optimizer.eps` -> adamw.
     """
     sections = (knob.path.rpartition(".")[0] for knob in all_knobs() if knob.plain == path)
@@ -88,8 +88,8 @@ def kinds_of(path: str) -> list[str]:
 
 
 def nearest_knob(path: str, within: str = "") -> str:
-    """The existing knob that looks most like `path`: first among the names below `within`, then by
-    its last part anywhere.
+    """The most similar existing knob: first among the names below `within`, then by its last part
+    anywhere.
     """
     paths = sorted({knob.plain for knob in all_knobs()})
     siblings = {p: p.rsplit(".", 1)[-1] for p in paths if p.rpartition(".")[0] == within}
@@ -109,7 +109,7 @@ def _of_kinds(by_kind: ByKind, installed: bool) -> Iterator[tuple[str, type[Base
 
 
 def _sections(annotation: Any, installed: bool) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Sections inside a type, each with what stands in brackets for it."""
+    """Sections inside a type, each with its suffix in brackets."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
@@ -147,7 +147,7 @@ def _kind_names(names: KindName) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """A type as a person would write it in a recipe."""
+    """A type as users write it in a recipe."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         names = [each for each in annotation.__metadata__ if isinstance(each, KindName)]

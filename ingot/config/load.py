@@ -1,5 +1,5 @@
-"""From files, environment and command line to a checked recipe; every error says where the value
-stands.
+"""Loads a validated recipe from files, environment and command line; every error names the place of
+the value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ingot.config.values import (
 
 PREFIX = "INGOT_"
 WHOLE = ("run", "submit")
-"""Verbs that do all steps."""
+"""Verbs that run all steps."""
 STEP_KNOBS = {
     "kind": "launch",
     "image": "image",
@@ -39,16 +39,14 @@ STEP_KNOBS = {
     "nodes": "nodes",
     "processes": "processes",
 }
-"""The knobs of `launch` that a step of `pipeline.steps` can have its own value of, and their names
-there.
-"""
+"""The knobs of `launch` that a step of `pipeline.steps` can override, and their names there."""
 LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
-"""What stands for the sections that every recipe needs, where theirs cannot be read."""
+"""Stand-ins for required sections when the recipe's own cannot be read."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without surprises that a later step would trip over."""
+    """A YAML loader that refuses integers beyond 64 bits, which later code cannot handle."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         number = super().construct_yaml_int(node)
@@ -71,20 +69,20 @@ def load_recipe(
     verb: str | None = None,
 ) -> Recipe:
     """Read `files` in order, then `.env`, then `INGOT_*` variables, then `key=value` overrides;
-    later ones win. `verb` is the one that is to be done: what variables and overrides say of
-    `launch` also wins over what `pipeline.steps` said of this step before.
+    later ones win. `verb` is the verb to run: for its step, `launch` values from variables and
+    overrides also win over those in `pipeline.steps`.
 
     Raises:
-        WrongInput: names the knob, the value, where it stands, and the nearest knob where the name
-            is unknown; or the step that keeps its own value of a knob of `launch`, where all steps
-            are to be done.
+        WrongInput: names the knob, its value and place, and the nearest knob if the name is
+            unknown; or, for verbs that run all steps, the step whose own value hides a `launch`
+            override.
     """
     environ = os.environ if environ is None else environ
     return checked(read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb))
 
 
 class RecipeErrors(WrongInput):
-    """What the recipe's own rules refuse, and the raw values that they refuse."""
+    """Violations of the recipe's own rules, with the raw values that caused them."""
 
     def __init__(self, error: ValidationError, values: Values) -> None:
         super().__init__(explain_errors(error, values))
@@ -92,7 +90,7 @@ class RecipeErrors(WrongInput):
 
 
 def checked(values: Values) -> Recipe:
-    """The recipe of raw values. Raises RecipeErrors, a WrongInput, as `load_recipe` does."""
+    """Validate raw values as a recipe. Raises RecipeErrors, a WrongInput, as `load_recipe` does."""
     try:
         return Recipe.model_validate(values.tree)
     except ValidationError as error:
@@ -100,8 +98,8 @@ def checked(values: Values) -> Recipe:
 
 
 def without_errors(values: Values) -> tuple[Recipe | None, set[str]]:
-    """The recipe with the default of each section that is wrong, and the names of those sections;
-    no recipe where what is wrong is in no section.
+    """The recipe with invalid sections replaced by their defaults, and the names of those sections;
+    no recipe if an error is in no section.
     """
     tree, wrong = dict(values.tree), set[str]()
     for _ in Recipe.model_fields:
@@ -131,7 +129,7 @@ def read_values(
     dotenv: Path | None,
     verb: str | None = None,
 ) -> Values:
-    """The merged raw values, unchecked."""
+    """The merged raw values, not validated."""
     values = Values()
 
     def type_in(names: Sequence[str], text: str, where: str) -> None:
@@ -162,8 +160,9 @@ def read_values(
 def _type_into_steps(
     values: Values, path: KeyPath, value: Any, where: str, verb: str | None
 ) -> None:
-    """A knob of `launch` was typed, and steps may have their own value of it from before: the step
-    `verb` gets the new one; where all steps are done it is not guessed which are meant.
+    """Apply a `launch` override to a step that has its own value in `pipeline.steps`: the step
+    `verb` gets the new value; for verbs that run all steps it is an error, since the intended step
+    is unknown.
     """
     if path[0] != "launch" or verb is None:
         return
@@ -186,12 +185,12 @@ def _type_into_steps(
                 f"{where} would not reach {step}, whose own {dotted(own)} is set by"
                 f" {values.origin(own)}; give {dotted(full)} after it, too"
             )
-    if knob == "nodes" and verb not in WHOLE:  # `Recipe.at` has a number of its own for some steps
+    if knob == "nodes" and verb not in WHOLE:  # `Recipe.at` overrides it for some steps
         set_value(values, ("pipeline", "steps", verb, knob), value, where)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole resolved recipe as YAML; loading it again gives the same recipe."""
+    """The complete resolved recipe as YAML; loading it gives the same recipe."""
     values = recipe.model_dump(mode="json")
     if not recipe.trains_tokenizer:
         del values["tokenizer"]["vocab_size"]
@@ -254,7 +253,7 @@ def _merge_text(values: Values, text: str, path: Path) -> None:
 
 
 def _merge_node(values: Values, path: KeyPath, node: yaml.Node, file: str) -> None:
-    """Mappings merge key by key; everything else replaces."""
+    """Mappings are merged key by key; everything else is replaced."""
     if path:
         values.origins[path] = f"{file}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode):
@@ -270,8 +269,8 @@ def _merge_node(values: Values, path: KeyPath, node: yaml.Node, file: str) -> No
 
 
 def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-    """Keys with their nodes; `<<: *anchor` is understood. YAML would take the last of two equal
-    keys in silence.
+    """Keys with their nodes; supports `<<: *anchor`. YAML itself would silently use the last of two
+    equal keys.
     """
     seen: set[str] = set()
     for key_node, _ in node.value:
@@ -290,7 +289,7 @@ def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml
 
 
 def _note_lines(values: Values, path: KeyPath, node: yaml.Node, file: str) -> None:
-    """Lines of everything inside a list."""
+    """Record the lines of everything inside a list."""
     inner: Iterable[tuple[str | int, yaml.Node, yaml.Node]] = ()
     if isinstance(node, yaml.SequenceNode):
         inner = [(index, item, item) for index, item in enumerate(node.value)]

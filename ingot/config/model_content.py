@@ -1,8 +1,8 @@
-"""Whether a model folder holds what was written there: the record in its `ingot.json` (a hash of
+"""Whether a model folder still holds what was exported: the record in its `ingot.json` (a hash of
 each tensor, of its configuration and of the tokenizer's files), and its comparison without torch.
 
-It guards against damage and mistakes, not against somebody who changes the record as well. Folders
-that older versions wrote have no record, or one of tensors alone, and open unchecked.
+It guards against damage and mistakes, not against somebody who changes the record too. Folders
+written by older versions have no record, or one of tensors only, and open unchecked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CONTENT = "content"
 FILES = "files"
 """The record's key for files that are neither weights nor `config.json`."""
 IGNORED = ("chat_template", "base_model_name_or_path")
-"""What settings may say without being another model: a template has a check and a knob of its own
-(`any_template`), and the base of an adapter may move.
+"""Settings that may change without changing the model: the template has its own check and knob
+(`any_template`), and an adapter's base may move.
 """
 SETTINGS = ("tokenizer_config.json", "generation_config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json")
@@ -34,7 +34,7 @@ ADVICE = "export or fetch the model again, or, if that was on purpose, accept it
 
 
 def read_lineage(folder: Path) -> dict[str, Any] | None:
-    """`ingot.json`: where a model came from; None in a folder that ingot did not write."""
+    """`ingot.json`: a model's lineage; None in a folder not written by ingot."""
     try:
         lineage = json.loads((folder / LINEAGE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -43,7 +43,7 @@ def read_lineage(folder: Path) -> dict[str, Any] | None:
 
 
 def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
-    """The hashes of a folder's tensors from its `ingot.json`; none where it has no record."""
+    """The hashes of a folder's tensors from its `ingot.json`; empty without a record."""
     tensors = _record(lineage).get("tensors")
     return dict(tensors) if isinstance(tensors, dict) else {}
 
@@ -54,13 +54,13 @@ def content_record(folder: Path, tensors: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_digest(folder: Path) -> str:
-    """A hash of what `config.json` says, however it is laid out."""
+    """A hash of the contents of `config.json`, independent of formatting."""
     return fingerprint(model_config(folder))
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Hashes of the tokenizer's files and of settings: of settings what they say, of all others
-    their bytes.
+    """Hashes of the tokenizer's files and of settings files: of the values for settings, of the
+    bytes for others.
     """
     return {
         name: found
@@ -70,7 +70,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, lineage: Mapping[str, Any] | None) -> list[str]:
-    """The files of the record, weights left out, that are gone or say something else."""
+    """The files of the record, except weights, that are missing or changed."""
     record = _record(lineage)
     files = record.get(FILES)
     digests = files if isinstance(files, dict) else {}
@@ -81,13 +81,13 @@ def changed_files(folder: Path, lineage: Mapping[str, Any] | None) -> list[str]:
 
 
 def check_files(folder: Path) -> None:
-    """Raises WrongInput where a file of the record, weights left out, changed."""
+    """Raises WrongInput if a file of the record, except weights, has changed."""
     if changed := changed_files(folder, read_lineage(folder)):
         refuse_changed(folder, {name: [] for name in changed})
 
 
 def changed_content(folder: Path) -> dict[str, list[str]]:
-    """What differs from the record, by file, with the tensors of it; reads all of the folder."""
+    """What differs from the record, by file, with tensor names; reads the whole folder."""
     lineage = read_lineage(folder)
     changed: dict[str, list[str]] = {name: [] for name in changed_files(folder, lineage)}
     digests = tensor_digests(lineage)
@@ -101,14 +101,14 @@ def changed_content(folder: Path) -> dict[str, list[str]]:
                 if digests.get(name) != found:
                     changed.setdefault(file.name, []).append(name)
         except (ValueError, KeyError, TypeError):
-            changed[file.name] = []  # torn
+            changed[file.name] = []  # damaged
     if missing := [name for name in digests if name not in seen and not changed]:
         changed["weights that are missing"] = missing
     return changed
 
 
 def check_content(folder: Path) -> None:
-    """Raises WrongInput where a folder does not hold what its record says."""
+    """Raises WrongInput if a folder differs from its record."""
     if changed := changed_content(folder):
         refuse_changed(folder, changed)
 
@@ -122,7 +122,7 @@ def describe_changed(folder: Path, changed: Mapping[str, list[str]]) -> str:
 
 
 def refuse_changed(folder: Path, changed: Mapping[str, list[str]]) -> None:
-    """Raises WrongInput that names what differs and the way to accept it."""
+    """Raises WrongInput naming what differs and how to accept it."""
     raise WrongInput(f"{describe_changed(folder, changed)}; {ADVICE} `ingot import {folder} NEW`")
 
 
@@ -132,7 +132,7 @@ def _record(lineage: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _file_digest(file: Path) -> str | None:
-    """None where there is no such file."""
+    """None if the file does not exist."""
     try:
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +150,7 @@ def _file_digest(file: Path) -> str | None:
 
 def _stored_digests(file: Path) -> Iterator[tuple[str, str]]:
     """Each tensor of a safetensors file with the hash of its bytes; raises ValueError, KeyError or
-    TypeError where it is torn.
+    TypeError if it is damaged.
     """
     with file.open("rb") as stream:
         start = 8 + int.from_bytes(stream.read(8), "little")

@@ -1,5 +1,5 @@
-"""Which model a recipe means, told by its configuration alone: where it lies, what kind it is, and
-which model types there are. Nothing of this loads weights or imports torch.
+"""Which model a recipe means, from its configuration alone: its location, its kind, and the known
+model types. Loads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "pair": "seq2seq",
     "labelled": "encoder",
 }
-"""The kind of model that each kind of document is for."""
+"""The kind of model for each kind of document."""
 
 CONFIG, META = "config.json", "params.json"
 _MAY_BE_LEFT_OUT = (
     *("rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
     *("pad_token_id", "decoder_start_token_id"),
 )
-"""What a configuration may be given though it does not have it."""
+"""Keys that may be set although the configuration lacks them."""
 
 
 def check_model_type(
     values: Mapping[str, Any], kind: HFKind, where: str, *, unproved: bool = False
 ) -> str:
-    """The `model_type` of a configuration that transformers builds; `where` says where it stands.
+    """The `model_type` of a configuration that transformers builds; `where` names the
+    configuration.
 
     Raises:
-        WrongInput: transformers has no such type of this kind, it can never be trained here, or
-            it is not proved and not `unproved` (`model.unproved`); or its weights are quantised.
+        WrongInput: transformers has no such type of this kind, the type is unfit, it is unproved
+            and `unproved` (`model.unproved`) is not set, or its weights are quantised.
     """
     model_type = str(values.get("model_type"))
     what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
@@ -77,7 +78,7 @@ def check_model_type(
 
 
 def kind_of(config: Mapping[str, Any]) -> ModelKind:
-    """What a `config.json` describes."""
+    """The kind of model that a `config.json` describes."""
     if any(
         str(name).endswith("ForSequenceClassification")
         for name in config.get("architectures") or ()
@@ -87,7 +88,7 @@ def kind_of(config: Mapping[str, Any]) -> ModelKind:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model folder. Raises WrongInput when it is not one."""
+    """`config.json` of a model folder. Raises WrongInput if it is not a model folder."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +112,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def source_folder(model: Model) -> Path | None:
-    """The folder that `model.source` means, fetched from the hub if need be; None for a preset.
+    """The folder of `model.source`, downloaded from the hub if necessary; None for a preset.
 
     Raises:
         WrongInput: no such folder, preset or hub model.
@@ -124,11 +125,11 @@ def source_folder(model: Model) -> Path | None:
 
 
 def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
-    """The model folder that `hf:ORG/NAME`, a folder, or a run folder means; of a run the model that
-    it exported.
+    """The model folder that `hf:ORG/NAME`, a folder, or a run folder refers to; for a run, its
+    exported model.
 
     Raises:
-        WrongInput: there is no such folder or hub model; `knob` says what asked for it.
+        WrongInput: there is no such folder or hub model; `knob` names the knob that refers to it.
     """
     if source.startswith("hf:"):
         return fetch_model(source.removeprefix("hf:"), revision)
@@ -139,7 +140,7 @@ def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
 
 
 def _unknown_source(source: str, knob: str) -> WrongInput:
-    """What is no folder may be a name without its scheme."""
+    """The error for a source that is not a folder, which may be a name without its scheme."""
     takes_presets = knob == "model.source"
     known = (
         "a folder nor preset:NAME nor hf:ORG/NAME" if takes_presets else "a folder nor hf:ORG/NAME"
@@ -153,7 +154,7 @@ def _unknown_source(source: str, knob: str) -> WrongInput:
 
 
 def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
-    """The Hugging Face configuration of the source, with `model.config` laid over it."""
+    """The Hugging Face configuration of the source, overridden by `model.config`."""
     config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
     unknown = [key for key in model.config if key not in config and key not in _MAY_BE_LEFT_OUT]
     if unknown:
@@ -165,7 +166,7 @@ def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
 
 
 def starts_random(model: Model, folder: Path | None) -> bool:
-    """Whether training starts from random weights. Raises WrongInput when weights are asked of a
+    """Whether training starts from random weights. Raises WrongInput if weights are requested of a
     preset.
     """
     if model.init == "weights" and folder is None:
@@ -177,8 +178,8 @@ def starts_random(model: Model, folder: Path | None) -> bool:
 
 
 def check_lengths(recipe: Recipe, positions: int, written: int | None = None) -> None:
-    """Raises WrongInput where rows are longer than a model of so many positions takes; `written`:
-    the positions of a target, where they are others.
+    """Raises WrongInput if rows are longer than the model's `positions`; `written`: positions of
+    targets, if different.
     """
     longest = {"data.seq_len": (recipe.data.seq_len, positions)}
     if recipe.documents == "pair":
@@ -192,7 +193,7 @@ def check_lengths(recipe: Recipe, positions: int, written: int | None = None) ->
 
 
 def check_lora(model: Model, *, random: bool) -> None:
-    """Raises WrongInput where an adapter is asked for and there are no weights to keep."""
+    """Raises WrongInput if an adapter is configured for a model with random weights."""
     if model.lora is not None and random:
         raise WrongInput(
             f"model.lora trains an adapter of weights that are kept, and {model.source} starts from"

@@ -1,6 +1,6 @@
-"""The model types of transformers that ingot trains through it: those that are proved, those that
-never can be trained, and what the installed transformers has besides. No torch: transformers is not
-imported, its table of classes is read as text.
+"""The model types of transformers that ingot can train: proved ones, unfit ones, and the others of
+the installed transformers. No torch: transformers is not imported, its table of classes is parsed
+as text.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PROVED: dict[HFKind, tuple[str, ...]] = {
         "ministral3 arcee diffllama biogpt ctrl openai-gpt modernbert-decoder nemotron"
     ),
 }
-"""The table of proved types: for each a small random model has transformers' own loss, gradients,
-answers and export, and padding changes nothing (tests/models/hf).
+"""Proved types: for each, a small random model gives the same loss, gradients, answers and export
+as in transformers, and padding changes nothing (tests/models/hf).
 """
 
 _SPEECH = "it hears, and only text is trained"
@@ -78,33 +78,35 @@ UNFIT: dict[HFKind, dict[str, str]] = {
         "xmod": "it wants a language with each text",
     },
 }
-"""Types that would be wrong in silence, or that are not for text; why. They are always refused."""
+"""Types that would give wrong results silently, or that are not for text, with the reason. They are
+always refused.
+"""
 
 RELATIVE = ("t5", "mt5", "umt5", "longt5")
-"""T5 and its kin: `encoder`, `decoder` and `lm_head` side by side, positions told by distance."""
+"""T5 and related types: `encoder`, `decoder` and `lm_head` as siblings, relative positions."""
 LIKE_BART = tuple(name for name in PROVED["seq2seq"] if name not in RELATIVE)
-"""BART and its kin: a base model of encoder and decoder, and `lm_head` beside it."""
+"""BART and related types: a base model with encoder and decoder, and a sibling `lm_head`."""
 POSITIONED = _names(
     "bert roberta xlm-roberta camembert distilbert electra deberta-v2 modernbert mpnet"
 )
-"""Encoders that are told each token's position; the others count for themselves."""
+"""Encoders that take position ids as input; the others count positions themselves."""
 BEHIND_PADDING = _names(
     "roberta xlm-roberta camembert data2vec-text ibert longformer roberta-prelayernorm "
     "xlm-roberta-xl"
 )
-"""Encoders whose first token stands at the position after that which padding has."""
+"""Encoders whose position ids start after the one of padding."""
 ENDS_AT_EOS = ("bart", "mbart", "mvp", "plbart", "t5", "mt5", "umt5")
 """Classifiers that read a text's class at its last `eos`; every text of a batch must have one."""
 FROM_THE_RIGHT = ("xlnet",)
-"""Classifiers that read the class at a row's last place: padding stands before the text."""
+"""Classifiers that read the class at a row's last place: padding comes before the text."""
 WRAPS = ("mbart", "plbart")
-"""Decoders that begin with the last token of their target, which is its language, or `eos`."""
+"""Decoders whose input begins with the last token of the target, its language or `eos`."""
 
 
 @functools.cache
 def installed_types(kind: HFKind) -> dict[str, str]:
-    """Every model type of this kind in the installed transformers, and the class that it becomes;
-    empty where transformers is not installed.
+    """Every model type of this kind in the installed transformers, and its class; empty if
+    transformers is not installed.
     """
     task = "SEQ_TO_SEQ_CAUSAL_LM" if kind == "seq2seq" else "SEQUENCE_CLASSIFICATION"
     return _tables().get(f"MODEL_FOR_{task}_MAPPING_NAMES", {})

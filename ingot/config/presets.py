@@ -75,8 +75,8 @@ _LLAMA3_SCALING = {
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Narrow models need wider draws: the usual 0.02 cost the first of these more than half a nat
-    # after 120 steps (docs/LOG.md).
+    # Narrow models need a larger initialisation range: the usual 0.02 cost the first of these more
+    # than half a nat after 120 steps (docs/LOG.md).
     "llama-3m": _llama(256, 3, 4, 2, 768, vocab=512, positions=1024, tied=False, std=0.1),
     "llama-6m": _llama(256, 6, 4, 2, 704, vocab=4096, positions=1024, tied=True, std=0.06),
     "llama-56m": _llama(512, 8, 8, 4, 1408, vocab=32_000, positions=2048, tied=False),
@@ -188,11 +188,11 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
 }
-"""Small models of the other kinds, for trying things out."""
+"""Small models of the other kinds, for experiments."""
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The configuration called `name`. Raises WrongInput naming the nearest one."""
+    """The configuration of preset `name`. Raises WrongInput naming the nearest one."""
     known = PRESETS | THROUGH_TRANSFORMERS
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

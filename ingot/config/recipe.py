@@ -37,7 +37,7 @@ PACKS: dict[Documents, tuple[Pack, ...]] = {
 }
 """How each kind of document may become rows; the first is what `auto` means."""
 MADE_ANEW = ("gce", "vertex")
-"""Places that make machines for each step, and are paid by machine and hour."""
+"""Places that create machines for each step, billed by machine and hour."""
 
 NO_SOURCE = "data.train has no source; add one, such as `data: {train: [{source: texts.jsonl}]}`"
 
@@ -93,7 +93,9 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_documents(cls, given: Any) -> Any:
-        """A model can be measured on items of the tasks' own without any documents."""
+        """Without `data`, a recipe that evaluates a model or tasks gets empty sources: tasks may
+        have items of their own.
+        """
         asked = given.get("evaluate") if isinstance(given, dict) else None
         measures = isinstance(asked, dict) and (asked.get("tasks") or asked.get("model"))
         if measures and "data" not in given:
@@ -139,7 +141,7 @@ class Recipe(Section):
         return self
 
     def _check_parallel(self) -> None:
-        """What no mesh can do, whatever the model's sizes."""
+        """Refuse meshes that are impossible whatever the model's sizes."""
         parallel, lora = self.parallel, self.model.lora
         beyond = {
             name: getattr(parallel, name)
@@ -197,7 +199,9 @@ class Recipe(Section):
             )
 
     def _check_metrics(self, tasks: list[str]) -> None:
-        """What stops training or chooses a checkpoint must be measured while training."""
+        """Check that the metrics for early stopping and for the best checkpoint are measured in
+        training.
+        """
         if self.train.skip.then == "roll_back" and seconds_of(self.checkpoint.every) is not None:
             raise ValueError(
                 f"train.skip.then=roll_back with checkpoint.every={self.checkpoint.every} would go"
@@ -231,24 +235,24 @@ class Recipe(Section):
 
     @property
     def trains_tokenizer(self) -> bool:
-        """True when `prepare` learns a vocabulary rather than taking one."""
+        """Whether `prepare` trains a tokenizer rather than loading one."""
         if self.tokenizer.source is None:
             return self.model.source.startswith("preset:")
         return self.tokenizer.source == "train"
 
     @property
     def documents(self) -> Documents:
-        """The kind of document that is trained on."""
+        """The kind of document for training."""
         return self.objective.training_documents
 
     @property
     def labels(self) -> list[str]:
-        """The names of a classifier's classes; none for anything else."""
+        """The class names of a classifier; empty for other models."""
         return self.objective.class_names
 
     @property
     def sources(self) -> list[str]:
-        """Where the documents come from that `ingest` reads."""
+        """The sources that `ingest` reads."""
         held_out = self.data.validation
         return [
             source.source
@@ -257,7 +261,7 @@ class Recipe(Section):
 
     @property
     def tasks(self) -> list[Task]:
-        """The evaluations, `evaluate.tasks` or what stands for none."""
+        """The evaluations: `evaluate.tasks`, or the defaults if it is empty."""
         if not self.data.holds_out:
             return self.evaluate.tasks
         return self.evaluate.tasks or [
@@ -266,8 +270,8 @@ class Recipe(Section):
         ]
 
     def missing_held_out(self, verb: str) -> list[tuple[str, str]]:
-        """What `verb` would do with held-out documents, where none are held out: a message and its
-        knob for each.
+        """The uses of held-out documents by `verb` when none are held out: a message and its knob
+        for each.
         """
         if self.data.holds_out:
             return []
@@ -301,17 +305,18 @@ class Recipe(Section):
 
     @property
     def pack_held_out(self) -> Pack:
-        """How held-out documents become rows: texts always as the stream cut, so that each token is
-        measured once.
+        """How held-out documents become rows: texts are always cut from the stream, so that each
+        token is measured once.
         """
         return "cut" if self.documents == "text" else self.pack
 
     def at(self, verb: str) -> Recipe:
-        """The recipe with `launch` as `pipeline.steps` has it for one step."""
+        """The recipe with `launch` overridden by `pipeline.steps` for one step."""
         places = {str(name): place for name, place in self.pipeline.steps.items()}
         place = places.get(verb, StepPlace())
-        # Moved here, a step leaves the machines of `launch` to the others. Each rank of an
-        # evaluation holds the whole model and needs no other, and its machines are made anew.
+        # A step placed at `local` leaves the machines of `launch` to the other steps. Each rank of
+        # an evaluation holds the whole model and needs no other rank, so machines created for it
+        # are one node.
         one = place.launch == "local" or (
             verb == "evaluate" and (place.launch or self.launch.kind) in MADE_ANEW
         )

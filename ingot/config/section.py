@@ -1,5 +1,5 @@
-"""The base of all sections of a recipe: strict, frozen, documented under every knob; and of those
-whose form is chosen by their `kind`.
+"""The base class of all sections of a recipe (strict, frozen, every knob documented), and of
+sections whose class is chosen by their `kind`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take `steps: yes` for one step."""
+        """Refuse booleans for other types: Pydantic would read `steps: yes` as one step."""
         if isinstance(value, bool) and bool not in _types(
             cls.model_fields[info.field_name or ""].annotation
         ):
@@ -52,40 +52,40 @@ class Section(BaseModel):
 
 
 class KindSettings(Section):
-    """The knobs of one kind behind a door, and what it needs of the rest of ingot, as class
-    attributes. Imports no torch.
+    """The settings of one kind of an extension point ("door"), with class attributes that tell the
+    rest of ingot about it. Imports no torch.
     """
 
     implementation: ClassVar[str]
-    """What computes: `module:name`, or the `name` alone where it stands in the settings' own
-    module. It is imported when it is first used; each door says how it is called.
+    """The code of the kind: `module:name`, or only `name` if it is in the settings' own module. It
+    is imported on first use; each door documents how it is called.
     """
     kind: str
     """The kind's name behind its door."""
 
     @classmethod
     def load_implementation(cls) -> Any:
-        """Import what `implementation` names."""
+        """Import the object that `implementation` names."""
         path = cls.implementation
         return load_dotted(path if ":" in path else f"{cls.__module__}:{path}")
 
 
 @dataclass(frozen=True)
 class ByKind:
-    """Annotation of a knob whose section is chosen by its `kind` behind a door:
+    """Annotation of a knob whose section's class is chosen by its `kind`:
     `Annotated[ObjectiveSettings, ByKind(OBJECTIVES, "pretrain")]`.
 
-    A validator rather than a union of classes, so that settings are imported when they are used
-    and those of other packages are found too.
+    A validator rather than a union of classes, so that settings are imported only when used and
+    those of other packages are found too.
     """
 
     door: Door
     default: str
-    """The kind where none is given."""
+    """The kind if none is given."""
 
     def sections(self, installed: bool) -> Iterator[tuple[str, type[KindSettings]]]:
-        """Each kind with its settings, built-in ones first. Kinds of installed packages that cannot
-        be imported are left out: using them says why.
+        """Each kind with its settings class, built-in ones first. Kinds of installed packages that
+        cannot be imported are left out: using them reports why.
         """
         for kind in self.door.kinds() if installed else self.door.built_in:
             try:
@@ -146,7 +146,7 @@ class KindName:
 
 
 def _types(annotation: Any) -> set[Any]:
-    """The plain types inside a type."""
+    """The plain types inside an annotation."""
     arguments = typing.get_args(annotation)
     return (
         {annotation}.union(*(_types(argument) for argument in arguments))

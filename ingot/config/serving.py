@@ -1,8 +1,8 @@
-"""What the serving engines are started with, here and in the container of an endpoint: arguments,
-routes, Triton's model repository.
+"""How the serving engines are started, here and in an endpoint's container: arguments, routes,
+Triton's model repository.
 
-Only texts and numbers: nothing is started, asked or read. Each engine's own words for one question
-and its answer stand here too, so that whoever asks an endpoint need not know what is behind it.
+Only text and numbers: nothing is started, requested or read. Also each engine's format of a single
+prompt and its answer, so that callers of an endpoint need not know its engine.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ VLLM_IMAGE = "docker.io/vllm/vllm-openai:v0.32.0"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.06-vllm-python-py3"
 PORT = 8080
 STORAGE = "$(AIP_STORAGE_URI)"
-"""Where Vertex AI puts the model's files; it fills this in itself."""
+"""The address of the model's files, filled in by Vertex AI."""
 RAW = ("vllm", "triton")
-"""Engines that take questions in their own words only: their endpoints are asked by rawPredict."""
+"""Engines with request formats of their own: their endpoints are called through rawPredict."""
 SHARED_MEMORY_MB = 8192
 FINISH_S = 8
-"""Seconds that vLLM lets running requests finish in once it is told to stop."""
+"""Seconds that vLLM gives running requests to finish when it is stopped."""
 _OLD = ("t4", "p4", "p100", "v100")
 """Accelerators without bfloat16."""
 _BRING_THEIRS = re.compile(r"^(?:a2|a3|a4|a4x|g2|g4)-")
 _COUNT = re.compile(r"-(\d+)g(?:-|$)")
 _G2 = {24: 2, 48: 4, 96: 8}
-"""L4s of the larger machines of type g2, by their processors; the others have one."""
+"""Number of L4s of the larger g2 machines, by their processors; the others have one."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class EndpointContainer:
     """The container of one endpoint, in Vertex AI's terms.
 
     `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an
-    engine in RAW its own words (`question`). No key
-    is asked for: an endpoint knows its callers.
+    engine in RAW its own format (`question`). No API key is used: an endpoint authenticates its
+    callers.
     """
 
     image: str | None
@@ -57,22 +57,20 @@ class EndpointContainer:
 
 
 def container_of(recipe: Recipe) -> EndpointContainer:
-    """What an endpoint runs for `recipe.serve.engine`.
+    """The container of an endpoint for `recipe.serve.engine`.
 
     The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex
-    AI takes images from Artifact Registry alone, so copy them there, or name a remote repository of
+    AI takes images from Artifact Registry only, so copy them there, or name a remote repository of
     it.
 
     Raises:
-        WrongInput: vLLM or Triton on a machine without an accelerator, which their images cannot
-            use.
+        WrongInput: vLLM or Triton on a machine without an accelerator, which their images require.
     """
     serve, name = recipe.serve, recipe.registry_name
     match serve.engine:
         case "vllm":
             cards = _accelerators(serve)
-            # This image reads the bucket itself, and has no ingot in it that could: nothing is
-            # copied to a disk first.
+            # This image reads the bucket itself, without ingot: nothing is copied to a disk first.
             args = vllm_arguments(
                 STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine)
             )
@@ -97,7 +95,7 @@ def container_of(recipe: Recipe) -> EndpointContainer:
                 shared_memory_mb=SHARED_MEMORY_MB,
             )
         case _:
-            # The image's own entry point runs `ingot serve`; what it takes are knobs.
+            # The image's entry point runs `ingot serve`; its arguments are knobs.
             changed = serve.model_dump(include=set(_LIMITS), exclude_defaults=True)
             settings = (
                 f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
@@ -113,10 +111,10 @@ VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 def vllm_arguments(
     model: str, name: str, serve: Serve, *, host: str, port: int, dtype: str
 ) -> tuple[str, ...]:
-    """vLLM's own arguments. A key is never among them: vLLM reads `VLLM_API_KEY`.
+    """vLLM's command-line arguments, never including a key: vLLM reads `VLLM_API_KEY`.
 
-    Sampling defaults in the model's folder are passed over, as our own server passes over them;
-    `serve.max_tokens` bounds each answer.
+    Sampling defaults in the model's folder are ignored, as by our own server; `serve.max_tokens`
+    bounds each answer.
     """
     most = json.dumps({"max_new_tokens": serve.max_tokens}, separators=(",", ":"))
     return (
@@ -145,7 +143,7 @@ def vllm_arguments(
 
 
 def triton_arguments(repository: str, *, host: str, port: int) -> tuple[str, ...]:
-    """Triton's own arguments: HTTP and nothing else. Vertex AI's frontend of Triton knows no
+    """Triton's command-line arguments: HTTP only. Vertex AI's frontend of Triton does not support
     streams, so its plain routes are used there too.
     """
     return (
@@ -164,20 +162,20 @@ def triton_route(name: str) -> str:
 
 
 def triton_name(name: str) -> str:
-    """A name that can be a folder and part of an address: `python@v2` is `python-v2`."""
+    """A name valid as a folder and in a URL: `python@v2` becomes `python-v2`."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
 def triton_repository(
     name: str, serve: Serve, model: str, backend: Literal["python", "vllm"]
 ) -> dict[str, str]:
-    """The files of a model repository, by their paths in it. The model itself stays where it is:
-    `model`, a folder or gs:// address.
+    """The files of a model repository, by relative path. The model itself stays at `model`, a
+    folder or gs:// address.
 
-    `python`: answered by ingot's own server's generation, from the environment that Triton's Python
-    backend runs in. `vllm`: by vLLM inside the image of Triton that has it. Both take and give the
-    same tensors, and requests join a running batch. Of one instance, whichever device it then
-    takes: KIND_CPU and KIND_MODEL only keep Triton from making one for each accelerator.
+    `python`: generation by ingot's own server, in the environment of Triton's Python backend.
+    `vllm`: by vLLM inside the Triton image that includes it. Both use the same tensors, and
+    requests join a running batch. There is one instance, whatever device it then uses: KIND_CPU and
+    KIND_MODEL only keep Triton from creating one per accelerator.
     """
     about = {
         "folder": model,
@@ -247,8 +245,8 @@ class TritonPythonModel(TritonBackend):
 
 
 def artifact_of(recipe: Recipe, model: str) -> dict[str, str]:
-    """What an endpoint's artifact folder holds beside the model at `model` (gs://): Triton wants a
-    repository; to the others the model is all ({}).
+    """The files of an endpoint's artifact folder beside the model at `model` (gs://): Triton needs
+    a repository, the others only the model ({}).
     """
     return (
         triton_repository(recipe.registry_name, recipe.serve, model, "vllm")
@@ -258,7 +256,7 @@ def artifact_of(recipe: Recipe, model: str) -> dict[str, str]:
 
 
 def question(engine: str, name: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    """One greedy question in the words of the engine's `predict_route`."""
+    """The request for one greedy completion in the format of the engine's `predict_route`."""
     if engine == "vllm":
         return {"model": name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     if engine == "triton":
@@ -267,7 +265,7 @@ def question(engine: str, name: str, prompt: str, max_tokens: int) -> dict[str, 
 
 
 def triton_question(prompt: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a Triton, with any settings of sampling."""
+    """The same for Triton, with any sampling settings."""
     return {
         "text_input": prompt,
         "stream": False,
@@ -277,7 +275,7 @@ def triton_question(prompt: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answered(engine: str, answer: Any) -> str:
-    """The completion in the answer to a `question`. Raises Failed where there is none in it."""
+    """The completion in the response to a `question`. Raises Failed if there is none."""
     try:
         if engine == "vllm":
             return str(answer["choices"][0]["text"])
@@ -293,13 +291,13 @@ def answered(engine: str, answer: Any) -> str:
 
 
 def dtype_on(machine: Machine) -> str:
-    """The type that weights are computed in there, as vLLM calls it."""
+    """The dtype for weights on this machine, in vLLM's terms."""
     kind = (machine.accelerator or "").lower().replace("_", "-")
     return "half" if kind.rpartition("-")[2] in _OLD else "bfloat16"
 
 
 def _accelerators(serve: Serve) -> int:
-    """How many there are on the machine. Raises WrongInput for none."""
+    """The number of accelerators of the machine. Raises WrongInput if there is none."""
     machine = serve.machine
     if machine.accelerators:
         return machine.accelerators
@@ -316,8 +314,8 @@ def _accelerators(serve: Serve) -> int:
 
 
 def shell(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """A command as one would type it; `$NAME` in a variable's value is left for the shell to fill
-    in.
+    """A command line as typed in a shell; `$NAME` in a variable's value is expanded by the
+    shell.
     """
     return " ".join(
         [*(f'{name}="{value}"' for name, value in environment.items()), shlex.join(words)]

@@ -1,6 +1,4 @@
-"""Arithmetic over knobs: does a layout fit, how large is a model, how much work is a token. No
-torch.
-"""
+"""Arithmetic on knobs: whether a layout fits, the size of a model, the work per token. No torch."""
 
 from __future__ import annotations
 
@@ -15,19 +13,21 @@ from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.training import Train
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The axes of the device mesh, from the outermost to the innermost: neighbours in `tensor` are
-neighbours in rank.
+"""The axes of the device mesh, outermost to innermost: ranks adjacent in `tensor` have adjacent
+numbers.
 """
 
 FLOAT8_MULTIPLE = 16
-"""Kernels take matrices whose sides are multiples of this."""
+"""Kernels require matrix sides that are multiples of this."""
 KNOWN_LAYERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "bert", "roberta", "xlm-roberta")
-"""Model types of transformers whose layers are plain attention and two matrices, none shared."""
+"""transformers' model types whose layers are plain attention and two feed-forward matrices, with no
+sharing.
+"""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each axis of the mesh has."""
+    """The degree of each axis of the mesh."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -41,7 +41,9 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of them, that take a share of the batch each."""
+        """Number of data-parallel ranks, or groups of ranks, each with its own share of the
+        batch.
+        """
         return self.replicate * self.shard
 
     def told(self) -> str:
@@ -50,7 +52,9 @@ class Degrees:
 
 
 def degrees_of(parallel: Parallel, world: int) -> Degrees:
-    """The mesh of `world` processes, `auto` resolved. Raises WrongInput with what would fit."""
+    """The degrees of a mesh of `world` processes, with `auto` resolved. Raises WrongInput with what
+    would fit.
+    """
     given = {axis: value for axis in AXES if (value := getattr(parallel, axis)) != "auto"}
     if "shard" not in given:
         given.setdefault("replicate", 1)
@@ -80,14 +84,14 @@ def _are(count: int) -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is dealt: every rank computes `micro_steps` micro-batches of at most
+    """How one global batch is divided: every rank computes `micro_steps` micro-batches of at most
     `micro_batch` rows.
     """
 
     global_batch: int
     micro_batch: int
     world: int
-    """Ranks, or groups of them, that take a share of the batch each."""
+    """Number of data-parallel ranks, or groups of ranks, each with its own share of the batch."""
 
     @property
     def per_rank(self) -> int:
@@ -99,14 +103,15 @@ class BatchPlan:
 
 
 def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> BatchPlan:
-    """Raises WrongInput, with the numbers, when the batch or the mesh does not divide.
+    """Divide the batch over `world` processes. Raises WrongInput, with the numbers, if it does not
+    divide.
 
-    `found`: what stands for `train.micro_batch: auto` once it is known.
+    `found`: the value of `train.micro_batch: auto` once it is known.
     """
     degrees = degrees_of(parallel, world)
     data = degrees.data
     if train.global_batch % data:
-        # The nearest divisor; 1 always is one.
+        # The nearest divisor; 1 always divides.
         near = next(
             n
             for distance in range(1, data)
@@ -127,8 +132,8 @@ def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> 
 
 
 def _check_stages(plan: BatchPlan, pipeline: int, virtual: int) -> None:
-    """A pipeline wants micro-batches of one size, and with several stages a rank a number of them
-    that its ranks divide.
+    """Check that a pipeline gets micro-batches of one size and, with several stages per rank, a
+    number of them that its ranks divide.
     """
     if plan.per_rank % plan.micro_batch:
         near = max(n for n in range(1, plan.micro_batch + 1) if plan.per_rank % n == 0)
@@ -146,8 +151,8 @@ def _check_stages(plan: BatchPlan, pipeline: int, virtual: int) -> None:
 
 
 def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_len: int) -> None:
-    """Whether `world` processes can share a decoder of this configuration, and rows of `seq_len`
-    tokens, as asked.
+    """Check that `world` processes can train a decoder of this configuration on rows of `seq_len`
+    tokens with the given layout.
 
     Raises:
         WrongInput: they cannot; says what would fit.
@@ -211,7 +216,7 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
 def check_pipeline(
     parallel: Parallel, memory: MemorySettings, *, compiled: bool, dropout: float
 ) -> None:
-    """What a pipeline cannot do, whatever the model. `dropout` is the adapter's. Raises
+    """Check what no pipeline supports, whatever the model. `dropout` is the adapter's. Raises
     WrongInput.
     """
     if parallel.pipeline == 1:
@@ -243,8 +248,8 @@ def check_pipeline(
 
 
 def check_float8_fits(kind: str, lengths: Mapping[str, int], adapted: bool) -> None:
-    """What float8 cannot be used for on any machine. `lengths`: tokens of a micro-batch on one
-    rank, by the knob that says so. Raises WrongInput.
+    """Check what float8 supports on no machine. `lengths`: tokens of a micro-batch on one rank, by
+    the knob that sets them. Raises WrongInput.
     """
     if adapted:
         raise WrongInput(
@@ -264,8 +269,8 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def total_steps(train: Train, rows: int, seq_len: int) -> int:
-    """Optimizer steps that `steps`, `epochs` or `tokens` mean for `rows` training rows of `seq_len`
-    tokens.
+    """The number of optimizer steps given by `steps`, `epochs` or `tokens` for `rows` training rows
+    of `seq_len` tokens.
     """
     if train.steps is not None:
         return train.steps
@@ -275,7 +280,7 @@ def total_steps(train: Train, rows: int, seq_len: int) -> int:
 
 
 def parameter_count(config: Mapping[str, Any]) -> int:
-    """Weights of a decoder of the native family with this Hugging Face configuration."""
+    """Number of weights of a native decoder with this Hugging Face configuration."""
     read = sizes(config)
     embeddings = read.vocab * read.hidden * (1 if read.tied else 2)
     queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
@@ -289,7 +294,7 @@ def parameter_count(config: Mapping[str, Any]) -> int:
 
 
 def lora_parameters(config: Mapping[str, Any], rank: int) -> int:
-    """Weights of an adapter of this rank beside every linear layer of such a decoder."""
+    """Number of weights of a rank-`rank` adapter on every linear layer of such a decoder."""
     read = sizes(config)
     queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
     sides = 4 * read.hidden + 2 * queries + 2 * keys + 3 * (read.hidden + read.feed_forward)
@@ -297,8 +302,8 @@ def lora_parameters(config: Mapping[str, Any], rank: int) -> int:
 
 
 def least_parameters(config: Mapping[str, Any]) -> int:
-    """Weights that a model of transformers with encoder layers has at the least: those of its
-    embeddings, and of the matrices of its layers where its kind says how many there are.
+    """A lower bound on the weights of a transformers model with encoder layers: its embeddings, and
+    its layers' matrices if their number is known for its type.
     """
 
     def first(*names: str) -> int:
@@ -319,11 +324,10 @@ def least_parameters(config: Mapping[str, Any]) -> int:
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
-    6 per matrix weight (the head included, the embedding lookup not), and 12 * heads * head size
-    per layer for each token that
-    attention sees: seq_len / 2 on average, causal attention being half of the full square (the
-    formula of PaLM, appendix B, with the causal half left out), and less in a layer with a sliding
-    window.
+    6 per matrix weight (including the head, excluding the embedding lookup), plus 12 * heads * head
+    size per layer and token attended to: seq_len / 2 on average, since causal attention is half of
+    the full square (the formula of PaLM, appendix B, for the causal half only), and fewer in a
+    layer with a sliding window.
     """
     read = sizes(config)
     matrices = read.layers * _matrices(read) + read.vocab * read.hidden
@@ -333,15 +337,15 @@ def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
 
 
 def _seen(seq_len: int, window: int | None) -> float:
-    """How many tokens a token attends to on average, itself counted half: the first `window` ever
-    more, the others `window` each.
+    """The average number of tokens that a token attends to, itself counted as half: growing up to
+    `window` tokens, then `window` each.
     """
     reach = min(seq_len, window or seq_len)
     return reach * (2 * seq_len - reach + 1) / (2 * seq_len) - 0.5
 
 
 def _matrices(read: DecoderSizes) -> int:
-    """Weights of the seven matrices of one layer."""
+    """Number of weights in the seven matrices of one layer."""
     return (
         read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads)
         + 3 * read.hidden * read.feed_forward

@@ -1,5 +1,5 @@
-"""Raw values as they come from files, variables and the command line, each with the place that set
-it; and what a person is told where they do not hold: one line for each fault, with its place.
+"""Raw values from files, variables and the command line, each with the place that set it; and
+validation errors as one line per error, with its place.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 @dataclass
 class Values:
-    """Raw values as nested mappings, and for each path where it was set last (`recipe.yaml:12`,
-    `$INGOT_SEED`).
+    """Raw values as nested mappings, and for each path the place that set it last
+    (`recipe.yaml:12`, `$INGOT_SEED`).
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def origin(self, path: KeyPath) -> str:
-        """Where the value at `path`, or the nearest thing around it, was set."""
+        """The place that set the value at `path`, or the nearest enclosing section."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -39,12 +39,12 @@ class Values:
 
 
 def parse_path(names: Iterable[str]) -> KeyPath:
-    """Short runs of digits are indices into lists."""
+    """Short runs of digits become list indices."""
     return tuple(int(name) if re.fullmatch("[0-9]{1,9}", name) else name for name in names)
 
 
 def get(tree: Any, path: KeyPath) -> Any:
-    """The value at `path`, or NOTHING."""
+    """The value at `path`, or MISSING."""
     for part in path:
         if isinstance(tree, dict):
             tree = tree.get(part, MISSING)
@@ -56,7 +56,7 @@ def get(tree: Any, path: KeyPath) -> Any:
 
 
 def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
-    """Set one value, making the sections on the way; an index must exist in its list already."""
+    """Set one value, creating missing sections; a list index must already exist."""
     tree: Any = values.tree
     above: KeyPath = ()
     for part in path:
@@ -85,14 +85,14 @@ def dotted(path: KeyPath) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a person wrote, short enough for an error and without line breaks."""
+    """User input shortened for an error message, without line breaks."""
     text = text if len(text) <= 120 else f"{text[:117]}..."
     return text.replace("\n", "\\n")
 
 
 def as_typed(setting: str) -> str:
-    """`key=value` as it was typed, for an error; the value is left out where the key, or one
-    inside the value, is that of a secret.
+    """`key=value` as typed, for an error message; the value is left out if the key, or one inside
+    the value, is a secret's.
     """
     key, equals, _ = setting.partition("=")
     words = re.findall(r"\w+", setting)
@@ -115,21 +115,21 @@ _WANTED = {
 
 
 def explain_errors(error: ValidationError, values: Values) -> str:
-    """All faults, one line each, each with its place."""
+    """All validation errors, one line each, with their places."""
     lines: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
         head, wanted, tail = _explain_one(detail, values)
         told = lines.setdefault((head, tail), [])
         if wanted not in told:
-            told.append(wanted)  # a knob of several types is told once, with all that it could be
+            told.append(wanted)  # a knob of several types is reported once, with all accepted types
     return "\n".join(head + ", or ".join(told) + tail for (head, tail), told in lines.items())
 
 
 def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
-    """What is wrong where, what it should be, and where to read on; the last two '' where the first
-    says all.
+    """The problem with its place, what the value should be, and where to read more; the last two
+    are '' if the first is complete.
     """
-    # Pydantic puts the names of union members between the keys: keep what can be followed through
+    # Pydantic inserts names of union members between the keys: keep only the parts that exist in
     # the values.
     path: KeyPath = ()
     for part in detail["loc"][:-1]:
@@ -191,14 +191,16 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
 
 
 def _explain_rule(message: str, path: KeyPath, values: Values) -> str:
-    """A rule of a section names its knobs itself; a rule of one knob starts with its verb."""
+    """Rules of sections name their knobs; rules of single knobs begin with their verb."""
     if path and not isinstance(get(values.tree, path), dict):
         return f"{values.origin(path)}: `{dotted(path)}` {message}"
     return "\n".join(located(each, values, path) for each in message.split("\n"))
 
 
 def located(message: str, values: Values, path: KeyPath = ()) -> str:
-    """The message with the place that set the first knob that it names; else that of `path`."""
+    """The message, preceded by the place that set the first knob it names, else the place of
+    `path`.
+    """
     words = [message.split(" ")[0], *re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+", message)]
     named = [parse_path(word.split(".")) for word in words]
     own = [values.origins[knob] for knob in named if knob in values.origins]
@@ -214,7 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def _knob(path: KeyPath) -> tuple[str, str]:
-    """Name and text of the knob at `path`, or of the nearest one around it; ('', '') at the
+    """Name and docstring of the knob at `path`, or of the nearest enclosing one; ('', '') at the
     root.
     """
     known = {knob.plain: knob.doc for knob in all_knobs()}
@@ -225,24 +227,24 @@ def _knob(path: KeyPath) -> tuple[str, str]:
 
 
 def _plain(path: KeyPath) -> str:
-    """As knobs are called: without indices."""
+    """A knob's name without list indices."""
     return dotted(tuple(part for part in path if not isinstance(part, int)))
 
 
 @dataclass
 class Findings:
-    """What was found: `wrong` and `unknown` are lines that begin with a place in the recipe."""
+    """Results of checks: `wrong` and `unknown` are lines that begin with a place in the recipe."""
 
     values: Values
     wrong: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
     def add(self, message: str, knob: str = "") -> None:
-        """One thing that is wrong; `knob` where the message does not name it by its whole path."""
+        """Add an error; `knob` if the message does not name it by its full path."""
         self.wrong += [self._placed(line, knob) for line in message.split("\n")]
 
     def ask(self, check: Callable[..., T], *given: Any, at: str = "") -> T | None:
-        """What `check` gives, None where it raises, which is then noted."""
+        """Return the result of `check`; if it raises, record the error and return None."""
         try:
             return check(*given)
         except WrongInput as error:
@@ -252,11 +254,11 @@ class Findings:
         return None
 
     def skip(self, message: str, knob: str = "") -> None:
-        """One thing that could not be asked."""
+        """Record that something could not be checked."""
         self.unknown.append(self._placed(" ".join(message.split()), knob))
 
     def _placed(self, message: str, knob: str) -> str:
         path = parse_path(knob.split(".")) if knob else ()
-        if any(isinstance(part, int) for part in path):  # in messages, lists have no lines
+        if any(isinstance(part, int) for part in path):  # message texts do not name list items
             return f"{self.values.origin(path)}: {message}"
         return located(message, self.values, path)

@@ -100,8 +100,7 @@ class EvalModel:
 
         Raises:
             EvaluationInterrupted: some rank was asked to stop; raised on all ranks, so that none
-                waits for
-                another's results.
+                waits for another's results.
         """
         if self.should_stop is None:
             yield from items

@@ -139,8 +139,8 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
 
 
 def _checkpoint_conflict(recipe: Recipe, job: Job) -> list[str]:
-    """Why checkpoints of this machine and those in the bucket would not resume from the same
-    step.
+    """Why the checkpoints in the bucket would not give the wanted start: those of this machine are
+    newer, or --fresh would find some.
     """
     here = max(committed_steps(recipe.folder.checkpoints), default=0)
     remote = max(committed_anywhere(recipe, job)(), default=0)

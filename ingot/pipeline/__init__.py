@@ -1,3 +1,3 @@
-"""Which steps there are, in what order, and which of them are done already. Runs them as commands;
-imports none of them, nor torch.
+"""The pipeline's steps, their order, and which of them are up to date. Runs them as commands;
+imports neither them nor torch.
 """

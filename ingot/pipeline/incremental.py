@@ -32,10 +32,9 @@ DATA_STEPS = ("ingest", "prepare")
 NOT_DONE = "not done yet"
 
 ExternalStamps = Mapping[str, Callable[[Recipe], Any]]
-"""Verb -> a function whose value changes when something outside the run folder changes that the
-verb
-reads: source files, the live model. The command line passes these in, because this package may not
-import the packages that compute them.
+"""Verb -> a function whose value changes when something that the verb reads outside the run folder
+changes: source files, the live model. The command line passes these in, because this package may
+not import the packages that compute them.
 """
 
 
@@ -88,7 +87,6 @@ def run_step(
 
     Under torchrun every rank calls this. All ranks reach the same answer from the same files; only
     rank 0 writes.
-
 
     Raises:
         Failed: another process holds the lock of this run folder.
@@ -212,7 +210,6 @@ def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:
     Only knobs are compared: a source that changed later does not invalidate what was made from it.
     For steps after the data (such as a model trained with another recipe) a note is printed
     instead.
-
 
     Raises:
         WrongInput: names the knob, both values, and the command that rebuilds the data.

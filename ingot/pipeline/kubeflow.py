@@ -2,9 +2,8 @@
 gives the same bytes.
 
 Each step is a lightweight component; components pass strings to each other, and a condition reads
-the gate's decision.
-Kubeflow's cache is off, because each step's record in the run folder already says
-whether anything changed.
+the gate's decision. Kubeflow's cache is off, because each step's record in the run folder already
+says whether anything changed.
 """
 
 # No `from __future__ import annotations`: kfp reads the annotations of components and pipeline.

@@ -65,7 +65,6 @@ def run(
 
     `fresh` starts training from step 0 if it has to run; `debug` makes the steps print tracebacks.
 
-
     Raises:
         StepFailed: a step failed or was stopped; the same command continues from there.
         Failed: another `ingot run` holds this run folder.
@@ -152,7 +151,6 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     `arguments` are those of `ingot run`; only its options are passed to the server. Recipe files
     and overrides are in the resolved recipe already, and the first of them need not be the TARGET
     that `serve` expects in that position.
-
 
     Raises:
         Failed: the server did not start, or its answer is malformed.

@@ -161,7 +161,6 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
     live model is a success. Metrics, reports and logs are then downloaded to the run folder `root`,
     if one is given.
 
-
     Raises:
         Failed: a step failed (with its name and error), or the pipeline was cancelled.
     """

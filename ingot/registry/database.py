@@ -39,7 +39,6 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
 
     A missing file is created only for writing; for reading it counts as an empty registry.
 
-
     Raises:
         Failed: the disk is full, or another process holds the file for longer than WAIT_S.
         WrongInput: the file is not a registry, is damaged, was written by a newer ingot, or cannot

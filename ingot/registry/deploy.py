@@ -32,8 +32,7 @@ BY_HAND = "by hand"
 @dataclass(frozen=True)
 class DeployRequest:
     """The options of `ingot deploy`. `canary`: percent of the traffic that the new version gets
-    first;
-    `verify`: compare its answer with the local model's; `back`: roll back.
+    first; `verify`: compare its answer with the local model's; `back`: roll back.
     """
 
     number: int | None = None
@@ -50,7 +49,6 @@ def deploy(
 
     `is_run`: the recipe belongs to a run; with Vertex AI that run's own version is deployed then,
     if the gate approved it.
-
 
     Raises:
         WrongInput: no such version, its files are damaged, the gate did not approve it, or the

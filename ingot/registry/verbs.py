@@ -116,7 +116,6 @@ def register(recipe: Recipe) -> VerbOutcome:
     A version that was live before and is not now was replaced or rolled back on purpose, and is not
     made live again.
 
-
     Raises:
         WrongInput: no report or decision about this model, no local model folder, one that
             changed since its export, or another model went live after the decision.

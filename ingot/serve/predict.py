@@ -69,7 +69,6 @@ def predict(
     `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message and
     goes through the model's chat template.
 
-
     Raises:
         WrongInput: no such model, a prompt that it cannot read, or a request that the server
             refuses.

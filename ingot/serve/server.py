@@ -133,8 +133,8 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         app = create_app(
             Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
         )
-        # What is loaded stays: a collection of garbage that looks at all of it lasts long enough
-        # to be felt by whoever asks meanwhile.
+        # Exclude loaded objects from garbage collection: a collection that visits all of them takes
+        # long enough to delay requests noticeably.
         gc.collect()
         gc.freeze()
         UvicornServer(
@@ -145,7 +145,6 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
 def render(folder: Path, settings: Serve, name: str) -> str:
     """What `serve` would start, as text: another engine's files and command, or a note that this
     process would answer. It contains no secret.
-
 
     Raises:
         WrongInput: a folder that the engine cannot serve.

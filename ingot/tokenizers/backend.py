@@ -1,4 +1,4 @@
-"""What every tokenizer library must offer behind `Tokenizer`, and the backend of Hugging Face's
+"""The interface of tokenizer libraries behind `Tokenizer`, and the backend of Hugging Face's
 `tokenizers` library. A backend is the reference: its ids are right by definition.
 """
 
@@ -90,7 +90,7 @@ class TokenizerBackend(Protocol):
     def token_id(self, text: str) -> int | None: ...
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides about ids, for the identity of the tokenizer."""
+        """Everything that determines ids, for the identity of the tokenizer."""
 
     def plain_json(self) -> str | None:
         """A tokenizer.json that encodes plain text exactly as this backend does and has no special
@@ -259,8 +259,8 @@ def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int
 
 
 def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Everything that decides about ids, without empty values and without settings for character
-    offsets, so that it is the same after the file was saved again.
+    """Everything that determines ids, without empty values and without settings for character
+    offsets, so that saving the file again does not change it.
     """
     state = json.loads(reference.to_str())
     return {

@@ -1,6 +1,6 @@
 """Chat templates by name, and a tokenizer with another template than its own.
 
-The names stand in `ingot.config.doors`: a new template is a Jinja file, a `NamedTemplate`, and one
+The names are in `ingot.config.doors`: a new template is a Jinja file, a `NamedTemplate`, and one
 line there (or an entry point `template.NAME` of another package).
 """
 
@@ -23,18 +23,18 @@ TEMPLATE_FILE, SPECIAL_MAP_FILE = "chat_template.jinja", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """A chat template that recipes call by name, and what it needs of a tokenizer."""
+    """A chat template that recipes refer to by name, and the tokens that it needs."""
 
     file: Path
     """The Jinja file."""
     tokens: tuple[str, ...] = ()
-    """What it writes that must be one token of the vocabulary, beside the tokenizer's own BOS and
-    EOS. A tokenizer that is trained for it gets these.
+    """Strings that it writes and that must be single tokens of the vocabulary, beside the
+    tokenizer's own BOS and EOS. A tokenizer trained for it gets these.
     """
     named: tuple[str, ...] = ()
-    """The named tokens (`bos_token`, `eos_token`) that it cannot do without."""
+    """The named tokens (`bos_token`, `eos_token`) that it requires."""
     end_of_turn: str | None = None
-    """The token that ends a turn where it is not the tokenizer's EOS. It becomes the EOS, so that
+    """The token that ends a turn if it is not the tokenizer's EOS. It becomes the EOS, so that
     generation stops there.
     """
 
@@ -87,12 +87,11 @@ def required_tokens(name_or_path: str | None) -> tuple[str, ...]:
 
 
 def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with the chat template and the languages that the recipe gives, in its
-    files too.
+    """The same tokenizer with the chat template and the languages of the recipe, also in its files.
 
     Raises:
-        WrongInput: it lacks what they need, or marks texts with a language and the recipe does not
-            say in which one targets are.
+        WrongInput: it lacks tokens that these need, or marks texts with a language and the recipe
+            does not give the language of targets.
     """
     knobs = recipe.tokenizer
     if knobs.template is not None:
@@ -113,13 +112,13 @@ def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
-    """The same tokenizer with another chat template, in its files too.
+    """The same tokenizer with another chat template, also in its files.
 
-    A named template makes its end-of-turn token the EOS, and begins with BOS where the tokenizer
-    puts one before any text.
+    A named template makes its end-of-turn token the EOS, and begins with BOS if the tokenizer puts
+    one before any text.
 
     Args:
-        template: the text of a template, as `find_template` gives it.
+        template: the text of a template, as returned by `find_template`.
 
     Raises:
         WrongInput: a named template needs tokens that the vocabulary does not have.
@@ -171,8 +170,8 @@ def _by_name(name: str) -> NamedTemplate | None:
 
 
 def _with_text(template: str) -> tuple[str, NamedTemplate] | None:
-    """The named template whose text this is. One of another package that cannot be imported is
-    passed over here: using it by its name says why.
+    """The named template with this text. One of another package that cannot be imported is skipped;
+    using it by its name reports why.
     """
     for name in TEMPLATES.kinds():
         try:

@@ -123,12 +123,12 @@ class Tokenizer:
     text, EOS is used, since a target must have an end.
     """
     target_frame: tuple[list[int], list[int]]
-    """The same around what a model is to write. It is another one only where texts are marked with
-    their language, as NLLB's and mBART's are (`src_lang` and `tgt_lang`).
+    """The same around targets. It differs only if texts are marked with their language, as for NLLB
+    and mBART (`src_lang` and `tgt_lang`).
     """
     unnamed_language: str | None
-    """The language that stands around sources and targets alike, since no `tgt_lang` says another;
-    None where there is none.
+    """The language that frames both sources and targets because no `tgt_lang` is set; None if there
+    is none.
     """
     files: dict[str, str | bytes]
     """The files by name: texts, and models as bytes."""
@@ -177,8 +177,8 @@ class Tokenizer:
     def _marked(
         self, frame: tuple[list[int], list[int]], config: Mapping[str, Any], knob: str
     ) -> tuple[tuple[list[int], list[int]], str | None]:
-        """`frame` with the language that `knob` names in place of its own, or before it where it
-        has none; and the language that stays in it since `knob` names none.
+        """`frame` with the language of `knob` in place of its own, or prepended if it has none; and
+        the language that stays in the frame because `knob` sets none.
         """
         kinds = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
         plain = {self._reference.token_id(self.named[kind]) for kind in kinds if kind in self.named}
@@ -307,8 +307,8 @@ class Tokenizer:
 
     @property
     def ids_for_model(self) -> dict[str, int | None]:
-        """What a model's configuration says of its tokenizer, by name: `bos`, `eos`, `pad`; where
-        targets begin with their language, `forced_bos`; and with which token a target ends.
+        """A model configuration's token ids, by name: `bos`, `eos`, `pad`; if targets begin with
+        their language, `forced_bos`; and the token that ends a target.
         """
         before, after = self.target_frame
         spoken = before[0] if before and self.target_frame != self.frame else None

@@ -1,6 +1,6 @@
-"""`ingot adopt`: configuration files of five older projects become a recipe that loads, and a list
-of what could not be carried over.
+"""`ingot adopt`: converts configuration files of five older projects to a recipe that loads, with a
+list of what could not be converted.
 
-Each project is a table (key -> knob and conversion) in a file of its own, with the little that
-several keys mean together.
+Each project has a file with a table (key -> knob and conversion) and code for keys that only have a
+meaning together.
 """

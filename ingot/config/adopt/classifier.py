@@ -1,4 +1,4 @@
-"""Fine-tuning RoBERTa as a classifier: the flags of its script, those of Lightning among them."""
+"""Fine-tuning RoBERTa as a classifier: the flags of its script, including those of Lightning."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ TPU_CORES = 8
 
 
 def devices(given: Given) -> int:
-    """Lightning's `--gpus`: a number, `0,1` for those two, `-1` or `all` for all (then 0 comes
-    back).
-    """
+    """Parse Lightning's `--gpus`: a number, or ids such as `0,1`; 0 for `-1` or `all`."""
     if isinstance(given, tuple):
         return len(given)
     value = text(given)
@@ -98,7 +96,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             " safely",
         )
     _length(sheet, draft)
-    if sheet.has("--gradient-clip-val"):  # 0 is for none there
+    if sheet.has("--gradient-clip-val"):  # 0 means no clipping there
         draft.put_from(
             sheet,
             "--gradient-clip-val",
@@ -113,7 +111,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _length(sheet: GivenKeys, draft: Draft) -> None:
-    """How long is trained: epochs, steps, or epochs of so many batches."""
+    """Set the length of training: epochs, steps, or epochs of a given number of batches."""
     epochs, steps = sheet.get("--max-epochs"), sheet.get("--max-steps") or -1
     limit = sheet.get("--limit-train-batches") or "1.0"
     accumulated = max(1, sheet.get("--accumulate-grad-batches"))

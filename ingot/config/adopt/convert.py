@@ -1,5 +1,5 @@
-"""From the files of an older project to a recipe as text: which project they are of, its knobs in
-the order of `ingot show knobs`, beside each where it is from, and notes at the top.
+"""Converts the files of an older project to the text of a recipe: detects the project, writes its
+knobs in the order of `ingot show knobs` with their origins, and notes at the top.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ PROJECTS: tuple[Project, ...] = (
     megatron.PROJECT,
 )
 ENOUGH = 2
-"""Known keys that make files a project's, unless they have fewer keys at all."""
+"""Number of known keys that identifies a project; fewer suffice if the files have fewer keys."""
 _OURS = re.compile(r"data\.(train|seq_len)|objective\.kind|launch\.kind|train\.\w+")
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """A recipe as text, whose head says what the notes say; which project it is from."""
+    """The text of a recipe, with the notes in its header; and the project that it was converted
+    from.
+    """
 
     text: str
     notes: tuple[str, ...]
@@ -47,12 +49,12 @@ class Adopted:
 def adopt(
     paths: Sequence[Path], check: Callable[[Recipe, Values], Findings] | None = None
 ) -> Adopted:
-    """The recipe that configuration files of one older project amount to. What `check` finds of it
-    is told at its top.
+    """Convert configuration files of one older project to a recipe. What `check` finds is noted at
+    the top.
 
     Raises:
-        WrongInput: a file cannot be read or is of none of the projects, the files are of several,
-            or a value is not what its key wants.
+        WrongInput: a file cannot be read or belongs to none of the projects, the files belong to
+            several, or a value is invalid for its key.
     """
     if not paths:
         raise WrongInput("no file is given; name the configuration files of one older project")
@@ -83,7 +85,7 @@ def adopt(
 
 
 def _leave_pickles(draft: Draft) -> None:
-    """A pickled data frame may run code and is never read; what it is to be made into is."""
+    """A pickled data frame may run code and is never read; note which format to convert it to."""
     data, evaluation = draft.values.tree["data"], draft.values.tree.get("evaluate", {})
     listed = [data["train"], data["validation"], evaluation.get("tasks")]
     for item in (item for items in listed if isinstance(items, list) for item in items):
@@ -101,8 +103,8 @@ def _leave_pickles(draft: Draft) -> None:
 
 
 def recognise(files: Sequence[File]) -> Project:
-    """The project that all files are of. Raises WrongInput naming what was looked for, or which
-    file is of which.
+    """The project that all files belong to. Raises WrongInput naming what was looked for, or the
+    project of each file.
     """
     found: list[list[Project]] = []
     for file in files:
@@ -111,7 +113,7 @@ def recognise(files: Sequence[File]) -> Project:
             raise WrongInput(f"{file.path} is a recipe of ingot already; use it as it is")
         scores = {project.title: project.knows(file) for project in PROJECTS}
         most = max(scores.values())
-        only_secrets = bool(file.secrets) and not file.entries  # those of any project
+        only_secrets = bool(file.secrets) and not file.entries  # may belong to any project
         if most == 0 and not only_secrets:
             raise _none_of_them(file.path)
         found.append([project for project in PROJECTS if scores[project.title] == most])
@@ -155,7 +157,7 @@ WIDEST, REMARKS_AT = 150, 44
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts with line breaks stay on one line, in double quotes; nothing is written as an alias."""
+    """Writes texts with line breaks on one line in double quotes, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -170,7 +172,7 @@ _Dumper.add_representer(
 
 
 def recipe_text(draft: Draft, project: Project, files: Sequence[str]) -> str:
-    """The whole recipe, with its notes as comments."""
+    """The complete recipe, with its notes as comments."""
     first = (
         f"Adopted from {', '.join(files)}: {project.title}. The remark beside each knob says which"
         " of its keys it is from."
@@ -218,7 +220,7 @@ def _lines(draft: Draft, path: KeyPath, value: Any, order: dict[str, int]) -> It
 
 
 def _inline(value: Any) -> str:
-    """A value on one line."""
+    """A value as one line."""
     text = yaml.dump(
         value,
         Dumper=_Dumper,

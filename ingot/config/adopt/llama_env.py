@@ -54,7 +54,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _objective(sheet: GivenKeys, draft: Draft) -> str:
-    """The way of training; the stage whose data and paths count comes back."""
+    """Set the objective; returns the stage whose data and paths apply."""
     asked = [
         key
         for key in ("IS_DPO_TRAINING", "IS_MODEL_DISTILLATION", "IS_INSTRUCT_TRAINING")
@@ -155,7 +155,7 @@ def _data(sheet: GivenKeys, draft: Draft, stage: str) -> None:
 
 
 def _model(sheet: GivenKeys, draft: Draft) -> None:
-    """The sizes, over a preset of Llama 3: untied, plain rotary positions."""
+    """Set the sizes, on top of a Llama 3 preset: untied, plain rotary positions."""
     draft.put("model.source", "preset:llama-8b", "Llama's form, with the sizes below")
     dim, heads = sheet.get("DIM"), sheet.get("N_HEADS")
     sizes = {
@@ -204,8 +204,8 @@ def _model(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def feed_forward(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """The width of the feed-forward layer in Meta's reference code: two thirds of 4 dim, times the
-    multiplier, rounded up to a multiple.
+    """The width of the feed-forward layer as in Meta's reference code: two thirds of 4 * dim, times
+    the multiplier, rounded up to a multiple of `multiple_of`.
     """
     width = int(2 * (4 * dim) / 3)
     if multiplier is not None:
@@ -216,7 +216,7 @@ def feed_forward(dim: int, multiple_of: int, multiplier: float | None) -> int:
 def _tokenizer(sheet: GivenKeys, draft: Draft) -> None:
     path, hub = sheet.get("TOKENIZER_CHECKPOINT_PATH"), sheet.get("HUGGINGFACE_TOKENIZER")
     if hub and hub.lower() in ("true", "false", "1", "0"):
-        hub = path if hub.lower() in ("true", "1") else None  # a switch that says what the path is
+        hub = path if hub.lower() in ("true", "1") else None  # a switch for the path
     if hub:
         draft.put_from(sheet, "HUGGINGFACE_TOKENIZER", "tokenizer.source", hub_source(hub).source)
         if path and path != hub:
@@ -305,7 +305,7 @@ def _training(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _start(sheet: GivenKeys, draft: Draft) -> None:
-    """A step to start at counts from a checkpoint, which is of a format of that project alone."""
+    """A start step continues from a checkpoint, whose format only that project can read."""
     if not sheet.has("--start-step"):
         return
     dropped = [

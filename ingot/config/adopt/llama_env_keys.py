@@ -1,4 +1,4 @@
-"""The keys of the `.env` of Llama under DDP, with the knob of each that has one."""
+"""The keys of the `.env` of Llama under DDP, and the knob of each that has one."""
 
 from __future__ import annotations
 

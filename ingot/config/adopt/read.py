@@ -1,8 +1,8 @@
-"""Configuration files of older projects as plain entries: JSON, YAML, NAME=value lines, command
-lines. What a key means is not known here.
+"""Reads configuration files of older projects as plain entries: JSON, YAML, NAME=value lines,
+command lines. The meaning of keys is not known here.
 
-All values are text, as they stand in the file. Secrets are forgotten on the spot: nothing that is
-made of entries can hold one.
+All values are text, as in the file. Secrets are dropped at once, so nothing made from entries can
+contain one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class GivenEntry:
-    """One key with its value, and where it stands (`gcp.env:3`). Nested keys are dotted."""
+    """One key with its value and place (`gcp.env:3`). Nested keys are dotted."""
 
     key: str
     value: Given
@@ -47,13 +47,13 @@ class GivenEntry:
 
     @property
     def empty(self) -> bool:
-        """Whether the key is there but says nothing."""
+        """Whether the key has no value."""
         return isinstance(self.value, str) and self.value.strip().lower() in NULLS
 
 
 @dataclass(frozen=True)
 class File:
-    """What one file says. `secrets`: entries whose values were secrets, and are gone."""
+    """The entries of one file. `secrets`: entries whose values were secrets and were dropped."""
 
     path: str
     form: Form
@@ -62,11 +62,11 @@ class File:
 
 
 def read_file(path: Path) -> File:
-    """Read one file, whatever its name; its form is told by what is in it.
+    """Read one file; its format is detected from its content, not its name.
 
     Raises:
-        WrongInput: there is no such file, it has none of the forms, or a secret stands in it where
-            it must not.
+        WrongInput: there is no such file, it has none of the formats, or it contains a secret in a
+            place where none is allowed.
     """
     text = _text(path)
     lines = [
@@ -119,8 +119,8 @@ def _text(path: Path) -> str:
 
 
 def _without_secrets(file: File) -> File:
-    """Entries that are secrets by their name lose their values; on a command line, and under any
-    other name, a secret is refused.
+    """Drop the values of entries whose names mark them as secrets; refuse secrets on a command line
+    or under other names.
     """
     kept: list[GivenEntry] = []
     secrets: list[GivenEntry] = []
@@ -151,7 +151,7 @@ def _without_secrets(file: File) -> File:
 
 
 def _from_environment(text: str, path: Path) -> Iterator[GivenEntry]:
-    """Errors do not show the line: a token could stand in it."""
+    """Errors do not show the line, which might contain a token."""
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -166,7 +166,7 @@ def _from_environment(text: str, path: Path) -> Iterator[GivenEntry]:
 
 
 def _from_flags(text: str, path: Path) -> Iterator[GivenEntry]:
-    """Words before the first flag (`python train.py`) say nothing; a flag without a value is
+    """Words before the first flag (`python train.py`) are ignored; a flag without a value is
     `true`.
     """
     try:
@@ -220,7 +220,7 @@ def _flatten_pairs(
     found: list[GivenEntry],
     depth: int = 0,
 ) -> None:
-    """JSON objects come as tuples of pairs, so that a key that stands twice is seen twice."""
+    """JSON objects are passed as tuples of pairs, so that duplicate keys are detected."""
     _check_size(found, depth, where)
     for key, value in pairs:
         name = f"{prefix}{key}"
@@ -249,7 +249,7 @@ def _flatten_pairs(
 
 
 def _from_yaml(text: str, path: Path, *, required: bool) -> list[GivenEntry] | None:
-    """None where it is no mapping, unless it is `required` to be one."""
+    """None if it is not a mapping, unless `required`, which makes that an error."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if isinstance(node, yaml.MappingNode):

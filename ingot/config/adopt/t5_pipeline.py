@@ -1,5 +1,5 @@
-"""Fine-tuning T5 on a cluster of virtual machines and serving it: a JSON of seventeen keys, and the
-options of its command line.
+"""Fine-tuning T5 on a cluster of virtual machines and serving it: a JSON file of seventeen keys,
+and command-line options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ingot.config.adopt.table import (
 )
 
 BRINGS_ITS_OWN = re.compile(r"(a2|a3|a4|a4x|g2|g4)-")
-"""Machine types that come with their accelerators."""
+"""Machine types that include their accelerators."""
 
 
 def zone(given: Given) -> str:
@@ -43,7 +43,7 @@ def accelerators(given: Given) -> int:
 
 
 def option(key: str) -> tuple[str, ...]:
-    """Its options stand on a command line, or in the file."""
+    """A key's spelling as a command-line option."""
     return (f"--{key.replace('_', '-')}",)
 
 
@@ -228,7 +228,7 @@ def _machines(sheet: GivenKeys, draft: Draft) -> None:
 def _accelerator(
     sheet: GivenKeys, draft: Draft, section: str, machine_key: str, type_key: str, count_key: str
 ) -> None:
-    """The accelerators of a machine; nothing where the machine type brings its own."""
+    """Set the accelerators of a machine, unless its type includes them."""
     machine, accelerator, number = sheet.get(machine_key), sheet.get(type_key), sheet.get(count_key)
     if machine and BRINGS_ITS_OWN.match(machine):
         draft.note(

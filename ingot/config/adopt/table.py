@@ -1,5 +1,5 @@
-"""An older project as a table: key -> knob and conversion, what is lost and why; and the recipe
-that grows from it, with notes.
+"""An older project as a table (key -> knob and conversion, or why it is lost); and the draft of the
+recipe made from it, with notes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ingot.config.values import MISSING, KeyPath, Values, get, one_line, parse_p
 
 Kind = Literal["missing", "unchecked", "fill", "clash", "changed", "lost", "unknown"]
 MOST_REFERENCES = 20
-LONGEST = 63  # bits of a whole number that a recipe takes
+LONGEST = 63  # bits of an integer in a recipe
 
 
 @dataclass(frozen=True)
 class KeyRow:
     """One key of an older project.
 
-    With a `knob` its value goes there as `read` makes it; without one it is either `lost`, which
-    says why, or taken by the project's `build`.
+    With a `knob`, its value is converted by `read` and set there; without one, the key is either
+    `lost`, for the given reason, or handled by the project's `build`.
     """
 
     key: str
@@ -35,19 +35,17 @@ class KeyRow:
     also: tuple[str, ...] = ()
     """Other spellings."""
     default: str | None = None
-    """What the project takes when the key is not given."""
+    """The project's default for the key."""
     changed: str = ""
-    """How the knob differs in meaning; told when the key is given."""
+    """How the knob's meaning differs; noted if the key is given."""
     lost: str = ""
-    """Why it is not carried over."""
+    """Why it cannot be converted."""
     idle: tuple[str, ...] = ()
-    """Values, in lower case, with which nothing is changed or lost."""
+    """Values, in lower case, that have no effect, so that nothing is lost."""
 
 
 class GivenKeys:
-    """What the files of one project say, by its keys. Of a key that stands twice the last one
-    counts.
-    """
+    """The values in the files of one project, by key. Of duplicate keys the last one counts."""
 
     def __init__(self, rows: Iterable[KeyRow], files: Sequence[File], draft: Draft) -> None:
         self.rows = {row.key: row for row in rows}
@@ -89,18 +87,17 @@ class GivenKeys:
         }
 
     def has(self, *keys: str) -> bool:
-        """Whether one of the keys is given, and says something."""
+        """Whether one of the keys is given with a value."""
         return any(key in self.given for key in keys)
 
     def form(self, form: Form) -> bool:
         return any(file.form == form for file in self.files)
 
     def get(self, key: str) -> Any:
-        """The value as the row reads it; of a key that is not given the default, None where there
-        is none.
+        """The key's value as converted by its row; if it is not given, the default or None.
 
         Raises:
-            WrongInput: it is not what the row wants.
+            WrongInput: the value is invalid for the row.
         """
         row, entry = self.rows[key], self.given.get(key)
         if entry is None and row.default is None:
@@ -114,11 +111,11 @@ class GivenKeys:
             raise WrongInput(f"{where} is {shown(value)}; it should be {error}") from None
 
     def name(self, key: str) -> str:
-        """The key as it is spelt in the file, for notes."""
+        """The key as spelt in the file, for notes."""
         return self.given[key].key if key in self.given else key
 
     def where(self, *keys: str) -> str:
-        """Where the first of the keys that is given stands."""
+        """The place of the first of the keys that is given."""
         return next(
             (self.given[key].where for key in keys if key in self.given), self.files[0].path
         )
@@ -126,8 +123,8 @@ class GivenKeys:
 
 @dataclass
 class Draft:
-    """The recipe in the making: raw values with the place that each comes from, a remark beside
-    each, and notes.
+    """The recipe under construction: raw values with the place that each comes from, remarks on
+    values, and notes.
     """
 
     values: Values = field(default_factory=Values)
@@ -140,7 +137,7 @@ class Draft:
             self.notes[kind].append(line)
 
     def put(self, knob: str, value: Any, remark: str, where: str = "") -> None:
-        """Set a knob. A remark says in the recipe where the value is from."""
+        """Set a knob. The remark says in the recipe where the value comes from."""
         if isinstance(value, int) and value.bit_length() > LONGEST:
             raise WrongInput(
                 f"{where or remark}: {knob} would be beyond {LONGEST} bits; lower the numbers that"
@@ -158,11 +155,11 @@ class Draft:
         self.remarks[path] = remark
 
     def put_from(self, sheet: GivenKeys, key: str, knob: str, *value: Any) -> None:
-        """Set a knob from one key: to `value`, or to what the key says."""
+        """Set a knob from one key: to `value` if given, else to the key's value."""
         self.put(knob, value[0] if value else sheet.get(key), key, sheet.where(key))
 
     def fixed(self, **knobs: Any) -> None:
-        """Values that were fixed inside the project; dots in the names of knobs are written
+        """Set values that were hard-coded in the project; dots in knob names are written as
         `__`.
         """
         for knob, value in knobs.items():
@@ -171,8 +168,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Project:
-    """An older project: what its keys mean, what it looks like, and what several keys mean together
-    (`build`, after the table).
+    """An older project: its keys, a description for recognising it, and code for keys that only
+    have a meaning together (`build`, run after the table).
     """
 
     title: str
@@ -181,12 +178,12 @@ class Project:
     build: Callable[[GivenKeys, Draft], None]
 
     def knows(self, file: File) -> int:
-        """How many keys of a file are this project's."""
+        """How many keys of a file belong to this project."""
         return len({canonical(entry.key) for entry in file.entries} & spellings(self.rows).keys())
 
 
 def apply(sheet: GivenKeys, draft: Draft) -> None:
-    """Everything that the table alone decides."""
+    """Set every knob that the table determines on its own."""
     for key, row in sheet.rows.items():
         entry = sheet.given.get(key)
         if row.knob and (entry is not None or row.default is not None):
@@ -207,19 +204,21 @@ def apply(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def canonical(key: str) -> str:
-    """A long flag in the one spelling that tables have: `--num_classes` is `--num-classes`."""
+    """The single spelling of a long flag used in tables: `--num_classes` becomes
+    `--num-classes`.
+    """
     return f"--{key[2:].replace('_', '-').lower()}" if key.startswith("--") else key
 
 
 def spellings(rows: Iterable[KeyRow]) -> dict[str, str]:
-    """Every spelling of every key, and the key."""
+    """Every spelling of every key -> the key."""
     return {name: row.key for row in rows for name in (row.key, *row.also)}
 
 
 def _resolved(
     entry: GivenEntry, given: Mapping[str, GivenEntry], spelt: Mapping[str, str]
 ) -> GivenEntry:
-    """`${KEY}` in a value is what the same files say for KEY, where they do."""
+    """Replace `${KEY}` in a value by the value of KEY in the same files, if it has one."""
     if not isinstance(entry.value, str) or not 0 < entry.value.count("${") <= MOST_REFERENCES:
         return entry
 
@@ -278,7 +277,7 @@ def truth(given: Given) -> bool:
 
 
 def texts(given: Given) -> list[str]:
-    """A list, a list in JSON, or words with commas between them."""
+    """A list, a list in JSON, or words separated by commas."""
     if isinstance(given, tuple):
         return list(given)
     try:
@@ -297,12 +296,12 @@ def texts(given: Given) -> list[str]:
 
 
 def ratio(small: float, large: float) -> float:
-    """A quotient without the dust of binary fractions."""
+    """A quotient, rounded to 12 significant digits to remove floating-point noise."""
     return float(f"{small / large:.12g}")
 
 
 def run_name(*candidates: str | None) -> str:
-    """The first of the candidates that a run can be called, odd characters replaced."""
+    """The first of the candidates that makes a valid run name, with invalid characters replaced."""
     for candidate in candidates:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", candidate or "")[:100].strip("-._")
         if name:
@@ -331,28 +330,26 @@ MOVED = {
     "ag_news": "fancyzhx/ag_news",
     "hellaswag": "Rowan/hellaswag",
 }
-"""Names from before every model and data set had an owner."""
+"""Old names without an owner, of models and data sets that were moved on the hub."""
 OWNERS = {
     "Llama-": "meta-llama",
     "Meta-Llama-": "meta-llama",
     "Qwen": "Qwen",
     "Mistral-": "mistralai",
 }
-"""Who has the models whose names begin so."""
+"""The owners of models by prefix of their names."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class HubName(NamedTuple):
-    """`source` as a recipe writes it; `moved`: the name that was given, where the hub has another
-    one.
-    """
+    """`source` as in a recipe; `moved`: the given name if the hub now has another one."""
 
     source: str
     moved: str = ""
 
 
 def hub_source(name: str) -> HubName:
-    """`hf:ORG/NAME` for a name on the hub, and what is given for a path or an address."""
+    """`hf:ORG/NAME` for a name on the hub; a path or an address is unchanged."""
     name = name.removeprefix("hf:")
     if name in MOVED:
         return HubName(f"hf:{MOVED[name]}", name)

@@ -1,7 +1,7 @@
 """Continued pretraining on Google Cloud: an `.env` of cloud resources, a pipeline's parameters, and
 a torchtune YAML.
 
-The three levels come in files of their own, or in one.
+The three parts may be in separate files, or in one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of cloud resources, pipelines and torchtune, with the knob of each that has one."""
+"""The keys of cloud resources, pipelines and torchtune, and the knob of each that has one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MODELS = {
     "qwen2_5_1_5b_base": "Qwen/Qwen2.5-1.5B",
     "qwen2_5_7b_base": "Qwen/Qwen2.5-7B",
 }
-"""torchtune's builders and the models of the hub that they build."""
+"""torchtune's model builders -> the hub's models that they build."""
 IMAGES = (
     "holds that project's code; build ingot's own with `ingot images build`, or name one in"
     " cloud.images"
 )
 BY_ITSELF = "not needed: "
-FEWEST, MOST = 16, 1024  # permutations that data.clean.fuzzy takes
+FEWEST, MOST = 16, 1024  # limits of the permutations of data.clean.fuzzy
 
 
 def last_part(given: Given) -> str:
@@ -43,7 +43,7 @@ def last_part(given: Given) -> str:
 
 
 def secret_reference(given: Given) -> str:
-    """`secret:NAME` of a name, or of `projects/P/secrets/NAME/versions/V`."""
+    """`secret:NAME` from a name, or from `projects/P/secrets/NAME/versions/V`."""
     found = re.fullmatch(
         r"(?:projects/[^/]+/secrets/)?([A-Za-z0-9_-]+)(?:/versions/(?:latest|(\d+)))?", text(given)
     )

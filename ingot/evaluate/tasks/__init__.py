@@ -1,5 +1,5 @@
-"""The tasks of `evaluate.tasks`: each is opened once, which refuses what can be refused, and then
-measured as often as needed. The kinds stand in `ingot.config.doors`.
+"""The tasks of `evaluate.tasks`: each is opened once, which checks everything possible, and then
+measured as often as needed. The kinds are registered in `ingot.config.doors`.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Models as they are stored elsewhere: Hugging Face folders, transformers' own models behind the
-interface of the native decoder, and Meta's original files.
+"""Models in external formats: Hugging Face folders, transformers' own models behind the interface
+of the native decoder, and Meta's original files.
 """

@@ -1,7 +1,7 @@
 """Configurations of transformers' sequence-to-sequence models and encoders, read from a Hugging
 Face `config.json`.
 
-transformers itself is imported here alone, and only once such a model is asked for.
+The only file that imports transformers for these, and only once such a model is used.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ingot.config.model_types import (
 )
 
 RELATIVE_POSITIONS = 8192
-"""T5 and others tell positions by distance and have no last one. Attention grows with the square of
-the length; up to here it is let grow.
+"""Maximum length in tokens for models such as T5 that use relative positions and have no limit of
+their own; attention grows with the square of the length.
 """
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Sizes of one model of transformers. `source` is the whole configuration, by Hugging Face's
+    """Sizes of one transformers model. `source` is the whole configuration under Hugging Face's
     names.
 
-    `vocab_size` counts what the tokenizer may give; `max_position_embeddings` the tokens that a
-    text may have, `target_positions` those that a decoder may write. `first_position` is the number
-    that the model gives to a text's first token: RoBERTa and its kin count from behind padding's.
+    `vocab_size` is that of the model; `max_position_embeddings` is the maximum tokens of a source
+    text, `target_positions` that of a target. `first_position` is the position id of a text's first
+    token: RoBERTa and related models count from the one after padding's.
     """
 
     model_type: str
@@ -49,8 +49,8 @@ class HFConfig:
     labels: tuple[str, ...]
     source: Mapping[str, Any] = field(repr=False, compare=False)
     learnt_start: Mapping[str, int] = field(default_factory=dict)
-    """With what answers begin where the tokenizer of a training decides it, by the names of a
-    `generation_config.json`: that of the source is then another model's.
+    """Start tokens of generation that the tokenizer determines when a model is trained, by their
+    names in `generation_config.json`: those of the source would belong to another model.
     """
 
     def to_hf(self) -> dict[str, Any]:
@@ -59,20 +59,21 @@ class HFConfig:
 
     @property
     def own_head(self) -> bool:
-        """Whether projection and embedding of a T5 are two. transformers ties them whatever the
-        configuration says, and unties them at loading.
+        """Whether a T5 has an output projection separate from its embedding. transformers ties them
+        when it builds the model, whatever the configuration says, and unties them when it loads
+        weights.
         """
         return self.model_type in RELATIVE and self.source.get("tie_word_embeddings") is False
 
     @property
     def projects(self) -> bool:
-        """Whether a decoder's hidden states are had apart from the logits: chunks of them then
-        suffice for a loss.
+        """Whether the decoder's hidden states are available separately from the logits, so that a
+        loss can be computed in chunks.
         """
         return self.model_type in (*LIKE_BART, *RELATIVE)
 
     def build(self) -> Any:
-        """transformers' model in float32 on the CPU, randomly initialised from torch's
+        """Build transformers' model in float32 on the CPU, randomly initialised from torch's
         generator.
         """
         library = _library()
@@ -94,11 +95,11 @@ def read_hf_config(
     *,
     unproved: bool = False,
 ) -> HFConfig:
-    """Read `config.json`'s mapping. `labels`: names of an encoder's classes; its own where none are
-    given. `unproved`: also a type that is not proved.
+    """Parse the contents of `config.json`. `labels`: names of an encoder's classes; if empty, the
+    configuration's own. `unproved`: also accept model types without proof.
 
     Raises:
-        WrongInput: another model type, a value that cannot be; `where` says where it stands.
+        WrongInput: another model type, or an invalid value; `where` names the configuration.
     """
     model_type = check_model_type(values, kind, where, unproved=unproved)
     source = {**values, "architectures": [installed_types(kind)[model_type]]}
@@ -129,19 +130,19 @@ def read_hf_config(
 
 
 def _positions(parsed: Any, values: Mapping[str, Any], first: int) -> tuple[int, int]:
-    """How many tokens a text may have, and how many a decoder may write."""
+    """Maximum number of tokens of a source, and of a target."""
     most = getattr(parsed, "max_position_embeddings", None)
     if hasattr(parsed, "max_encoder_position_embeddings"):
         return int(parsed.max_encoder_position_embeddings), int(
             parsed.max_decoder_position_embeddings
         )
-    if not isinstance(most, int) or most <= 0:  # told by distance: there is no last one
+    if not isinstance(most, int) or most <= 0:  # relative positions: no limit
         most = max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0))
     return most - first, most - first
 
 
 def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """What a configuration says of the classes: one label a text."""
+    """The class settings of a configuration for single-label classification."""
     names = list(labels)
     if not names:
         given = values.get("id2label") or {}
@@ -163,7 +164,7 @@ def _first_position(model_type: str, pad: int) -> int:
 
 
 def _check(parsed: Any, where: str, kind: HFKind) -> None:
-    """Ids that the model itself puts in must be in its vocabulary."""
+    """Check that token ids which the model itself inserts are in its vocabulary."""
     size = int(parsed.vocab_size)
     if (getattr(parsed, "decoder_vocab_size", None) or size) != size:
         raise WrongInput(
@@ -197,7 +198,7 @@ def _parsed(source: Mapping[str, Any], where: str) -> Any:
     }
     try:
         return _library().AutoConfig.for_model(source["model_type"], **values)
-    except Exception as error:  # each configuration checks its values in its own way
+    except Exception as error:  # each configuration class validates in its own way
         reason = " ".join(str(error).split())
         raise WrongInput(
             f"{where}: transformers does not take this configuration ({reason}); mend it"

@@ -1,5 +1,5 @@
-"""Compares the tensors of a model folder with its record (`config/model_content.py`) while they are
-read, so that it costs no second pass and each rank compares a share.
+"""Compares the tensors of a model folder with the record of its export (`config/model_content.py`)
+while they are loaded, so that no second pass is needed and each rank compares a share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ingot.config.model_content import (
 
 
 def digest(tensor: Tensor) -> str:
-    """A hash of a tensor's bytes, at the speed of memory (17 GB/s a core; SHA-256 takes 13 times as
+    """A hash of a tensor's bytes, at memory speed (17 GB/s per core; SHA-256 takes 13 times as
     long).
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -30,7 +30,7 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The tensors that one of `world` readers of the same folder compares: each `world`th."""
+    """The tensors compared by one of `world` readers of the same folder: every `world`th one."""
 
     rank: int = 0
     world: int = 1
@@ -43,36 +43,38 @@ ALL = Share()
 class ContentCheck:
     """Compares what is read of `folder` with its record.
 
-    `wants` says whether to hand a tensor to `compare`; `finish` raises when any of them differed.
+    `wants` says whether to pass a tensor to `compare`; `finish` raises if any of them differed.
     """
 
     folder: Path
     digests: Mapping[str, str]
     share: Share = ALL
     changed: dict[str, list[str]] = field(default_factory=dict)
-    """What differs, by file."""
+    """Names of tensors that differ, by file."""
 
     def __post_init__(self) -> None:
         names = list(self.digests)
         self._mine = frozenset(names[self.share.rank :: self.share.world])
 
     def wants(self, name: str) -> bool:
-        """Whether this reader compares a tensor; all compare one that the record does not know."""
+        """Whether this reader compares a tensor; a tensor without a record is compared by all
+        readers.
+        """
         return bool(self.digests) and (name in self._mine or name not in self.digests)
 
     def compare(self, file: Path, name: str, tensor: Tensor) -> None:
-        """Compare a whole tensor with its record, if this reader is to."""
+        """Compare a whole tensor with its record, if it is in this reader's share."""
         if self.wants(name) and digest(tensor) != self.digests.get(name):
             self.changed.setdefault(file.name, []).append(name)
 
     def finish(self) -> None:
-        """Raises WrongInput when something differed."""
+        """Raises WrongInput if something differed."""
         if self.changed:
             refuse_changed(self.folder, self.changed)
 
 
 def content_check(folder: Path, share: Share = ALL) -> ContentCheck:
-    """What compares the tensors of a folder with its record; its other files are compared here."""
+    """A check for the tensors of a folder; its other files are compared here."""
     lineage = read_lineage(folder)
     check = ContentCheck(folder, tensor_digests(lineage), share)
     check.changed |= {name: [] for name in changed_files(folder, lineage)}
@@ -82,7 +84,7 @@ def content_check(folder: Path, share: Share = ALL) -> ContentCheck:
 def compared(
     check: ContentCheck, tensors: Iterable[tuple[Path, str, Tensor]]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Tensors as they come, each compared on its way; raises as `finish` after the last one."""
+    """Pass the tensors on, comparing each; raises as `finish` after the last one."""
     for file, name, tensor in tensors:
         check.compare(file, name, tensor)
         yield name, tensor

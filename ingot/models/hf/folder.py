@@ -1,5 +1,5 @@
-"""Reading and writing Hugging Face model folders. Whatever is missing, extra or of another shape is
-named, and nothing is loaded.
+"""Reading and writing Hugging Face model folders. Missing or surplus tensors, and those of another
+shape, are all named, and then nothing is loaded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def load_model(
     overrides: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Decoder:
-    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode. Not `check`: what
-    changed since it was exported is taken as it is.
+    """The decoder in `folder`, in `dtype` (None: float32), in evaluation mode. `check` False
+    accepts changes since the export.
 
     Raises:
-        WrongInput: not a model folder, an architecture that is not supported, torn files, tensors
-            that do not fit, or, with `check`, that are not those of the export.
+        WrongInput: not a model folder, an unsupported architecture, damaged files, tensors that do
+            not fit, or, with `check`, that differ from those of the export.
     """
     config = DecoderConfig.from_hf(
         overridden(model_config(folder), overrides or {}), str(folder / CONFIG)
@@ -54,12 +54,12 @@ def load_model(
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> None:
-    """Fill the parameters of a model from `folder`, one tensor at a time; of what is spread or cut
-    this rank's part is all that is read. `share`: what is compared with the record of the export;
-    of those tensors all is read.
+    """Load the parameters of a model from `folder`, one tensor at a time; of sharded parameters
+    only this rank's shard is read. `share`: the tensors compared with the record of the export;
+    those are read completely.
 
     Raises:
-        WrongInput: tensors that do not fit, or that are not those of the export.
+        WrongInput: tensors that do not fit, or that differ from those of the export.
     """
     with torch.device("meta"):
         whole = {
@@ -103,8 +103,8 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
 
 
 def _part(stored: Any, wanted: Slices) -> Tensor:
-    """A box of a stored tensor; of one that has no rows, as its last ranks have of a short one,
-    nothing is asked.
+    """A slice of a stored tensor. A slice may be empty, as the last ranks have of a short tensor;
+    such a one is not requested from the file.
     """
     part: Tensor = stored[
         tuple(slice(0, 1) if side.start == side.stop else side for side in wanted)
@@ -113,7 +113,7 @@ def _part(stored: Any, wanted: Slices) -> Tensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by its index where it has one."""
+    """The safetensors files of a folder, according to its index if there is one."""
     index = folder / INDEX
     if index.exists():
         try:
@@ -139,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes, from the headers alone."""
+    """Tensor names and shapes, read from the file headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with _opened(file) as reader:
@@ -149,8 +149,8 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those named, in that order, one at a time; raises WrongInput after the last one where one of
-    them is not that of the export.
+    """The named tensors, in that order, one at a time; raises WrongInput after the last one if any
+    differs from the export's.
     """
     holding: dict[str, tuple[Path, Any]] = {}
     for file in weight_files(folder):
@@ -161,8 +161,8 @@ def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Ten
 
 
 def stored_tensors(folder: Path, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, memory-mapped, one at a time; with `check` compared with the record of the
-    export, so that WrongInput is raised after the last one where one of them differs.
+    """All tensors, memory-mapped, one at a time. With `check`, compared with the record of the
+    export: raises WrongInput after the last one if any differs.
     """
     found = (
         (file, name, reader.get_tensor(name))
@@ -192,8 +192,8 @@ def _check_names(
     *,
     tied: bool,
 ) -> None:
-    """Name every difference. Older exports keep rotary frequencies (buffers that are computed here)
-    and a tied head's twin.
+    """Raise an error that names every difference. Older exports contain rotary frequencies (buffers
+    computed here) and a copy of a tied head.
     """
     passed_over = {
         name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
@@ -205,8 +205,8 @@ def _check_names(
 
 
 def model_hash(folder: Path) -> str:
-    """Identity of a model folder's weights and configuration: from its `ingot.json`, else from the
-    files themselves.
+    """Hash of a model folder's weights and configuration: from its `ingot.json`, else computed from
+    the files.
     """
     lineage = read_lineage(folder)
     if lineage is not None and "model_hash" in lineage:
@@ -215,7 +215,7 @@ def model_hash(folder: Path) -> str:
 
 
 def hash_model(folder: Path) -> str:
-    """Reads every byte of the weights."""
+    """Compute the hash of a model folder; reads every byte of the weights."""
     return fingerprint(
         {
             "config": model_config(folder),
@@ -227,8 +227,8 @@ def hash_model(folder: Path) -> str:
 def check_template(folder: Path, template: str | None, knob: str) -> None:
     """Refuse a model folder whose chat template is not the one that the model was trained with.
 
-    `template` is the identity of the one that lies there now. A folder that ingot did not write
-    says nothing about it.
+    `template` is the identity of the folder's present template. Folders not written by ingot have
+    no record of it and are accepted.
 
     Raises:
         WrongInput: they differ; `knob` allows it.

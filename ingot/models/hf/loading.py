@@ -1,5 +1,5 @@
-"""Models of transformers: drawn at random, read from a Hugging Face folder, and given out again by
-its names.
+"""transformers' models: random initialisation, loading from a Hugging Face folder, and export under
+its tensor names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.hf.tensor_names import current_name
 
 GENERATION = "generation_config.json"
-# Heads of other tasks that pretrained encoders come with, and the pooler where a classifier has
-# none.
+# Heads for other tasks in pretrained encoders, and the pooler, which some classifiers lack.
 OTHER_HEADS = (
     "cls",
     "lm_head",
@@ -41,15 +40,15 @@ OTHER_HEADS = (
 )
 
 UNREAD = {
-    "xlnet": r"\.(mask_emb|r_s_bias|seg_embed)$",  # tokens to be guessed, pairs of texts
-    "led": r"_global\.(weight|bias)$",  # tokens that all others see, which nobody names here
+    "xlnet": r"\.(mask_emb|r_s_bias|seg_embed)$",  # for masked tokens and for pairs of texts
+    "led": r"_global\.(weight|bias)$",  # for tokens with global attention, which are not used here
 }
-"""Parameters that only other inputs use, by model type."""
+"""Regular expressions of parameters that only unsupported inputs use, by model type."""
 
 
 def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
-    """Random weights as transformers draws them, in float32: the same for a seed on every rank and
-    device. torch's generators stay as they are.
+    """Random weights in float32 as transformers initialises them, the same for a seed on every rank
+    and device. The state of torch's generators is preserved.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -57,8 +56,8 @@ def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
     if config.own_head:
         inner.lm_head.weight = nn.Parameter(inner.lm_head.weight.detach().clone())
         inner.all_tied_weights_keys.pop("lm_head.weight", None)
-    # What nothing reads, such as an embedding that is not tied: data parallel would wait for its
-    # gradient.
+    # An unused parameter, such as an untied embedding, gets no gradient, and data parallelism would
+    # wait for one.
     shared = getattr(getattr(inner, "model", None), "shared", None)
     if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
         shared.weight.requires_grad_(False)
@@ -82,18 +81,17 @@ def load_hf_model(
 ) -> HFModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
-    A pretrained encoder has no head for our classes yet: it is drawn from `seed`, and a line is
-    printed.
-    `seed` None: that is an error. Not `check`: what changed since its export is taken as it is.
+    A pretrained encoder has no head for our classes yet: it is initialised from `seed`, and a line
+    is printed. `seed` None makes that an error. `check` False accepts changes since the export.
 
     Raises:
-        WrongInput: torn files, tensors that do not fit (all are named, and nothing is loaded), or
-            that are not those of the export.
+        WrongInput: damaged files, tensors that do not fit (all are named, and nothing is loaded),
+            or that differ from the export's.
     """
     model = init_hf_model(config, seed or 0, torch.device("cpu"))
     places = _places(model)
     found = stored_shapes(folder)
-    # Older folders also hold what is computed here, such as BERT's list of positions.
+    # Older folders also contain computed buffers, such as BERT's position ids.
     names = places.keys() | {name for name, _ in model.inner.named_buffers()}
     ours = {stored: current_name(stored, model.inner.base_model_prefix, names) for stored in found}
     fresh, unused = _check(
@@ -131,8 +129,8 @@ def load_hf_model(
 
 
 def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder by transformers' names, each once: of tied ones the first name,
-    of computed ones none.
+    """The tensors to export, under transformers' names: tied ones once, under the first name;
+    computed ones not at all.
     """
     left_out = re.compile(
         "|".join(getattr(model.inner, "_keys_to_ignore_on_save", None) or ["(?!)"])
@@ -145,15 +143,15 @@ def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def generation_settings(model: Seq2Seq) -> dict[str, Any]:
-    """What `generation_config.json` says of a sequence-to-sequence model: the tokens that it
-    begins, pads and ends with, and how it prefers to search.
+    """The contents of `generation_config.json` for a sequence-to-sequence model: its start, padding
+    and end tokens, and search settings.
     """
     settings: dict[str, Any] = model.inner.generation_config.to_diff_dict()
     return settings
 
 
 def _places(model: HFModel) -> dict[str, Tensor]:
-    """Every name that a tensor is stored under; tied ones share theirs."""
+    """Every name of every tensor; tied names map to the same tensor."""
     named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))
     kept = model.inner.state_dict(keep_vars=True)
     return named | {name: tensor for name, tensor in kept.items() if name not in named}
@@ -168,8 +166,8 @@ def _check(
     *,
     may_draw: bool,
 ) -> tuple[list[str], list[str]]:
-    """Names that are to be drawn, and stored ones that nothing here uses. Every other difference is
-    an error.
+    """Names of parameters to initialise, and unused names in the folder. Raises WrongInput for
+    every other difference.
     """
     have = set(ours.values())
     places = _places(model)
@@ -213,7 +211,7 @@ def _check(
 
 
 def _new_head(model: HFModel, name: str, have: set[str]) -> bool:
-    """Whether a missing tensor is one of a part that a pretrained encoder does not have at all: the
+    """Whether a missing tensor belongs to a part that a pretrained encoder lacks completely: the
     classifier, or the pooler under it.
     """
     if model.config.kind != "encoder":
@@ -231,8 +229,8 @@ def _other_head(model: HFModel, name: str) -> bool:
 
 
 def _pattern(model: HFModel, attribute: str) -> re.Pattern[str]:
-    """What transformers itself says may be missing, or left over; matches nothing where it says
-    nothing.
+    """transformers' own pattern of names that may be missing or surplus; one that never matches if
+    it has none.
     """
     return re.compile("|".join(getattr(model.inner, attribute, None) or ["(?!)"]))
 

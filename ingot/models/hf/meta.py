@@ -1,9 +1,9 @@
 """Meta's original Llama files (`params.json`, `consolidated.NN.pth`), for `ingot import`: read
 only, memory-mapped, one tensor at a time.
 
-A file is one rank's share under Meta's model parallelism. Along which dim a tensor was cut is read
-off the shapes, which covers Llama 2 (embedding cut by width) and Llama 3 (cut by vocabulary) alike.
-Pickles are opened by torch with `weights_only`.
+A file is one rank's shard under Meta's model parallelism. The dim along which a tensor is sharded
+is inferred from the shapes, which covers both Llama 2 (embedding sharded by width) and Llama 3 (by
+vocabulary). Pickles are opened by torch with `weights_only`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_troubles, to_
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 
-# Of params.json: what is used, and what says nothing about the maths. Any other key would change it
-# unseen.
+# Keys of params.json: those used, and those without effect on the model. Any other key is refused,
+# since it could change the model silently.
 _USED = {
     "dim",
     "n_layers",
@@ -43,7 +43,7 @@ _IDLE = {
     "ffn_dim_multiplier",
     "max_batch_size",
     "model_parallel_size",
-}  # the width of w1 says the first two
+}  # the first two are implied by the width of w1
 _SCALED = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -61,12 +61,12 @@ def is_meta(folder: Path) -> bool:
 
 
 def load_meta(folder: Path, *, device: torch.device) -> tuple[Decoder, torch.dtype]:
-    """The decoder in a folder of Meta's, in float32 and evaluation mode, and the type that its
-    weights are stored in.
+    """The decoder in a folder in Meta's layout, in float32 and evaluation mode, and the dtype in
+    which its weights are stored.
 
     Raises:
-        WrongInput: a file is missing, torn or no pickle of plain tensors; params.json asks for
-            something else; tensors do not fit.
+        WrongInput: a file is missing, damaged or not a pickle of plain tensors; params.json has an
+            unsupported value; tensors do not fit.
     """
     shards = _shards(folder)
     config = DecoderConfig.from_hf(
@@ -81,22 +81,22 @@ def load_meta(folder: Path, *, device: torch.device) -> tuple[Decoder, torch.dty
         whole = _whole(to_meta(name), shapes[to_meta(name)], shards, str(folder))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             whole = _half_split(whole, config.head_dim)
-        # A copy in any case: a memory-mapped tensor would tie the model to the file.
+        # Always a copy: a memory-mapped tensor would keep the file open.
         tensors[name] = whole.to(device=device, dtype=torch.float32, copy=True)
     model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval(), shards[0][to_meta(EMBEDDING)].dtype
 
 
 def meta_config(params: Mapping[str, Any], shards: Shards, where: str) -> dict[str, Any]:
-    """params.json as a Hugging Face configuration.
+    """Convert params.json to a Hugging Face configuration.
 
-    It leaves three things open, which are settled so:
-    - A scaled rotary base (`use_scaled_rope`) has its factor in `rope_scaling_factor` in newer
-      files. Where that is missing it is 32 if the head is the embedding and 8 if it is not: so it
-      is in everything that Meta published as 3.2 and 3.1.
-    - Positions: `max_seq_len`, else what the version was trained for, told by its rotary base and
-      epsilon (`_trained_positions`).
-    - The feed-forward size is what w1 has.
+    Three values are not always given there:
+    - The factor of a scaled rotary base (`use_scaled_rope`) is `rope_scaling_factor` in newer
+      files. Otherwise it is 32 if the head is tied to the embedding, else 8, which holds for all
+      published Llama 3.2 and 3.1 models.
+    - Positions: `max_seq_len`, else the training context of the version, inferred from its rotary
+      base and epsilon (`_trained_positions`).
+    - The feed-forward size is that of w1.
     """
     if unknown := sorted(params.keys() - _USED - _IDLE):
         raise WrongInput(
@@ -176,7 +176,7 @@ def _params(folder: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> list[dict[str, Tensor]]:
-    """The files by rank. Raises WrongInput naming every one that lacks."""
+    """The shards by rank. Raises WrongInput naming every missing file."""
     names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
     wanted = [
         f"consolidated.{rank:02d}.pth"
@@ -191,7 +191,7 @@ def _shards(folder: Path) -> list[dict[str, Tensor]]:
 
 def _opened(file: Path) -> dict[str, Tensor]:
     with file.open("rb") as head:
-        zipped = head.read(4) == b"PK\x03\x04"  # files of before torch 1.6 cannot be memory-mapped
+        zipped = head.read(4) == b"PK\x03\x04"  # files before torch 1.6 cannot be mapped
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
@@ -217,7 +217,7 @@ def _opened(file: Path) -> dict[str, Tensor]:
 
 
 def _tied(shards: Shards) -> bool:
-    """Whether the head is the embedding: not there, or the same numbers."""
+    """Whether the head is tied to the embedding: absent, or equal to it."""
     head, embedding = to_meta(HEAD), to_meta(EMBEDDING)
     if not any(head in shard for shard in shards):
         return True
@@ -227,7 +227,9 @@ def _tied(shards: Shards) -> bool:
 def _check(
     shapes: Mapping[str, tuple[int, ...]], shards: Shards, folder: Path, *, tied: bool
 ) -> None:
-    """Name every tensor that is missing, surplus, or lies in pieces that do not make the whole."""
+    """Raise an error naming every tensor that is missing, surplus, or whose shards do not add up to
+    it.
+    """
     troubles: list[tuple[str, str]] = []
     for name in dict.fromkeys([*shapes, *sorted(name for shard in shards for name in shard)]):
         pieces = [tuple(shard[name].shape) for shard in shards if name in shard]
@@ -260,7 +262,7 @@ def _check(
 
 
 def _cut(whole: Sequence[int], pieces: Sequence[Sequence[int]]) -> int | None:
-    """The dim along which these shapes, put together, are the whole; None where there is none."""
+    """The dim along which shards of these shapes concatenate to `whole`; None if there is none."""
     for dim in range(len(whole)):
         alike = all(
             len(piece) == len(whole)
@@ -273,7 +275,9 @@ def _cut(whole: Sequence[int], pieces: Sequence[Sequence[int]]) -> int | None:
 
 
 def _whole(name: str, shape: tuple[int, ...], shards: Shards, where: str) -> Tensor:
-    """One tensor from its pieces; where every rank has all of it, they must agree."""
+    """Assemble one tensor from its shards; if every rank has a full copy, the copies must be
+    equal.
+    """
     pieces = [shard[name] for shard in shards]
     dim = _cut(shape, [piece.shape for piece in pieces])
     if dim is not None:
@@ -287,8 +291,8 @@ def _whole(name: str, shape: tuple[int, ...], shards: Shards, where: str) -> Ten
 
 
 def _half_split(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of queries or keys from Meta's rotary layout, pairs side by side, into ours: pairs (i, i
-    + E/2).
+    """Permute rows of queries or keys from Meta's rotary layout (adjacent pairs) to ours: pairs (i,
+    i + E/2).
     """
     rows, columns = weight.shape
     return (

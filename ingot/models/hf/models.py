@@ -1,5 +1,5 @@
-"""Sequence-to-sequence models and encoders of transformers behind the face that decoders have. One
-process or data parallel, no other layout.
+"""transformers' sequence-to-sequence models and encoders behind the interface of decoders. Supports
+one process or data parallelism only.
 
 Shapes: B batch, S source, T target, D model, V vocabulary, C classes.
 """
@@ -32,8 +32,8 @@ class Seq2Seq(nn.Module):
         self.inner: Any = inner
 
     def hidden(self, tokens: Tensor, segments: Tensor | None, labels: Tensor) -> Tensor:
-        """The decoder's final hidden states `[B, T, D]`, ready for `project`; it reads `labels`
-        shifted right behind its own start token.
+        """The decoder's final hidden states `[B, T, D]`, input to `project`. The decoder reads
+        `labels` shifted right after its start token.
         """
         mask = _mask(tokens, segments)
         tokens = tokens.masked_fill(mask == 0, self.config.pad)
@@ -44,7 +44,8 @@ class Seq2Seq(nn.Module):
             ).last_hidden_state
             return out
         if self.config.model_type not in RELATIVE:
-            # Nobody knows what this type does between its last layer and its logits.
+            # What this type computes between its last layer and its logits is unknown, so return
+            # the logits.
             logits: Tensor = self.inner(
                 tokens, attention_mask=mask, decoder_input_ids=shifted, use_cache=False
             ).logits
@@ -59,8 +60,8 @@ class Seq2Seq(nn.Module):
         return out * self.inner.model_dim**-0.5 if scaled else out
 
     def decoder_input(self, labels: Tensor) -> Tensor:
-        """What the decoder reads to write `labels` `[B, T]`: the same a place to the right, behind
-        the start token, or behind the target's own last token where the model wraps it.
+        """The decoder's input for `labels` `[B, T]`: labels shifted right by one after the start
+        token, or, for types that wrap targets, after the target's own last token.
         """
         start = labels.new_full((len(labels), 1), self.inner.config.decoder_start_token_id)
         if self.config.model_type in WRAPS:
@@ -87,12 +88,11 @@ class Seq2Seq(nn.Module):
         token: TokenFunction,
         extras: Tensor | None = None,
     ) -> Tensor:
-        """The objective's value of each token of the target, float32 `[B, T]`; 0 where the label is
-        -100.
+        """The objective's value for each target token, float32 `[B, T]`; 0 where the label is -100.
 
-        tokens, positions `[B, S]` int64: the source; it counts its positions itself. `segments`
-        `[B, S]` is 0 on padding, None where there is none. labels `[B, T]`: the target, not
-        shifted.
+        tokens, positions `[B, S]` int64: the source; positions are ignored, as the model counts its
+        own. `segments` `[B, S]` is 0 on padding, None if there is none. labels `[B, T]`: the
+        target, not shifted.
         """
         hidden = self.hidden(tokens, segments, labels)
         flat = None if extras is None else extras.flatten(0, 1)
@@ -106,11 +106,11 @@ class Seq2Seq(nn.Module):
         )
         return values.view(
             labels.shape
-        ).clone()  # no view: hooks that wait for this tensor's gradient would be lost with one
+        ).clone()  # not a view, or hooks on this tensor's gradient would be lost
 
 
 class Encoder(nn.Module):
-    """A classifier of texts. The objective's "vocabulary" is the classes."""
+    """A classifier of texts. The classes take the place of the objective's vocabulary."""
 
     def __init__(self, config: HFConfig, inner: nn.Module) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Encoder(nn.Module):
         self.inner: Any = inner
 
     def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Float32 `[B, C]`; of rows without any token they mean nothing, but are finite."""
+        """Float32 `[B, C]`; for rows without any token they are finite but meaningless."""
         mask, kind = _mask(tokens, segments), self.config.model_type
         tokens = tokens.masked_fill(mask == 0, self.config.pad)
         counted = positions + self.config.first_position
@@ -145,10 +145,10 @@ class Encoder(nn.Module):
         token: TokenFunction,
         extras: Tensor | None = None,
     ) -> Tensor:
-        """The objective's value of each text, float32 `[B]`; 0 where the label is -100.
+        """The objective's value for each text, float32 `[B]`; 0 where the label is -100.
 
         tokens, positions `[B, S]` int64, positions from 0. `segments` `[B, S]` is 0 on padding,
-        None where there is none. labels `[B]`: classes.
+        None if there is none. labels `[B]`: classes.
         """
         return apply_head(
             self.logits(tokens, positions, segments),
@@ -168,8 +168,8 @@ def _as_they_are(logits: Tensor) -> Tensor:
 
 
 def _mask(tokens: Tensor, segments: Tensor | None) -> Tensor:
-    """Attention mask `[B, S]`. Of a row without tokens the first place is seen: a softmax over
-    nothing is not a number, and neither are gradients.
+    """Attention mask `[B, S]`. In a row without tokens the first place is unmasked, since a softmax
+    over nothing gives NaN values and gradients.
     """
     if segments is None:
         return torch.ones_like(tokens)

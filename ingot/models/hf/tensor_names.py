@@ -1,8 +1,8 @@
-"""Names of tensors in every layout, as one table that is read in both directions, and the error
-text for tensors that do not fit.
+"""Tensor names of every layout, as one table used in both directions, and the error text for
+tensors that do not fit.
 
 The native decoder uses Hugging Face's names. Meta's original files and PEFT's adapters have their
-own; import, export and adapters translate through this file alone.
+own; import, export and adapters translate only through this file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Native and Hugging Face's name | Meta's name. In a layer `model.layers.N.` and `layers.N.` stand
-# before them.
+# Native and Hugging Face name | Meta's name; in layers prefixed with `model.layers.N.` and
+# `layers.N.`.
 _LAYER = (
     ("self_attn.q_proj.weight", "attention.wq.weight"),
     ("self_attn.k_proj.weight", "attention.wk.weight"),
@@ -33,7 +33,9 @@ _WHOLE = (
 _TO_META = dict((*_LAYER, *_WHOLE))
 PEFT_PREFIX = "base_model.model."
 LORA_A, LORA_B = "lora_A", "lora_B"
-"""The two matrices of an adapted layer: parameters of it here, modules with a `weight` in PEFT."""
+"""The two matrices of an adapted layer: parameters in our models, modules with a `weight` in
+PEFT.
+"""
 
 LINEAR_FROM_META = {
     meta.split(".")[1]: native.split(".")[1] for native, meta in _LAYER if "norm" not in native
@@ -42,21 +44,21 @@ LINEAR_FROM_META = {
 
 
 def to_meta(name: str) -> str:
-    """Meta's name of a native parameter. Raises KeyError for a parameter that Meta's files lack."""
+    """Meta's name of a native parameter. Raises KeyError for a parameter without one."""
     layer = re.match(r"model\.(layers\.\d+\.)", name)
     return _TO_META[name] if layer is None else layer[1] + _TO_META[name[layer.end() :]]
 
 
 def to_peft(name: str) -> str:
-    """PEFT's key of a parameter by its Hugging Face name: a matrix of an adapted layer
-    (`q_proj.lora_A`), or a tensor of a head that is trained whole.
+    """PEFT's key of a parameter from its Hugging Face name: a matrix of an adapted layer
+    (`q_proj.lora_A`), or a tensor of a fully trained head.
     """
     return PEFT_PREFIX + (f"{name}.weight" if name.endswith((LORA_A, LORA_B)) else name)
 
 
 def current_name(stored: str, prefix: str, known: Collection[str]) -> str:
-    """The name in transformers' model of today of a tensor from a folder: older spellings, and base
-    models whose names lack the model's `prefix`, or have it where the model's do not.
+    """Map a tensor name in a folder to its name in the current transformers model: handles older
+    spellings, and a base model's `prefix` that only one of the two names has.
     """
     name = re.sub(
         r"LayerNorm\.(gamma|beta)$",
@@ -74,11 +76,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 def describe_mismatches(
     wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str] = ()
 ) -> str:
-    """All tensors that are missing, surplus (but for `passed_over`) or of another shape; empty
-    where all fit.
+    """Describe all tensors that are missing, surplus (except `passed_over`) or of another shape;
+    empty if all fit.
 
-    Layers that have the same trouble are named together: `model.layers.0-3,5.mlp.up_proj.weight is
-    missing`.
+    Layers with the same problem are grouped: `model.layers.0-3,5.mlp.up_proj.weight is missing`.
     """
     troubles = [(name, "is missing") for name in wanted if name not in found]
     troubles += [
@@ -95,7 +96,7 @@ def describe_mismatches(
 
 
 def describe_troubles(troubles: Iterable[tuple[str, str]]) -> str:
-    """Names and what is wrong with each, as one line."""
+    """Describe the problem of each name, in one line."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, trouble in troubles:
         number = _NUMBER.search(name)

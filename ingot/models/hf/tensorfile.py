@@ -1,5 +1,5 @@
-"""A safetensors file written a tensor at a time, so that a model need not be in memory as a whole:
-the format's own library wants them all at once.
+"""Writes a safetensors file one tensor at a time, so that a model need not be in memory as a whole:
+the format's own library needs all tensors at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's name of each type."""
+"""The format's name of each dtype."""
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor before it is there."""
+    """Shape and dtype of a tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,10 +46,10 @@ class TensorSpec(NamedTuple):
 def write_tensors(
     file: Path, forms: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, str]:
-    """Write the tensors that `forms` tells of, taken from `tensors` in the same order and turned
-    into their types; returns their hashes by name.
+    """Write the tensors described by `forms`, taken from `tensors` in the same order and converted
+    to their dtypes; returns their hashes by name.
 
-    Types of more bytes must come before smaller ones, so that each tensor lies where its type may.
+    Dtypes with larger items must come before smaller ones, so that each tensor is aligned.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -84,7 +84,7 @@ SHARD_BYTES = 5_000_000_000
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write tensors as they are, in Hugging Face's layout: one file, or numbered shards with an
+    """Write tensors unchanged in Hugging Face's layout: one file, or numbered shards with an
     index.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -100,8 +100,8 @@ def stream_weights(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[Path, dict[str, str]]:
-    """The same for tensors that come one by one, in the order of `forms`, which tells of them
-    ahead; one of them is held at a time. Returns each file with the hashes of its tensors.
+    """The same for an iterator of tensors, in the order of `forms`, which describes them in
+    advance; one tensor is held at a time. Returns each file with the hashes of its tensors.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0

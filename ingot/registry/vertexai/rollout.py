@@ -51,7 +51,6 @@ def roll_out(
     `allow` is called with the live version while the lease is held, before anything is changed, and
     raises if the rollout is no longer wanted.
 
-
     Raises:
         WrongInput: there are two endpoints of the name, the endpoint serves other models, or the
             service refuses machine, image or permissions.

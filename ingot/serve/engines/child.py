@@ -58,8 +58,7 @@ _NOT_ROOT_CAUSE = ("See root cause above", "initialization failed due to")
 @dataclass(frozen=True)
 class ServerCommand:
     """How a server is started. `environment` is added to ours; the values of `secrets` are never
-    shown.
-    `health`: the URL that answers 200 once it serves.
+    shown. `health`: the URL that answers 200 once it serves.
     """
 
     engine: str

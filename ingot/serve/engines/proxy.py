@@ -197,7 +197,6 @@ def running_proxy(
     """Run the proxy in a thread for the length of the block; running requests get _STOP_S at its
     end.
 
-
     Raises:
         Failed: another server listened at the address first.
     """

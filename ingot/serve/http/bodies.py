@@ -34,7 +34,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MAX_LOGPROBS = 20
 MAX_BEAMS = 16
-# More fields than any request has: what names more is refused unread, not field by field.
+# More fields than any valid request has: a body with more is refused as a whole, not field by
+# field.
 MAX_FIELDS = 64
 MAX_MESSAGES, MAX_PARTS = 4096, 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -57,7 +58,7 @@ def _role(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Name a part that is no text, before it is looked at as one."""
+    """Name a part that is not text, before parts are validated as text."""
     parts = value if isinstance(value, list) else []
     if len(parts) > MAX_PARTS:
         raise ValueError(f"has {len(parts):,} parts; send up to {MAX_PARTS}")
@@ -258,7 +259,7 @@ class NoParameters(RequestBody):
 
 
 def check_count(prompts: int, most: int) -> None:
-    """Raises ApiError 400 where so many prompts of one request can never fit."""
+    """Raises ApiError 400 if one request has more prompts than can ever fit."""
     if prompts > most:
         raise ApiError(
             400,
@@ -269,8 +270,8 @@ def check_count(prompts: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class PromptBounds:
-    """The most that the prompts of one request can be, known before any of them is encoded: how
-    many they are, and the characters of each that the model's `positions` could hold.
+    """Upper bounds on the prompts of one request, checked before encoding: their number, and the
+    characters of each that could fit into the model's `positions`.
     """
 
     prompts: int
@@ -278,19 +279,19 @@ class PromptBounds:
     characters: int
 
     def check(self, prompts: Sequence[str | list[int]]) -> None:
-        """Raises ApiError 400 where so many prompts, or one of the texts, can never fit."""
+        """Raises ApiError 400 for too many prompts, or for a text that can never fit."""
         check_count(len(prompts), self.prompts)
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 self.check_characters(len(prompt), f"prompt {number}")
 
     def check_chat(self, messages: Sequence[ChatMessage]) -> None:
-        """Raises ApiError 400 where a chat can never fit."""
+        """Raises ApiError 400 for a chat that can never fit."""
         texts = (message.template_message()["content"] for message in messages)
         self.check_characters(sum(map(len, texts)), "the chat")
 
     def check_characters(self, characters: int, what: str) -> None:
-        """Raises ApiError 400 where `what` has more characters than can fit."""
+        """Raises ApiError 400 if `what` has more characters than can fit."""
         if characters > self.characters:
             raise ApiError(
                 400,

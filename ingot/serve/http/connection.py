@@ -1,5 +1,5 @@
-"""How the HTTP server keeps connections: senders that are slow, readers that are slow, and requests
-in a thousand pieces, none of which may cost the others their answers.
+"""How the HTTP server handles slow senders, slow readers and requests in a thousand pieces, so that
+none of them delays other connections.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A request's head, or an answer that waits for its reader, that takes longer ends the connection.
-# Between two requests a connection is kept for KEEP_ALIVE_S.
+# Seconds for a request's head, or for an answer that waits for its reader, before the connection is
+# closed. Between requests a connection is kept for KEEP_ALIVE_S.
 HEAD_S, READER_S, KEEP_ALIVE_S = 60.0, 60.0, 75
 MAX_HEAD_BYTES = 16 << 10
-# Bytes that are parsed before other connections get their turn. Chunks may be of a single byte, and
-# each costs as much as a large one, and so does each line of a head.
+# Bytes parsed before other connections get their turn. A chunk may be a single byte, and each
+# chunk, like each header line, costs as much as a large one.
 SLICE, SLICE_IN_CHUNKS = 1 << 16, 512
 
 
@@ -84,7 +84,9 @@ class BoundedConnection(H11Protocol):
         return any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _time_head(self) -> None:
-        """Time runs from the first byte of a head to its last; a byte more does not prolong it."""
+        """The time limit runs from the first byte of a head to its last; further bytes do not
+        extend it.
+        """
         waiting = self.cycle is None or self.cycle.response_complete
         if waiting and self._head is None:
             self._head = self.loop.call_later(HEAD_S, self._end)
@@ -93,7 +95,7 @@ class BoundedConnection(H11Protocol):
             self._head = None
 
     def _end(self) -> None:
-        """Close the connection, after an answer where there is a half request to be answered."""
+        """Close the connection, after an error response if there is half a request to answer."""
         if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
             self.transport.write(
                 b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

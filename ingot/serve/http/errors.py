@@ -15,7 +15,7 @@ from ingot.base.errors import WrongInput
 # Of many faults in one body the first few are named; what clients send is quoted up to MAX_QUOTED
 # characters.
 MAX_FAULTS, MAX_QUOTED = 4, 80
-# No error is longer, whoever wrote it: a chat template may quote the chat that it refuses.
+# Upper bound for any error message: a chat template may quote the whole chat that it refuses.
 MAX_MESSAGE = 1200
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -97,7 +97,6 @@ def listen_address(settings: Serve, environ: Mapping[str, str]) -> tuple[str, in
     """Host and port to listen on. Where Vertex AI sets the port, its proxy connects from outside,
     so loopback becomes all interfaces.
 
-
     Raises:
         WrongInput: AIP_HTTP_PORT is not a port.
     """

@@ -76,14 +76,14 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
 
-# A body over the limit is still read up to this many times the limit: a client that gets its answer
-# while sending may lose it with the connection.
+# A body over the limit is still read up to this many times the limit: a client that is answered
+# while it sends may lose the answer when the connection closes.
 DRAIN_FACTOR = 16
-# A body that takes longer is refused: senders that never end would each keep a connection.
+# A slower body is refused, since endless senders would each hold a connection.
 BODY_S = 60.0
-# Parsing JSON is one call beside which nothing else runs, and its time goes by the values that it
-# makes, not by the length of texts: what holds more is refused unparsed. PIECE bytes are looked at
-# before others get their turn.
+# Parsing JSON blocks the event loop for a time that depends on the number of values, not on the
+# length of texts: a body with more is refused unparsed. PIECE bytes are counted before other
+# requests get their turn.
 MAX_VALUES, MAX_CONTAINERS, PIECE = 32_768, 16_384, 1 << 16
 
 
@@ -146,8 +146,8 @@ class ApiKeyAuth:
 
 
 class JsonCount:
-    """How many values a JSON body makes at most, counted piece by piece while it comes in: texts
-    are skipped, and each value follows a comma or opens a list or an object.
+    """An upper bound on the values in a JSON body, counted while it arrives: strings are skipped,
+    and each value follows a comma or opens a list or an object.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class BodyLimit:
     async def _whole_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """The body, or after a disconnect what was received. Raises ApiError over a limit."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy in front may have believed the other one of the two, and seen another request.
+            # A proxy in front may have used the other header, and seen another request.
             raise ApiError(
                 400,
                 "the request has both Transfer-Encoding and Content-Length; send one of them",
@@ -252,7 +252,7 @@ class BodyLimit:
         )
 
     async def _counted(self, count: JsonCount, chunk: bytes) -> ApiError | None:
-        """Count a chunk; the error where the body holds too much by now."""
+        """Count a chunk; returns the error if the body holds too many values."""
         for start in range(0, len(chunk), PIECE):
             if start:
                 await asyncio.sleep(0)

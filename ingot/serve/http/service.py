@@ -26,7 +26,8 @@ from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel
 
 Answer = TypeVar("Answer")
-# A log-probability takes a hundred times the bytes of a letter, and the time to write them.
+# A log-probability takes about a hundred times as many bytes, and as much time to write, as a
+# letter.
 MAX_LOGPROBS_IN_ANSWER = 65_536
 # Parts of an answer's JSON that are written before other requests get their turn.
 PARTS_AT_ONCE = 1024

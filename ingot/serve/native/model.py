@@ -37,15 +37,15 @@ from ingot.serve.native.causal import CausalModel, TransformersGenerator, load_c
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# The matrix products of models with fewer weights finish before a second thread has woken up; on a
-# shared machine, waiting for that thread takes many times longer than the product.
+# Matrix products of models with fewer weights finish before a second thread wakes up; on a shared
+# machine, waiting for that thread takes many times longer than the product.
 ONE_THREAD_WEIGHTS = 20_000_000
 
 # Suffixes of the names of transformers' causal model classes.
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
-# How much longer texts may be of tokenizers that drop characters: indented source code is mostly
-# spaces.
+# The factor by which texts may be longer with tokenizers that drop characters: indented source code
+# is mostly spaces.
 LOSSY = 4
 
 InProcessEngine = Literal["native", "transformers"]
@@ -203,7 +203,6 @@ def load(
 
     `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
     models always through its `generate`.
-
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
