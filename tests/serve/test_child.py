@@ -353,7 +353,7 @@ def refused(words: str, folder: Path, python: str | None, port: int = 0) -> None
 def test_what_cannot_be_is_refused_before_anything_is_started(
     folder: Path, python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    refused(r"is not a model folder \(config.json is missing\)", tmp_path, python)
+    refused("is an empty folder; give a Hugging Face folder", tmp_path, python)
     refused(
         "is a sequence-to-sequence model, and serve.engine vllm answers with decoders alone; set"
         " serve.engine=native",
