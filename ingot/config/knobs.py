@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -56,9 +57,14 @@ def knobs(
             yield from knobs(inner, f"{path}{suffix}.", installed=installed)
 
 
-@functools.cache
 def all_knobs() -> tuple[Knob, ...]:
     """The knobs of a recipe, including installed packages' kinds."""
+    return _all_knobs(tuple(sys.path))
+
+
+@functools.cache
+def _all_knobs(path: tuple[str, ...]) -> tuple[Knob, ...]:
+    """Once per `sys.path`, which decides what is installed."""
     return tuple(knobs(installed=True))
 
 

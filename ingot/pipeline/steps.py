@@ -73,6 +73,9 @@ def _prepare(recipe: Recipe) -> Knobs:
     )
     knobs |= packages_of((CLEANING, step.kind) for step in recipe.data.clean.steps)
     knobs |= packages_of([(TEMPLATES, recipe.tokenizer.template or "")])
+    languages = ("tokenizer.source_language", "tokenizer.target_language")
+    if recipe.tokenizer.source_language or recipe.tokenizer.target_language:
+        knobs |= recipe.select(languages)
     if recipe.documents == "pair":
         knobs |= {"objective.prefix": recipe.objective.source_prefix}
         knobs |= recipe.select(("data.target_len",))

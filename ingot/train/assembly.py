@@ -28,9 +28,8 @@ from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.profile import profile_hooks
-from ingot.train.recurrence import Recurrence
 from ingot.train.rollback import left_out
-from ingot.train.schedules import LearningRate
+from ingot.train.schedules import LearningRate, Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, Hook, SpikeDetector, StepContext
 

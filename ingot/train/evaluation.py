@@ -23,7 +23,7 @@ from ingot.parallel.shard import is_fsdp
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import TrainState
 from ingot.train.goodput import TimeAccount
-from ingot.train.recurrence import Recurrence
+from ingot.train.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 

@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "epoch-ends-a-step-later",
-        "ingot/train/recurrence.py",
+        "ingot/train/schedules.py",
         "for steps in (step, step + 1)",
         "for steps in (step - 1, step)",
         "the evaluation of the last epoch is left out",
@@ -280,6 +280,13 @@ FAULTS = [
         "if self._next is not None and self._next[0] == i:",
         "if self._next is not None:",
         "after a jump the batch that was made for another step is used",
+    ),
+    Fault(
+        "failing-part-forgotten",
+        "ingot/data/batches/prefetch.py",
+        "if self._failing is not None and self._failing[0] == part:",
+        "if self._failing is not None:",
+        "a part that never comes is waited for without end, since others are here",
     ),
     Fault(
         "data-restarts-from-zero",

@@ -62,7 +62,7 @@ def test_what_is_refused(folder: Path, server: Running, tmp_path: Path) -> None:
         predict(server.url, "the", max_tokens=9000)
     with pytest.raises(WrongInput, match="8,192 positions"):
         predict(folder, "fox " * 9000)
-    with pytest.raises(WrongInput, match="is not a model folder"):
+    with pytest.raises(WrongInput, match="is an empty folder"):
         predict(tmp_path, "the")
     with pytest.raises(WrongInput, match="no chat template"):
         predict(make_folder(tmp_path / "plain", chat=False), "the", chat=True)

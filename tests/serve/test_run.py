@@ -150,7 +150,7 @@ def test_settings_that_cannot_be(
 
 def test_folders_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     settings = Serve(port=0)
-    with pytest.raises(WrongInput, match=r"is not a model folder \(config.json is missing\)"):
+    with pytest.raises(WrongInput, match="is an empty folder; give a Hugging Face folder"):
         serve(tmp_path, settings, "tiny")
     bare = make_folder(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()

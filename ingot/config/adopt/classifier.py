@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from ingot.base.errors import WrongInput
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
@@ -57,6 +56,15 @@ def precision(given: Given) -> str:
     return known[text(given).lower()]
 
 
+def batches(given: Given) -> int | float:
+    """A number of batches, or a share of them, as Lightning tells them apart: by the point."""
+    words = text(given)
+    value = int(words) if re.fullmatch("[0-9]+", words) else number(given)
+    if value <= 0 or (isinstance(value, float) and value > 1):
+        raise ValueError("a share from 0 to 1 (1.0), or a number of batches")
+    return value
+
+
 ROWS = (
     KeyRow("--job-dir"),
     KeyRow("--train-data-file"),
@@ -74,7 +82,7 @@ ROWS = (
     KeyRow("--accumulate-grad-batches", read=whole, default="1"),
     KeyRow("--gradient-clip-val", read=number),
     KeyRow("--gradient-clip-algorithm", lost="gradients are clipped by their norm", idle=("norm",)),
-    KeyRow("--limit-train-batches"),
+    KeyRow("--limit-train-batches", read=batches),
     KeyRow("--max-steps", read=whole),
     KeyRow("--log-every-n-steps", "track.every", whole),
 )
@@ -113,15 +121,15 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
 def _length(sheet: GivenKeys, draft: Draft) -> None:
     """Set the length of training: epochs, steps, or epochs of a given number of batches."""
     epochs, steps = sheet.get("--max-epochs"), sheet.get("--max-steps") or -1
-    limit = sheet.get("--limit-train-batches") or "1.0"
+    limit = sheet.get("--limit-train-batches") or 1.0
     accumulated = max(1, sheet.get("--accumulate-grad-batches"))
     if steps > 0:
         draft.put_from(sheet, "--max-steps", "train.steps", steps)
         if epochs is not None:
             told = "--max-steps is given too, and says here how long is trained"
             draft.note("changed", sheet.name("--max-epochs"), told)
-    elif re.fullmatch("[0-9]+", limit) and int(limit):
-        made = -(-int(limit) // accumulated) * (epochs or 1)
+    elif isinstance(limit, int):
+        made = -(-limit // accumulated) * (epochs or 1)
         draft.put_from(sheet, "--limit-train-batches", "train.steps", made)
         told = f"{limit} batches in each of {epochs or 1} epochs are {made} steps in all"
         draft.note("changed", sheet.name("--limit-train-batches"), told)
@@ -129,18 +137,10 @@ def _length(sheet: GivenKeys, draft: Draft) -> None:
         draft.put_from(sheet, "--max-epochs", "train.epochs", epochs)
     else:
         draft.note("fill", "train.epochs", "no --max_epochs is given; one epoch is trained")
-    if sheet.has("--limit-train-batches") and not re.fullmatch("[0-9]+", limit):
-        share = number(limit)
-        if not 0 < share <= 1:
-            where = sheet.where("--limit-train-batches")
-            raise WrongInput(
-                f"{where}: --limit-train-batches is {limit}; it should be a share from 0 to 1, or a"
-                " number of batches"
-            )
-        if share < 1:
-            draft.put_from(sheet, "--limit-train-batches", "data.fraction", share)
-            told = "the same share of the documents in each epoch, chosen by a hash of them"
-            draft.note("changed", sheet.name("--limit-train-batches"), told)
+    if isinstance(limit, float) and limit < 1:
+        draft.put_from(sheet, "--limit-train-batches", "data.fraction", limit)
+        told = "the same share of the documents in each epoch, chosen by a hash of them"
+        draft.note("changed", sheet.name("--limit-train-batches"), told)
 
 
 def _places(sheet: GivenKeys, draft: Draft) -> None:

@@ -38,7 +38,7 @@ class PartPrefetcher:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
         self._target_parts, self._available = list[int](), list[int]()
         self._fetched = rows.brought()  # by an earlier attempt
-        self._last_error: tuple[float, IngotError | OSError] | None = None
+        self._failing: tuple[int, float, IngotError | OSError] | None = None
         self._closed, self._changed = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
@@ -81,21 +81,23 @@ class PartPrefetcher:
                 self._fetched.discard(part)
             self._fetched.update(wanted)
             self._target_parts = wanted
+            if self._failing is not None and self._failing[0] not in wanted:
+                self._failing = None
             self._changed.set()
 
     def _missing(self, parts: list[int]) -> int:
         return sum(not self._rows.has(part) for part in parts)
 
     def _raise_lasting_error(self) -> None:
-        if self._last_error is not None and (
-            isinstance(self._last_error[1], UnusableReplica)
-            or time.monotonic() > self._last_error[0] + AWAY_S
-        ):
-            if isinstance(self._last_error[1], IngotError):
-                raise self._last_error[1]
+        if self._failing is None:
+            return
+        _, since, error = self._failing
+        if isinstance(error, UnusableReplica) or time.monotonic() > since + AWAY_S:
+            if isinstance(error, IngotError):
+                raise error
             raise Failed(
-                f"parts of the columns cannot be fetched ({self._last_error[1]}); check the disk of"
-                " this machine and run the same command again"
+                f"parts of the columns cannot be fetched ({error}); check the disk of this machine"
+                " and run the same command again"
             )
 
     def _run(self) -> None:
@@ -111,12 +113,14 @@ class PartPrefetcher:
                 try:
                     if not self._rows.bring(part, wait=False):
                         pause = pause or BUSY_S
-                    self._last_error = None
+                    # Parts that are here already say nothing about the one that fails.
+                    if self._failing is not None and self._failing[0] == part:
+                        self._failing = None
                 except (IngotError, OSError) as error:
-                    self._last_error = (
-                        (self._last_error[0] if self._last_error else time.monotonic()),
-                        error,
-                    )
+                    failing = self._failing
+                    is_known = failing is not None and failing[0] == part
+                    since = failing[1] if failing and is_known else time.monotonic()
+                    self._failing = part, since, error
                     say(f"warning: {error}; trying again")
                     pause = AGAIN_S
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +85,7 @@ def test_several_at_once_keep_their_order_and_the_first_error_ends_them(
             failed.set()
             raise Failed("no")
         failed.wait(30)
+        time.sleep(0.005)  # as long as a file takes, so that the error is seen among them
 
     with pytest.raises(Failed, match="no"):
         in_parallel(act, range(1000), title="push", sizes=[10**6] * 1000)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,14 +256,22 @@ def test_the_end_does_not_wait_for_a_part_on_its_way(
         thread.join(20)
 
 
+@pytest.mark.parametrize("others_come", [False, True])
 def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
-    left: Path, monkeypatch: pytest.MonkeyPatch
+    others_come: bool, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the parts before it are here: each look at them is not an end of the failure."""
     for name, seconds in (("AGAIN_S", 0.02), ("AWAY_S", 0.1)):
         monkeypatch.setattr(ahead, name, seconds)
     ours = rows_of(left)
 
-    def broken(*_: object, **__: object) -> bool:
+    come, bring = set[str](), DeferredFiles.bring
+
+    def broken(files: DeferredFiles, name: str, *args: Any, **more: Any) -> bool:
+        part = name.partition("-")[2][:5]
+        if others_come and (not come or part in come):
+            come.add(part)
+            return bring(files, name, *args, **more)
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(DeferredFiles, "bring", broken)

@@ -193,6 +193,9 @@ def test_truncated_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match="is an empty folder; give"):
+        model_config(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
     with pytest.raises(WrongInput, match=r"config\.json is missing"):
         model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
