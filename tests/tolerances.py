@@ -64,3 +64,5 @@ WALL_S = 0.25
 # The same where it begins with the making of a process: the kernel tells that by a start of the
 # machine that is known to a second.
 AGE_S = 1.25
+# Relative difference of the memory of a step that is traced without contents to the allocator's.
+TRACED_MEMORY = 1e-3

@@ -70,6 +70,11 @@ class RunFolder:
         return self.reports / "steps"
 
     @property
+    def plan(self) -> Path:
+        """What `ingot plan --keep` said before, to be held against what came."""
+        return self.reports / "plan.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

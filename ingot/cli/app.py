@@ -7,17 +7,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import ingot
-from ingot.base.errors import EXIT_DONE, leave
+from ingot.base.errors import leave
 from ingot.cli.cloud import images, submit
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
-from ingot.cli.show import show
+from ingot.cli.plan import plan
+from ingot.cli.show import adopt, show
 from ingot.cli.verify import bench, verify
 
 WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
@@ -363,32 +363,13 @@ app.command(rich_help_panel=WORK, epilog="Example: ingot submit recipes/quicksta
 )
 
 
-@app.command(
+app.command(
     rich_help_panel=WORK, epilog="Example: ingot adopt old/config.yaml old/.env > recipe.yaml"
-)
-def adopt(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="Configuration files of one older project; flags in a file too.",
-            show_default=False,
-        ),
-    ],
-) -> int:
-    """Turn the configuration of an older project (YAML, JSON, .env, flags) into a recipe."""
-    from ingot.base.progress import say
-    from ingot.cli.check import findings
-    from ingot.config.adopt.convert import adopt as convert
-
-    adopted = convert(files, findings)
-    print(adopted.text, end="")
-    say(f"adopt: {', '.join(str(file) for file in files)}: {adopted.project}")
-    for note in adopted.notes:
-        say(note)
-    return EXIT_DONE
-
-
+)(adopt)
+app.command(
+    rich_help_panel=LOOK,
+    epilog="Example: ingot plan recipes/t5_xxl.yaml recipes/places/gce_2x16.yaml",
+)(plan)
 app.command(
     rich_help_panel=LOOK,
     epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16",

@@ -179,6 +179,7 @@ def submit(
     """
     from ingot.base.progress import say
     from ingot.cli.check import check, read_checked
+    from ingot.cli.plan import tell_dry_run
     from ingot.pipeline import submit as pipeline
     from ingot.pipeline.plan import VERBS
 
@@ -190,7 +191,8 @@ def submit(
     check(recipe, values, VERBS, submitted=True, dry_run=dry_run)
     submission = pipeline.prepare_submission(recipe)
     if dry_run:
-        print(pipeline.render_submission(submission, schedule), end="")
+        print(pipeline.render_submission(submission, schedule), end="", flush=True)
+        tell_dry_run(recipe, values)
         return 0
     if schedule is not None:
         made = pipeline.schedule(recipe, submission, schedule)

@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
+    from ingot.config.values import Values
     from ingot.launch.job import Job, Launcher
     from ingot.launch.job_control import SubmittedJob
     from ingot.launch.places.local import JobExit, LocalLauncher
@@ -149,13 +150,13 @@ def _launch(
         wrong = warnings(recipe, values, verbs, dry_run=True)
     elif not handled:
         check(recipe, values, verbs)
-    recipe = recipe.at(verb)
+    asked, recipe = (recipe, values), recipe.at(verb)
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
     if recipe.launch.detach:
         # The detached process is the supervisor itself.
         job = Job(verb, ("launch", verb, *arguments, "launch.detach=false", *options, "--handled"))
-        return _show(here, job, wrong) if dry_run else _submit(job, recipe, here)
+        return _show(here, job, wrong, asked) if dry_run else _submit(job, recipe, here)
     # `run` itself stays here; steps that several nodes can share run where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
         from ingot.launch.job import launcher_of
@@ -163,7 +164,7 @@ def _launch(
 
         job = job_of(recipe, verb, distributed=shared, options=options)
         if dry_run:
-            return _show(launcher_of(recipe), job, wrong)
+            return _show(launcher_of(recipe), job, wrong, asked)
         return _here(job, recipe, here, handled=handled)
     job = Job(
         verb,
@@ -171,17 +172,27 @@ def _launch(
         recipe.launch.processes if shared else 1,
         environment=recipe.launch.variables,
     )
-    return _show(here, job, wrong) if dry_run else _here(job, recipe, here, handled=handled)
+    return _show(here, job, wrong, asked) if dry_run else _here(job, recipe, here, handled=handled)
 
 
-def _show(launcher: LocalLauncher | Launcher, job: Job, wrong: Sequence[str]) -> int:
-    """Print what would be started, and what prevents that at present."""
+def _show(
+    launcher: LocalLauncher | Launcher,
+    job: Job,
+    wrong: Sequence[str],
+    asked: tuple[Recipe, Values],
+) -> int:
+    """Print what would be started, and what prevents that at present; of a training also what is
+    known of it.
+    """
     from ingot.base.progress import say
+    from ingot.cli.plan import tell_dry_run
 
     told = [reason for reason in launcher.can(job) if not any(reason in line for line in wrong)]
     for reason in (*told, *wrong):
         say(f"note: as things are it could not be started: {reason}")
-    print(launcher.render(job), end="")
+    print(launcher.render(job), end="", flush=True)
+    if job.name in ("train", "run"):
+        tell_dry_run(*asked)
     return 0
 
 

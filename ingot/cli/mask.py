@@ -5,7 +5,7 @@ counts of typical errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -15,8 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import EXIT_DONE, WrongInput
-from ingot.base.markers import read_marker
-from ingot.base.storage import open_read
 from ingot.cli.arguments import read_recipe
 from ingot.cli.audit import (
     Audit,
@@ -32,14 +30,8 @@ from ingot.cli.console import console
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
 from ingot.data.documents.chats import from_messages
-from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.preferences import from_preference
-from ingot.data.documents.records import ParsedDocument
-from ingot.data.raw.ranges import ranges, read_range
-from ingot.data.raw.store import MANIFEST, open_raw
-from ingot.data.sources.find import find_source, is_local
-from ingot.data.sources.readers import parse_file
-from ingot.data.splits import Shares
+from ingot.data.sample import training_texts
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
 from ingot.tokenizers.chat_templates import for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
@@ -162,7 +154,7 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
     """
     recipe = read_recipe(arguments)
     tokenizer, out = _tokenizer(recipe), console()
-    texts = list(islice(_texts(recipe), AUDITED))
+    texts = list(islice(training_texts(recipe), AUDITED))
     if not texts:
         raise WrongInput(
             "the first sources of data.train hold no document that can be read; run `ingot ingest`,"
@@ -215,34 +207,3 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
             )
         return load_tokenizer(recipe.folder.tokenizer)
     return for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe)))
-
-
-def _texts(recipe: Recipe) -> Iterator[str]:
-    """Training documents as ingested, or directly from the sources if nothing is ingested yet."""
-    if read_marker(recipe.folder.raw, MANIFEST) is not None:
-        raw, shares = open_raw(recipe), Shares.of(recipe.data)
-        for task in (
-            task for task in ranges(raw) if task.split == "train" and task.kind != "tokens"
-        ):
-            for documents in read_range(raw.folder, task):
-                for doc_id, text in zip(
-                    documents.column("doc_id").to_pylist(),
-                    documents.column("text").to_pylist(),
-                    strict=True,
-                ):
-                    if shares.split(task.split, doc_id) == "train":
-                        yield text
-        return
-    for number, source in enumerate(recipe.data.train):
-        if not is_local(source) or source.source.startswith("megatron:"):
-            raise WrongInput(
-                f"data.train[{number}] {source.source} is not a file here; run `ingot ingest` first"
-            )
-        wanted = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
-        for file in find_source(source, f"data.train[{number}]"):
-            with open_read(file.path) as stream:
-                yield from (
-                    item.text
-                    for item in parse_file(stream, file.path, file.format, wanted)
-                    if isinstance(item, ParsedDocument)
-                )

@@ -1,4 +1,4 @@
-"""`ingot show ...` and `ingot explain`: information printed in the terminal."""
+"""`ingot show ...`, `ingot explain` and `ingot adopt`: information printed in the terminal."""
 
 from __future__ import annotations
 
@@ -213,3 +213,27 @@ def explain_knob(name: str) -> int:
     for knob in inside:
         print(f"  {knob.path:<42} {knob.default:<28} {knob.type}")
     return 0
+
+
+def adopt(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Configuration files of one older project; flags in a file too.",
+            show_default=False,
+        ),
+    ],
+) -> int:
+    """Turn the configuration of an older project (YAML, JSON, .env, flags) into a recipe."""
+    from ingot.base.errors import EXIT_DONE
+    from ingot.base.progress import say
+    from ingot.cli.check import findings
+    from ingot.config.adopt.convert import adopt as convert
+
+    adopted = convert(files, findings)
+    print(adopted.text, end="")
+    say(f"adopt: {', '.join(str(file) for file in files)}: {adopted.project}")
+    for note in adopted.notes:
+        say(note)
+    return EXIT_DONE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ingot.base.errors import EXIT_DONE, EXIT_FAILED
+from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
 from ingot.base.progress import say
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ if TYPE_CHECKING:
     from ingot.verify.bench import BenchCase
 
 Arguments = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         metavar="RECIPE.yaml... KEY=VALUE...",
         help="Recipe files and overrides; later ones win.",
@@ -250,17 +250,26 @@ Synthetic = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print reports/bench.json rather than a table.")
 ]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Measure this device for `ingot plan`, in about a minute; takes no recipe. With"
+        " --devices N, as N processes.",
+    ),
+]
 Into = Annotated[Path | None, typer.Option("--into", hidden=True)]
 
 
 def bench(
-    arguments: Arguments,
+    arguments: Arguments = None,
     micro_batch: Sizes = None,
     devices: Devices = None,
     precision: Formats = None,
     steps: Steps = 4,
     synthetic: Synthetic = False,
     as_json: AsJson = False,
+    calibrate: Calibrate = False,
     into: Into = None,
 ) -> int:
     """Tokens a second, share of the peak and memory, by number of processes, micro-batch and number
@@ -268,6 +277,13 @@ def bench(
     """
     from ingot.cli.arguments import read_recipe
 
+    if calibrate:
+        return _calibrate(arguments, devices, into)
+    if not arguments:
+        raise WrongInput(
+            "bench needs a recipe, such as recipes/quickstart.yaml; or --calibrate, which measures"
+            " this device for `ingot plan`"
+        )
     recipe = read_recipe(arguments)
     if into is not None:
         from ingot.verify.bench_row import measure_row
@@ -295,6 +311,32 @@ def bench(
         show_bench(report, console())
     say(f"bench: the table is in {page.with_suffix('.json')}, with a plot in {page}")
     return EXIT_DONE if report["best"] else EXIT_FAILED
+
+
+def _calibrate(arguments: Sequence[str] | None, devices: str | None, into: Path | None) -> int:
+    """Measure this device and store what was found. `into` marks one of several processes."""
+    if arguments or (devices is not None and not (devices.isdecimal() and int(devices) > 0)):
+        raise WrongInput(
+            "bench --calibrate takes no recipe, and of --devices one number of processes; give"
+            " `ingot bench --calibrate --devices 2`"
+        )
+    if devices is not None and int(devices) > 1 and into is None:
+        from ingot.launch.job import Job
+        from ingot.launch.places.local import foreground
+
+        argv = ("bench", "--calibrate", "--into", "coefficients")
+        return foreground(Job("calibrate", argv, int(devices))).code
+    from ingot.base.environment import ranks
+    from ingot.plan.devices.calibrate import calibrate
+    from ingot.plan.devices.coefficients import save
+
+    found = calibrate()
+    if ranks().rank == 0:
+        rates = ", ".join(
+            f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in found.peak_flops.items()
+        )
+        say(f"calibrate: {found.title}: {rates}; stored in {save(found)}")
+    return EXIT_DONE
 
 
 def _child(

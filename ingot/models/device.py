@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -33,6 +34,31 @@ _PEAKS = {
     "A10G": 70e12,
     "B200": 2250e12,
 }
+
+
+_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(kind: str) -> Iterator[None]:
+    """Inside the block tensors have no contents, and kernels are chosen as on a device of type
+    `kind`.
+    """
+    token = _planned.set(kind)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def is_planned() -> bool:
+    """Whether tensors have no contents now, so that nothing may depend on them."""
+    return _planned.get() is not None
+
+
+def kernel_type(device: torch.device) -> str:
+    """The device type whose kernels are used: the device's own, or that for which is planned."""
+    return _planned.get() or device.type
 
 
 def pick_device(local_rank: int = 0) -> torch.device:

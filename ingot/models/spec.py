@@ -125,18 +125,21 @@ def _of_tokenizer(
     }
 
 
-def create_model(spec: ModelSpec, seed: int) -> AnyModel:
+def create_model(spec: ModelSpec, seed: int, *, planned: bool = False) -> AnyModel:
     """The model before wrappers: a native decoder on `meta`.
 
     A transformers model gets its weights at once, whole in this host's memory: values computed by
     its constructors (buffers) cannot be told apart from learnt ones without them. Sharding moves it
     to the device layer by layer. It is filled even if a checkpoint is loaded afterwards, since that
     holds only trained parameters: not Marian's bias of each token, nor embeddings that are not
-    used.
+    used. `planned` leaves it on `meta` as well, since nothing is computed with it.
     """
     if isinstance(spec.config, DecoderConfig):
         with torch.device("meta"):
             return Decoder(spec.config)
+    if planned:
+        with (meta := torch.device("meta")):
+            return init_hf_model(spec.config, seed, meta)
     host = torch.device("cpu")
     if spec.folder is None or spec.random:
         return init_hf_model(spec.config, seed, host)
@@ -156,12 +159,12 @@ def materialize_model(
     initialised; `filled` False only allocates. `share`: the tensors that this rank checks against
     the record of the export.
     """
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) and not any(one.is_meta for one in model.parameters()):
         if not is_sharded(model):
             model.to(device)
         return
     allocate(model, device)
-    if not filled:
+    if not filled or not isinstance(model, Decoder):
         return
     if spec.folder is None or spec.random:
         init_weights(model, seed)

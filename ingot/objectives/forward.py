@@ -31,7 +31,7 @@ def forward(
 
     Over ranks that share rows, the sums add up to those of the whole rows.
     """
-    single_documents = one_document_per_row(batch)
+    single_documents = batch.single_documents
     on_device = (batch if sharing is None else shard_batch(batch, sharing)).to(
         device, non_blocking=True
     )
@@ -47,13 +47,6 @@ def forward(
             extras,
         )
     return reduce_values(objective, values, on_device, sharing)
-
-
-def one_document_per_row(batch: Batch) -> bool:
-    """Whether each row is a single document and needs no segment mask; decided on the host, where
-    the batch still is.
-    """
-    return bool((batch.segments == batch.segments[:, :1]).all())
 
 
 def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
@@ -122,7 +115,7 @@ class PipelinedBatches:
             )
             for batch in batches
         ]
-        self._single_documents = [one_document_per_row(batch) for batch in batches]
+        self._single_documents = [batch.single_documents for batch in batches]
         self._total: Tensor | None = None
         self._metric_sums: dict[str, Tensor] = {}
 

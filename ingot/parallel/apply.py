@@ -131,11 +131,16 @@ def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:
     return narrow or how.precision.reduce != "fp32" or how.precision.master == "stochastic"
 
 
+def sums_by_replication(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether torch's data parallelism sums the gradients of a wrapped model."""
+    return mesh.replicas.world > 1 and not is_fsdp(model) and not isinstance(model, Pipeline)
+
+
 def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     """The module to call in training; `model` still owns the parameters. Called once the weights
     exist, since DDP broadcasts and checks them.
     """
-    if mesh.replicas.world == 1 or is_fsdp(model) or isinstance(model, Pipeline):
+    if not sums_by_replication(model, mesh):
         return model
     return DistributedDataParallel(
         model, process_group=mesh.replicas.group, gradient_as_bucket_view=True

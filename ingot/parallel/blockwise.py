@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ingot.models.device import kernel_type
 from ingot.models.native.attention import causal_mask
 
 _MASKED = -1e30
@@ -63,7 +64,7 @@ class BlockKernel(Protocol):
 
 
 def kernel_for(device: torch.device) -> BlockKernel:
-    return FlashKernel() if device.type == "cpu" else MatmulKernel()
+    return FlashKernel() if kernel_type(device) == "cpu" else MatmulKernel()
 
 
 def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAttention:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from ingot.models.device import is_planned
 from ingot.models.native.attention import AttnFn
 from ingot.parallel.blockwise import PartialAttention, kernel_for, merge
 from ingot.parallel.collectives import gather
@@ -75,7 +76,7 @@ class RingAttention:
                         pieces,
                         reach,
                         positions.device,
-                        peek=positions.device.type == "cpu",
+                        peek=positions.device.type == "cpu" and not is_planned(),
                     )
                 )
             attn_fns[window] = made[reach]

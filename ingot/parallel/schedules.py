@@ -63,7 +63,7 @@ class NumberedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         assert isinstance(self.submod, Decoder)
         out = self.work.values(
-            self.submod, int(kwargs["number"]), None if self.is_first else args[0]
+            self.submod, _content(kwargs["number"]), None if self.is_first else args[0]
         )
         return out if self.is_last else out.to(self.hidden).contiguous()
 
@@ -125,11 +125,18 @@ def make_schedule(
         stages.append(stage)
 
     def loss(values: Tensor, number: Tensor) -> Tensor:
-        return stages[-1].work.loss(values, int(number))
+        return stages[-1].work.loss(values, _content(number))
 
     settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     of = stages[0] if kind in ("gpipe", "1f1b") else list(stages)
     return make(of, count, **settings), stages
+
+
+def _content(number: Tensor) -> int:
+    """The content of a chunk of `torch.arange`, which is its place there: read from the tensor it
+    would not be known in a plan.
+    """
+    return int(number.storage_offset())
 
 
 def _schedule_class(kind: str) -> Callable[..., Schedule]:

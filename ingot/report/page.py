@@ -21,6 +21,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
+from ingot.report.planned import beside_plan
 from ingot.report.plots import PlotLine, PlotPanel, line_chart, share_bar
 from ingot.report.run_view import RunView, Series, non_default_knobs, read_run
 from ingot.report.timeline import time_section
@@ -48,6 +49,7 @@ def render(view: RunView) -> str:
         loss=_loss(view),
         minis=_small_plots(view),
         goodput=time_section(view.goodput) if view.goodput else None,
+        plan=beside_plan(view),
         metrics=_metrics(view),
         base=bool(view.evaluation and view.evaluation.base),
         simple=_baselines(view),

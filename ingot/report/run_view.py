@@ -30,6 +30,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
+from ingot.report.formatting import median
 from ingot.report.goodput import Goodput, goodput
 
 CURVES = (
@@ -40,6 +41,7 @@ CURVES = (
     "train/mfu",
     "train/grad_norm",
 )
+RATE = "train/examples_per_s"
 STEP_ORDER = (
     "ingest",
     "prepare",
@@ -66,6 +68,15 @@ class Series:
 
 
 @dataclass(frozen=True)
+class MetricsRead:
+    """What is taken of `metrics.jsonl`; see `RunView`."""
+
+    curves: Mapping[str, Series] = field(default_factory=lambda: {key: Series() for key in CURVES})
+    peak_bytes: float | None = None
+    rows_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class RunView:
     """The contents of a run folder, as reports need them."""
 
@@ -87,6 +98,12 @@ class RunView:
     """The served model's answer, `reports/predict.json`."""
     lineage: dict[str, Any]
     """`model/ingot.json`."""
+    plan: dict[str, Any] | None
+    """What `ingot plan --keep` said, `reports/plan.json`."""
+    peak_bytes: float | None
+    """The highest memory of any rank: of its device, or of its process on a CPU."""
+    rows_per_s: float | None
+    """Training rows a second, the median of the logged steps."""
     parameters: int | None
     running: bool
     changed: float
@@ -182,7 +199,7 @@ def read_run(run: RunFolder) -> RunView:
     evaluation = read_or_note(
         run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
     )
-    curves = read_or_note(run.metrics, _read_curves) or {key: Series() for key in CURVES}
+    metrics = read_or_note(run.metrics, _read_metrics) or MetricsRead()
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     running = any(
         lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
@@ -190,7 +207,7 @@ def read_run(run: RunFolder) -> RunView:
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,
-        curves=curves,
+        curves=metrics.curves,
         records=_records(run.steps),
         events=events,
         goodput=goodput(events, _last_beat(run), alive=running),
@@ -201,6 +218,9 @@ def read_run(run: RunFolder) -> RunView:
         gate=read_or_note(run.reports / "gate.json", _read_json),
         answer=read_or_note(run.reports / "predict.json", _read_json),
         lineage=read_or_note(run.model / "ingot.json", _read_json) or {},
+        plan=read_or_note(run.plan, _read_json),
+        peak_bytes=metrics.peak_bytes,
+        rows_per_s=metrics.rows_per_s,
         parameters=read_or_note(
             run.model / "config.json", lambda path: parameter_count(_read_json(path))
         ),
@@ -243,9 +263,10 @@ def _sanitized(report: EvaluationReport) -> EvaluationReport:
     )
 
 
-def _read_curves(path: Path) -> dict[str, Series]:
-    """The curves of `metrics.jsonl`; of a step that was logged twice the last line counts."""
-    points: dict[str, dict[float, float]] = {key: {} for key in CURVES}
+def _read_metrics(path: Path) -> MetricsRead:
+    """Read `metrics.jsonl`; of a step that was logged twice the last line counts."""
+    points: dict[str, dict[float, float]] = {key: {} for key in (*CURVES, RATE)}
+    peak: float | None = None
     for line in read_lines(path):
         step = line.get("step")
         if not _is_number(step):
@@ -254,10 +275,15 @@ def _read_curves(path: Path) -> dict[str, Series]:
             value = line.get(key)
             if _is_number(value):
                 found[float(step)] = float(value)
-    return {
+        for key, value in line.items():
+            if key.startswith("memory/rank") and _is_number(value):
+                peak = max(peak or 0.0, float(value) * 1e9)
+    rates = list(points.pop(RATE).values())
+    curves = {
         key: Series(sorted(found), [found[step] for step in sorted(found)])
         for key, found in points.items()
     }
+    return MetricsRead(curves, peak, median(rates) if rates else None)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -18,6 +18,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.report.formatting import percent, short, timestamp
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
+from ingot.report.planned import PlanComparison, beside_plan
 from ingot.report.run_view import RunView, flatten, read_run
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 
@@ -45,6 +46,8 @@ def show_run(run: RunFolder) -> None:
         out.print(f"at step {view.steps_done:,}: {', '.join(figures)}", soft_wrap=True)
     if view.goodput is not None:
         _show_goodput(view.goodput, out)
+    if (compared := beside_plan(view)) is not None:
+        _show_plan(compared, out)
     for event in view.events[-RECENT_EVENTS:]:
         out.print(Text(_event(event)), soft_wrap=True)
     for note in view.notes:
@@ -198,6 +201,20 @@ def _show_goodput(account: Goodput, out: Console) -> None:
             " events.jsonl",
             soft_wrap=True,
         )
+
+
+def _show_plan(compared: PlanComparison, out: Console) -> None:
+    """Print what was planned beside what came."""
+    table = Table("planned", "was to be", "known how", "came", "of the range")
+    for column in (table.columns[1], table.columns[3]):
+        column.justify = "right"
+    colours = {"within": "green", "above": "yellow", "below": "yellow", "": ""}
+    for figure in compared.figures:
+        verdict = Text(figure.verdict, colours[figure.verdict])
+        table.add_row(figure.what, figure.planned, figure.origin, figure.came, verdict)
+    out.print(table)
+    if compared.remark:
+        out.print(Text(compared.remark, "yellow"), soft_wrap=True)
 
 
 def _blocks(share: float) -> str:

@@ -91,10 +91,7 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
     allocates its weights without reading or initialising them.
     """
     recipe = plan.recipe
-    model = create_model(model_spec, recipe.seed)
-    if recipe.model.lora is not None:
-        add_lora(model, recipe.model.lora, recipe.seed)
-    model = apply_wrappers(model, mesh, plan.wrapping)
+    model = draft_model(plan, model_spec, mesh)
     device, share = weights_device(mesh, plan.wrapping), _share(mesh)
     run_on_all(
         mesh,
@@ -105,6 +102,19 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
     )
     init_adapter(model, recipe.seed)
     return model
+
+
+def draft_model(
+    plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, planned: bool = False
+) -> AnyModel:
+    """The model of `model_spec` with the recipe's adapter and wrappers; a native decoder is still
+    on `meta`, and where `planned` any model.
+    """
+    recipe = plan.recipe
+    model = create_model(model_spec, recipe.seed, planned=planned)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora, recipe.seed)
+    return apply_wrappers(model, mesh, plan.wrapping)
 
 
 def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
@@ -143,11 +153,13 @@ def make_objectives(
     tables: tuple[Tensor, Tensor] | None,
     compute: Compute,
     mesh: Mesh,
+    *,
+    filled: bool = True,
 ) -> Objectives:
     """Make the recipe's objective. `teacher` is the result of `teacher_folder`, `tables` that of
-    `reference_tables`.
+    `reference_tables`. `filled` False allocates a teacher's weights without reading them.
     """
-    frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh)
+    frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh, filled=filled)
     if tables is None:
         one = make_objective(recipe.objective, ObjectiveInputs(teacher=frozen))
         return Objectives(one, one)
@@ -159,13 +171,13 @@ def make_objectives(
     )
 
 
-def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
+def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh, *, filled: bool) -> Decoder:
     """A frozen model in the compute dtype, without gradients, sharded as the student is.
 
     Pipeline stages apply to the student only: the last stage, which has the head, needs all of the
     teacher's hidden states.
     """
-    if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
+    if filled and mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
         return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(
@@ -174,7 +186,8 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
     model.requires_grad_(False).eval()
     apply_wrappers(model, _stage_of(mesh), WrapSettings(recipe.parallel, compute=compute))
     allocate(model, mesh.device)
-    run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
+    if filled:
+        run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
     return model
 
 

@@ -15,6 +15,11 @@ from ingot.config.doors import SCHEDULES
 from ingot.config.sections.training import Every, ScheduleSettings, seconds_of
 
 
+def warmup_steps(settings: ScheduleSettings, total: int) -> int:
+    """How many of `total` steps the warm-up takes; more than there are if it is set so."""
+    return round(settings.warmup * total) if settings.warmup < 1 else round(settings.warmup)
+
+
 class LearningRate:
     """The learning rate of step `step` (from 0) out of `total`.
 
@@ -29,8 +34,7 @@ class LearningRate:
         self._settings, self._peak, self._total = settings, peak, total
         kind = SCHEDULES.load(settings.kind, "train.schedule.kind")
         self._curve = kind.load_implementation()
-        warmup = settings.warmup
-        self._warmup = round(warmup * total) if warmup < 1 else round(warmup)
+        self._warmup = warmup_steps(settings, total)
 
     def __call__(self, step: int) -> float:
         if step < self._warmup:

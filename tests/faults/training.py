@@ -346,8 +346,8 @@ FAULTS = [
     ),
     Fault(
         "mask-forgotten",
-        "ingot/objectives/forward.py",
-        "return bool((batch.segments == batch.segments[:, :1]).all())",
+        "ingot/data/batches/loader.py",
+        "return bool((self.segments == self.segments[:, :1]).all())",
         "return True",
         "packed documents see each other",
     ),

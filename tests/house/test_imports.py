@@ -43,6 +43,20 @@ MAY_IMPORT: dict[str, set[str]] = {
             "serve",
         }
     ),
+    "plan": (
+        GROUND
+        | {
+            "cloud",
+            "tokenizers",
+            "data",
+            "models",
+            "parallel",
+            "objectives",
+            "checkpoints",
+            "evaluate",
+            "train",
+        }
+    ),
     "registry": GROUND | {"cloud"},
     "launch": GROUND | {"cloud"},
     "report": GROUND,
@@ -59,6 +73,7 @@ WORK = {
     "train",
     "serve",
     "verify",
+    "plan",
 }
 PLACE = {"pipeline", "launch", "registry", "report"}
 # The one file that may import an optional or heavy library inside a function.
@@ -75,6 +90,7 @@ LAZY_OWNERS = {
         "ingot.checkpoints.reader",
         "ingot.models.parameters",
         "ingot.parallel.shard",
+        "ingot.plan.tracing.stand_ins",
     },
     "gigatoken": {"ingot.tokenizers.encoders"},
     "fastokens": {"ingot.tokenizers.encoders"},
@@ -103,6 +119,8 @@ LAZY_OWNERS = {
         "ingot.checkpoints.saver",
         "ingot.parallel.apply",
         "ingot.parallel.pipeline",
+        "ingot.plan.tracing.trace",
+        "ingot.plan.tracing.workers",
     },
     "lm_eval": {"ingot.evaluate.tasks.lm_eval"},
     "torchao": {"ingot.parallel.float8"},
@@ -125,6 +143,8 @@ TORCH_FREE = (
     "ingot.config.serving",
     "ingot.config.adopt.convert",
     "ingot.report.page",
+    "ingot.plan.assemble",
+    "ingot.cli.plan_table",
     "ingot.config.load",
     "ingot.tokenizers.load",
     "ingot.data.engines.spark",

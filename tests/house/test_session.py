@@ -70,7 +70,7 @@ def test_one_of_a_group_is_drawn_by_the_commit(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOP],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(graph.PROJECT)},
+        env={**os.environ, "PYTHONPATH": str(graph.PROJECT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -546,7 +546,8 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
     process = _command(tmp_path, recipe, "--dry-run")
     out, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    (line,) = said.splitlines()  # what only the bucket knows
+    line, *plan = said.splitlines()  # what only the bucket knows
+    assert all(each.startswith("plan: ") for each in plan), said
     assert line.startswith("not checked: ")
     assert "gs://bucket/text/*.txt lies elsewhere, and a dry run asks nobody" in line
     assert out == render_submission(prepare_submission(recipe))

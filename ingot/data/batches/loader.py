@@ -43,6 +43,11 @@ class Batch:
     segments: torch.Tensor
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
+    @property
+    def single_documents(self) -> bool:
+        """Whether each row is a single document and needs no segment mask; asked on the host."""
+        return bool((self.segments == self.segments[:, :1]).all())
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         tensors = (self.tokens, self.labels, self.positions, self.segments, self.rows)
         return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))

@@ -1,0 +1,164 @@
+"""Time of a training step as `ingot plan` predicts it, beside what it takes.
+
+    python -m benchmarks.plan_time [CASE ...] [--runs N] [--calibrated]
+
+The device is calibrated first, alone and with as many processes as the cases have, unless
+`--calibrated` says that what is stored counts. Each run of a case builds the training anew and
+takes the median of a few steps. Beside the wall clock stands the time that the processor worked:
+where they differ, other programs ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.plan_memory import BF16, CASES, RECIPE, THREADS, launched
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.parallel.mesh import running_mesh
+from ingot.plan.devices.coefficients import Coefficients, cpu_coefficients
+from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
+from ingot.plan.tracing.records import RankTrace
+from ingot.plan.tracing.workers import TraceRequest, trace_all
+from ingot.train.micro_batch.trial import made_up_plan, open_trial
+
+WARM_UP, COUNTED = 2, 5
+TIMED = (
+    "pretrain",
+    "pretrain bf16",
+    "packed",
+    "accumulation",
+    "recompute full",
+    "recompute selective",
+    "sgd",
+    "lora",
+    "sft",
+    "dpo",
+    "seq2seq",
+    "classify",
+    "shard 2",
+    "tensor 2",
+    "context 2",
+    "pipeline 2",
+)
+"""Cases of the memory benchmark that this machine can run with a core for each process."""
+MORE: dict[str, tuple[int, list[str]]] = {
+    "long": (
+        1,
+        [
+            "data.seq_len=2048",
+            "train.global_batch=1",
+            "train.micro_batch=1",
+            "model.config.max_position_embeddings=2048",
+        ],
+    ),
+    "wide bf16": (1, ["model.source=preset:llama-56m", BF16]),
+}
+
+
+def cases() -> dict[str, tuple[int, list[str]]]:
+    return {**{name: CASES[name] for name in TIMED}, **MORE}
+
+
+def recipe_of(case: str, folder: Path) -> Recipe:
+    file = folder / "recipe.yaml"
+    file.write_text(RECIPE, encoding="utf-8")
+    return load_recipe([file], cases()[case][1])
+
+
+def measured(recipe: Recipe) -> dict[str, float]:
+    """Seconds of a step on this rank, by the clock and of the processor's work."""
+    with running_mesh(recipe.parallel) as mesh:
+        plan = made_up_plan(recipe, mesh)
+        wall, worked = [], []
+        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+            for step in range(WARM_UP + COUNTED):
+                began, before = time.perf_counter(), time.thread_time()
+                take(step)
+                if step >= WARM_UP:
+                    wall.append(time.perf_counter() - began)
+                    worked.append(time.thread_time() - before)
+        return {"wall": statistics.median(wall), "worked": statistics.median(worked)}
+
+
+def measure_case(case: str, runs: int) -> dict[str, float]:
+    """The slowest rank's time in the run whose time is the median."""
+    found = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as name:
+            world, folder = cases()[case][0], Path(name)
+            launched(world, ["benchmarks.plan_time", "--measure", case, name])
+            ranks: list[dict[str, float]] = [
+                json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)
+            ]
+            found.append(max(ranks, key=lambda one: one["wall"]))
+    found.sort(key=lambda one: one["wall"])
+    return found[len(found) // 2]
+
+
+def layout_of(recipe: Recipe, ranks_per_node: int) -> StepLayout:
+    parallel = recipe.parallel
+    return StepLayout(
+        ranks_per_node,
+        parallel.pipeline,
+        parallel.virtual,
+        parallel.schedule == "zero_bubble",
+        bool(recipe.train.compile),
+    )
+
+
+def predicted(case: str, coefficients: Coefficients) -> StepSeconds:
+    world = cases()[case][0]
+    with tempfile.TemporaryDirectory() as name:
+        recipe = recipe_of(case, Path(name))
+        ranks = range(world) if recipe.parallel.pipeline > 1 else [0]
+        traces = trace_all([TraceRequest(recipe, world, rank) for rank in ranks])
+    held = [one for one in traces if isinstance(one, RankTrace)]
+    assert len(held) == len(traces), traces
+    return step_seconds(held, coefficients, layout_of(recipe, world))
+
+
+def compare(chosen: list[str], runs: int, *, calibrated: bool) -> None:
+    for world in sorted({cases()[case][0] for case in chosen}):
+        if not calibrated:
+            launched(world, ["ingot", "bench", "--calibrate"])
+    print(f"{'case':22}{'measured':>10}{'worked':>9}{'planned':>9}  of wall  of work  seconds")
+    for case in chosen:
+        coefficients = cpu_coefficients(THREADS, cases()[case][0])
+        assert coefficients is not None, "run without --calibrated first"
+        plan, there = predicted(case, coefficients), measure_case(case, runs)
+        parts = " ".join(
+            f"{name} {getattr(plan, name).likely:.3f}"
+            for name in ("matmul", "attention", "memory", "within", "bubble")
+        )
+        said = plan.total.likely
+        print(
+            f"{case:22}{there['wall']:10.3f}{there['worked']:9.3f}{said:9.3f}"
+            f"  {said / there['wall'] - 1:+7.1%}  {said / there['worked'] - 1:+7.1%}  {parts}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_time", description=__doc__)
+    parser.add_argument("cases", nargs="*", help="names, or all")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--calibrated", action="store_true")
+    parser.add_argument("--measure", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.measure:
+        case, folder = asked.measure[0], Path(asked.measure[1])
+        found = measured(recipe_of(case, folder))
+        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
+    else:
+        compare(asked.cases or list(cases()), asked.runs, calibrated=asked.calibrated)
+
+
+if __name__ == "__main__":
+    main()

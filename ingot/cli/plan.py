@@ -1,0 +1,238 @@
+"""`ingot plan`: what a training will need and cost, before anything is started; and the few lines
+of it that end every dry run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ingot.config.recipe import Recipe
+    from ingot.config.values import Findings, Values
+    from ingot.plan.assemble import ModelKnown, RunPlan
+    from ingot.plan.checks import PlanFinding
+    from ingot.plan.place import PlannedPlace
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RECIPE.yaml [PLACE.yaml] KEY=VALUE...",
+        help="Recipe files and overrides; later ones win.",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="What ranks run on, where the place does not tell: cpu, or a type such as h100.",
+        show_default=False,
+    ),
+]
+
+
+def plan(
+    arguments: Arguments,
+    device: Device = None,
+    searching: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Which layout, micro-batch and recomputation is fastest, and which cheapest.",
+        ),
+    ] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="N..M",
+            help="With --search: from N to M devices, doubling. Default: those of the place.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="With --search: US dollars at the most.", show_default=False),
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="With --search: time at the most, such as 24h or 7d.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, all numbers with ranges.")
+    ] = False,
+    cloud: Annotated[
+        bool, typer.Option("--cloud", help="Ask Google Cloud for machine types and quota, too.")
+    ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep it in the run folder; `ingot show run` then puts it beside what came.",
+        ),
+    ] = False,
+) -> int:
+    """Does it fit, how long does it take, what does it cost: traces a step of the training without
+    weights, and checks all that can be known beforehand. Exit code 1 if it does not fit.
+    """
+    from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
+
+    if searching:
+        return _search(arguments, device, devices, budget, deadline, as_json=as_json)
+    if devices or budget or deadline:
+        raise WrongInput("--devices, --budget and --deadline are for --search")
+    recipe, found, made = _planned(arguments, device, cloud=cloud)
+    if made is None:
+        raise WrongInput("\n".join(found.wrong))
+    _show(recipe, made, found, as_json=as_json, keep=keep)
+    if found.wrong:
+        raise WrongInput("\n".join(found.wrong))
+    fits = all("does not fit" not in one.message for one in made.findings if one.about == "memory")
+    return EXIT_DONE if fits else EXIT_FAILED
+
+
+def _planned(
+    arguments: list[str], device: str | None, *, cloud: bool
+) -> tuple[Recipe, Findings, RunPlan | None]:
+    """The plan, and what the checks of the recipe found; no plan if nothing can come of it."""
+    from ingot.base.errors import WrongInput
+    from ingot.cli.check import findings, read_checked
+    from ingot.plan.assemble import make_plan
+    from ingot.plan.place import place_of
+
+    recipe, values = read_checked(arguments, "train")
+    found = findings(recipe, values)
+    recipe = recipe.at("train")
+    place = place_of(recipe, device)
+    try:
+        made = make_plan(recipe, place, _model(recipe, values))
+    except WrongInput as error:
+        found.ask(_refuse, error)
+        found.wrong = list(dict.fromkeys(found.wrong))
+        return recipe, found, None
+    more = ask_cloud(recipe, place, ask=cloud)
+    return recipe, found, replace(made, findings=[*made.findings, *more])
+
+
+def _search(
+    arguments: list[str],
+    device: str | None,
+    devices: str | None,
+    budget: float | None,
+    deadline: str | None,
+    *,
+    as_json: bool,
+) -> int:
+
+    from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
+    from ingot.cli.check import read_checked
+    from ingot.cli.plan_table import show_search
+    from ingot.config.sections.launch import parse_duration
+    from ingot.plan.choose import Limits, choice_json, choose
+    from ingot.plan.place import place_of
+
+    recipe, values = read_checked(arguments, "train")
+    recipe = recipe.at("train")
+    try:
+        seconds = None if deadline is None else float(parse_duration(deadline))
+    except ValueError as error:
+        raise WrongInput(f"--deadline {deadline} {error}") from None
+    place, model = place_of(recipe, device), _model(recipe, values)
+    choice = choose(recipe, place, model, devices, Limits(budget, seconds))
+    if as_json:
+        print(json.dumps(choice_json(choice), indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        show_search(choice)
+    return EXIT_DONE if choice.within else EXIT_FAILED
+
+
+def _refuse(error: Exception) -> None:
+    raise error
+
+
+def _model(recipe: Recipe, values: Values) -> ModelKnown:
+    from ingot.cli.check_training import RANDOM, check_model
+    from ingot.config.values import Findings
+    from ingot.plan.assemble import ModelKnown
+
+    # What is wrong with it was found by the checks of the recipe.
+    config = check_model(recipe, Findings(values))
+    if config is None:
+        return ModelKnown(None, random=False)
+    random = bool(config.pop(RANDOM))
+    return ModelKnown(config, random)
+
+
+def ask_cloud(recipe: Recipe, place: PlannedPlace, *, ask: bool) -> list[PlanFinding]:
+    """Whether the project may have the machines, if the cloud may be asked."""
+    from ingot.base.errors import IngotError
+    from ingot.plan.checks import PlanFinding
+
+    about = "launch.machine"
+    if not place.rented:
+        return []
+    if not ask:
+        message = "quota, and whether the region has these machines; --cloud asks"
+        return [PlanFinding("not checked", about, message)]
+    from ingot.cloud.doctor.context import check_context, run_checks
+    from ingot.cloud.doctor.machines import quotas, types
+
+    try:
+        site = check_context(recipe)
+        told = run_checks(site, (("machine types", types), ("quota", quotas)))
+    except IngotError as error:
+        return [PlanFinding("not checked", about, f"quota and machine types: {error}")]
+    kinds = {True: "known", False: "warning", None: "not checked"}
+    return [
+        PlanFinding(kinds[one.ok], about, f"{one.what}: {one.found}")  # type: ignore[arg-type]
+        for one in told
+    ]
+
+
+def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep: bool) -> None:
+    from ingot.base.progress import say
+    from ingot.base.storage import write_atomic
+    from ingot.cli.plan_table import show_plan
+    from ingot.plan.assemble import plan_json
+
+    content = plan_json(made)
+    content["wrong"] = list(found.wrong)
+    content["not_checked"] = list(dict.fromkeys(found.unknown))
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    if as_json:
+        print(text, end="")
+    else:
+        show_plan(made)
+        for line in content["not_checked"]:
+            say(f"not checked: {line}")
+    if keep:
+        recipe.folder.reports.mkdir(parents=True, exist_ok=True)
+        write_atomic(recipe.folder.plan, text)
+        say(f"kept as {recipe.folder.plan}")
+
+
+def tell_dry_run(recipe: Recipe, values: Values) -> None:
+    """The part of a plan that needs no trace, on stderr: a trace takes seconds, and a dry run is to
+    be quick and to need no torch.
+    """
+    from ingot.base.errors import IngotError
+    from ingot.base.progress import say
+    from ingot.cli.plan_table import short_plan
+    from ingot.plan.assemble import make_plan
+    from ingot.plan.place import place_of
+
+    recipe = recipe.at("train")
+    try:
+        made = make_plan(recipe, place_of(recipe), _model(recipe, values), traced=False)
+    except IngotError as error:
+        say(f"plan: none can be made: {error}")
+        return
+    for line in short_plan(made):
+        say(f"plan: {line}")

@@ -1,0 +1,334 @@
+"""A plan: the memory of each kind of rank, the time of a step, what the whole run comes to, and
+what is to be said of it; as one value and as JSON. No torch: ranks are traced in processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.hub import fetch_config
+from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.recipe import Recipe
+from ingot.config.shape import degrees_of, flops_per_token
+from ingot.plan.checks import PlanFinding, all_judgements
+from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
+from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
+from ingot.plan.place import PlannedPlace
+from ingot.plan.ranges import Range
+from ingot.plan.run_cost import RunCost, RunInputs, cost_of
+from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
+from ingot.plan.storage import ModelSize, formula_memory, model_size
+from ingot.plan.tracing.memory import RankMemory, plan_memory
+from ingot.plan.unknown import Told, Unknown
+
+SCHEMA = 1
+COMPARED_WITH_GPU = False
+"""Whether a plan for a GPU was ever held against one."""
+CALIBRATE = "`ingot bench --calibrate` there"
+RECORDED = ("model", "objective", "data", "train", "parallel", "memory", "precision")
+"""The sections of a recipe that a plan is for."""
+
+
+@dataclass(frozen=True)
+class ModelKnown:
+    """The configuration of the model to train; None where it could not be determined. `random`:
+    whether training starts from random weights.
+    """
+
+    config: Mapping[str, Any] | None
+    random: bool
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All that is known of a training before it starts.
+
+    memory: by kind of rank, or why there is none; formula: in its place, bytes of the tensors of a
+    rank within a wide range.
+    """
+
+    recipe: Recipe
+    place: PlannedPlace
+    memory: tuple[RankMemory, ...] | Unknown
+    formula: Told
+    step: StepSeconds | Unknown
+    sample: LengthSample | Unknown
+    size: ModelSize | None
+    cost: RunCost
+    findings: list[PlanFinding]
+
+
+def make_plan(
+    recipe: Recipe, place: PlannedPlace, model: ModelKnown, *, traced: bool = True
+) -> RunPlan:
+    """Plan the training of a recipe that is already resolved for it (`Recipe.at`).
+
+    Args:
+        traced: False leaves out what needs a trace, memory and time, which takes seconds, and looks
+            at fewer documents.
+
+    Raises:
+        WrongInput: recipe, model and ranks do not fit together.
+    """
+    sample = data_sample(recipe, quick=not traced)
+    config = with_vocabulary(recipe, model, sample)
+    size = None if config is None else model_size(recipe, config)
+    memory: tuple[RankMemory, ...] | Unknown = Unknown("`ingot plan`, which traces a step")
+    formula: Told = Unknown("the model's configuration")
+    if traced:
+        memory = _memory(recipe, place, config, random=model.random)
+        if isinstance(memory, Unknown) and config is not None and size is not None:
+            formula = _formula(recipe, place, config, size)
+    step = _step(recipe, place, memory)
+    coefficients = _coefficients(place)
+    inputs = RunInputs(
+        recipe,
+        place,
+        size,
+        None if isinstance(sample, Unknown) else sample.rows,
+        step if isinstance(step, Unknown) else step.total,
+        data_bytes(recipe, None if isinstance(sample, Unknown) else sample),
+        _flops(recipe, config),
+        None if coefficients is None else coefficients.peak(_compute(recipe, place)),
+    )
+    cost = cost_of(inputs)
+    judged = all_judgements(recipe, place, cost, sample, config, size, random=model.random)
+    return RunPlan(
+        recipe,
+        place,
+        memory,
+        formula,
+        step,
+        sample,
+        size,
+        cost,
+        [*_judge_memory(recipe, place, memory), *judged],
+    )
+
+
+def data_sample(recipe: Recipe, *, quick: bool) -> LengthSample | Unknown:
+    try:
+        return look_at_data(recipe, quick=quick)
+    except (WrongInput, Failed) as error:
+        return Unknown(f"lengths of documents: {error}")
+
+
+def with_vocabulary(
+    recipe: Recipe, model: ModelKnown, sample: LengthSample | Unknown
+) -> dict[str, Any] | None:
+    """The configuration with the vocabulary that is trained, which random weights take from the
+    tokenizer.
+    """
+    if model.config is None:
+        return None
+    config = dict(model.config)
+    if model.random and "vocab_size" not in recipe.model.config:
+        if not isinstance(sample, Unknown):
+            config["vocab_size"] = sample.vocab_size
+        elif recipe.trains_tokenizer:
+            config["vocab_size"] = recipe.tokenizer.vocab_size
+    return config
+
+
+def _memory(
+    recipe: Recipe, place: PlannedPlace, config: dict[str, Any] | None, *, random: bool
+) -> tuple[RankMemory, ...] | Unknown:
+    if config is None:
+        return Unknown("the model's configuration")
+    if importlib.util.find_spec("torch") is None:
+        return Unknown("torch, which is not installed here; pip install torch")
+    try:
+        asked = traceable(recipe, place, config["vocab_size"] if random else None)
+    except Failed as error:
+        return Unknown(f"an answer of the hub: {error}")
+    try:
+        return tuple(plan_memory(asked, place.world, place.type))
+    except Failed as error:
+        return Unknown(f"a trace: {error}")
+
+
+def traceable(recipe: Recipe, place: PlannedPlace, vocab_size: int | None) -> Recipe:
+    """The recipe as a trace needs it: nothing but configurations is read, and what `auto` means is
+    what it comes to at the place, not on the CPU that traces. `vocab_size`: of random weights.
+    """
+    asked = _configurations_only(recipe, vocab_size)
+    compute = "fp32" if _compute(recipe, place) == "float32" else "bf16"
+    precision = recipe.precision.model_copy(update={"compute": compute})
+    return asked.model_copy(update={"precision": precision})
+
+
+def _configurations_only(recipe: Recipe, vocab_size: int | None) -> Recipe:
+    """The recipe with folders that hold configurations alone in place of models on the hub."""
+    model, objective = recipe.model, recipe.objective
+    changed: dict[str, Any] = {}
+    if model.source.startswith("hf:"):
+        folder = fetch_config(model.source.removeprefix("hf:"), model.revision)
+        changed["source"] = str(folder)
+    if vocab_size is not None and "vocab_size" not in model.config:
+        changed["config"] = {**model.config, "vocab_size": vocab_size}
+    teacher = objective.teacher_source
+    if teacher is not None and teacher.startswith("hf:"):
+        folder = fetch_config(teacher.removeprefix("hf:"))
+        objective = objective.model_copy(update={"teacher": str(folder)})
+    return recipe.model_copy(
+        update={"model": model.model_copy(update=changed), "objective": objective}
+    )
+
+
+def _formula(
+    recipe: Recipe, place: PlannedPlace, config: Mapping[str, Any], size: ModelSize
+) -> Told:
+    degrees = degrees_of(recipe.parallel, place.world)
+    half = _compute(recipe, place) != "float32"
+    return formula_memory(recipe, config, size, degrees, half=half)
+
+
+def _compute(recipe: Recipe, place: PlannedPlace) -> str:
+    """The dtype of matrix products, as torch calls it."""
+    wanted = recipe.precision.compute
+    if wanted == "auto":
+        device = place.device
+        lacks = device is not None and "bfloat16" not in device.peak_flops
+        return "float32" if place.type == "cpu" or lacks else "bfloat16"
+    return "bfloat16" if wanted == "bf16" else "float32"
+
+
+def _coefficients(place: PlannedPlace) -> Coefficients | None:
+    if place.device is not None:
+        return coefficients_of(place.device, place.machine, place.processes)
+    if place.type == "cpu" and place.kind == "local":
+        cores = len(os.sched_getaffinity(0))
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // place.processes))
+        return cpu_coefficients(threads, place.processes)
+    return None
+
+
+def _step(
+    recipe: Recipe, place: PlannedPlace, memory: tuple[RankMemory, ...] | Unknown
+) -> StepSeconds | Unknown:
+    if isinstance(memory, Unknown):
+        return memory
+    try:
+        return timed(recipe, place, memory)
+    except WrongInput as error:
+        return Unknown(str(error))
+
+
+def timed(
+    recipe: Recipe, place: PlannedPlace, memory: Sequence[RankMemory]
+) -> StepSeconds | Unknown:
+    """The time of a step at a place.
+
+    Raises:
+        WrongInput: nothing is known of a kernel that a rank calls.
+    """
+    coefficients = _coefficients(place)
+    if coefficients is None and place.type == "cpu":
+        return Unknown(f"what this processor does in a second: {CALIBRATE}")
+    if coefficients is None:
+        return Unknown(f"the type of the device: --device NAME, or {CALIBRATE}")
+    parallel = recipe.parallel
+    layout = StepLayout(
+        ranks_per_node=place.processes,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual,
+        zero_bubble=parallel.schedule == "zero_bubble",
+        compiled=recipe.train.compile,
+    )
+    return step_seconds([rank.trace for rank in memory], coefficients, layout)
+
+
+def _flops(recipe: Recipe, config: Mapping[str, Any] | None) -> float | None:
+    if config is None or KIND_FOR_DOCUMENTS[recipe.documents] != "decoder":
+        return None
+    try:
+        return flops_per_token(config, recipe.data.seq_len)
+    except (KeyError, TypeError, ValueError, WrongInput):
+        return None
+
+
+def _judge_memory(
+    recipe: Recipe, place: PlannedPlace, memory: tuple[RankMemory, ...] | Unknown
+) -> list[PlanFinding]:
+    if isinstance(memory, Unknown):
+        return [PlanFinding("not checked", "memory", f"whether it fits: needs {memory.needs}")]
+    has, found = place.device_bytes, []
+    if has is None:
+        message = f"whether it fits: the memory of {place.device_name} is not known; --device NAME"
+        return [PlanFinding("not checked", "memory", message)]
+    for rank in memory:
+        fit, offload = rank.fit(has), recipe.memory.offload
+        if fit == "fits":
+            continue
+        if offload.activations or offload.weights or offload.optimizer:
+            # Of what waits on the host nothing is known: it is counted on the device.
+            message = f"{rank.ranks}: with memory.offload a step takes less than is told here"
+            found.append(PlanFinding("not checked", "memory", message))
+        else:
+            message = f"{rank.ranks}: a step {fit} into {place.device_name}"
+            found.append(PlanFinding("warning", "memory", message))
+    return found
+
+
+def plan_json(plan: RunPlan) -> dict[str, Any]:
+    """The plan as plain values. A range is `{low, likely, high, origin}`; what is not known is
+    `{unknown: what would tell it}`. Bytes, seconds, US dollars, kWh.
+    """
+    place = {
+        name: plain(value)
+        for name, value in (
+            (each.name, getattr(plan.place, each.name)) for each in fields(plan.place)
+        )
+        if name != "device"
+    }
+    place["device"] = None if plan.place.device is None else plan.place.device.name
+    memory: Any = plain(plan.memory)
+    if not isinstance(plan.memory, Unknown):
+        memory = [_rank_json(rank, plan.place.device_bytes) for rank in plan.memory]
+    cost = {each.name: plain(getattr(plan.cost, each.name)) for each in fields(plan.cost)}
+    return {
+        "schema": SCHEMA,
+        "name": plan.recipe.name,
+        "knobs": plan.recipe.select(RECORDED),
+        "place": place | {"world": plan.place.world},
+        "compared_with_gpu": COMPARED_WITH_GPU,
+        "weights": plain(plan.size),
+        "memory": memory,
+        "formula_bytes": plain(plan.formula),
+        "step": plain(plan.step),
+        "data": plain(plan.sample),
+        "run": cost,
+        "findings": [asdict(finding) for finding in plan.findings],
+    }
+
+
+def _rank_json(rank: RankMemory, has: Range | None) -> dict[str, Any]:
+    return {
+        "ranks": rank.ranks,
+        "rank": rank.rank,
+        "layers": rank.trace.layers,
+        "micro_steps": rank.trace.micro_steps,
+        "bytes": dict(rank.trace.peak.bytes),
+        "other": plain(rank.other),
+        "peak": plain(rank.peak),
+        "between_steps": rank.trace.between.total,
+        "loading": rank.trace.build.total,
+        "fit": "unknown" if has is None else rank.fit(has),
+    }
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Unknown):
+        return {"unknown": value.needs}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return value

@@ -1,0 +1,327 @@
+"""How long documents are beside the rows of a recipe, what is cut away or padded, and how many rows
+there are: from prepared columns where they exist, else from a sample of the sources, tokenised and
+packed by the same code. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ingot.base.errors import WrongInput
+from ingot.base.hub import ask_tokenizer
+from ingot.base.markers import read_marker
+from ingot.config.recipe import Recipe
+from ingot.config.sections.data import ValidationShare
+from ingot.data.batches.rows import open_rows
+from ingot.data.columns.column import Column, ColumnWriter, column_prefix, token_dtype
+from ingot.data.columns.manifest import (
+    MASK,
+    column_dtype,
+    is_mask,
+    prefix_of,
+    prepared_for,
+)
+from ingot.data.documents.kinds import plain_text
+from ingot.data.packing.planning import (
+    PackingCounts,
+    PackStage,
+    SingleRecordStage,
+    column_limits,
+)
+from ingot.data.packing.tables import ONE_PER_ROW, read_packed
+from ingot.data.raw.store import MANIFEST as RAW_MANIFEST
+from ingot.data.sample import TextSample, sample_sources
+from ingot.data.tokenizing.encode import TokenRecords, encode_records
+from ingot.plan.ranges import Range
+from ingot.plan.unknown import Told, Unknown
+from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.chat_templates import for_recipe, required_tokens
+from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+MOST_DOCUMENTS, MOST_BYTES = 256, 1_000_000
+"""Of a sample: enough for percentiles, and a second of tokenising."""
+QUICK = 5
+"""Where a glance is enough, it is so much smaller."""
+MEASURED_PARTS = 64
+PACKED_TEXT = Range(1.0, 2.5, 5.0, "guessed")
+"""Bytes of text in a byte of a compressed file."""
+PLAIN_TEXT = Range(0.6, 0.9, 1.0, "guessed")
+"""The same of a file that is not compressed: the rest is keys, quotes and other columns."""
+RAW_BYTES = Range(0.2, 0.4, 1.0, "guessed")
+"""Bytes of Parquet in which a byte of text is ingested."""
+OWN_TOKENIZER = (0.85, 1.15)
+"""Tokens of a tokenizer that is not trained yet, beside those of one that a sample trained."""
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ColumnLengths:
+    """Tokens of a document in one column, and what of them is beyond the row's `limit`: the share
+    of documents, and of all tokens.
+    """
+
+    limit: int
+    mean: float
+    low: float
+    median: float
+    high: float
+    longest: int
+    longer: float
+    beyond: float
+
+    @classmethod
+    def of(cls, lengths: Lengths, limit: int) -> ColumnLengths:
+        low, median, high = np.percentile(lengths, (10, 50, 90)).tolist()
+        over = np.maximum(lengths - limit, 0).sum()
+        return cls(
+            limit,
+            float(lengths.mean()),
+            low,
+            median,
+            high,
+            int(lengths.max()),
+            float((lengths > limit).mean()),
+            float(over / max(1, lengths.sum())),
+        )
+
+
+@dataclass(frozen=True)
+class LengthSample:
+    """What the training documents of a recipe look like as rows."""
+
+    about: str
+    """Which documents were looked at."""
+    documents: int
+    columns: Mapping[str, ColumnLengths]
+    truncated: float
+    """Share of the documents that lose their end."""
+    left_out: float
+    """Share of the documents without anything that is trained, in all or in what remains."""
+    lost_targets: float | None
+    """Share of the trained tokens that are cut away; None if it was not counted. Texts lose none:
+    what is too long goes on in another row.
+    """
+    padding: float
+    """Share of the positions that is padding."""
+    rows: Range | None
+    """Training rows of the whole recipe; None if that cannot be known yet."""
+    tokens: Range | None
+    """Tokens of all training documents."""
+    text_bytes: Range | None
+    """Bytes of the texts of all documents of the training sources, those that are held out or not
+    trained on included.
+    """
+    vocab_size: int
+
+
+def look_at_data(recipe: Recipe, *, quick: bool = False) -> LengthSample:
+    """The prepared columns of a recipe, or else a sample of its sources; a small one if `quick`.
+
+    Raises:
+        WrongInput: neither can be read here, or not with this tokenizer.
+        Failed: the hub, which has the tokenizer, cannot be reached.
+    """
+    if read_marker(recipe.folder.columns, "manifest.json") is not None:
+        return _prepared(recipe)
+    return _sampled(recipe, QUICK if quick else 1)
+
+
+def _prepared(recipe: Recipe) -> LengthSample:
+    prepared, folder, data = prepared_for(recipe), recipe.folder.columns, recipe.data
+    is_pair = recipe.documents == "pair"
+    target_len = data.target_len if is_pair else None
+    limits = column_limits(prepared.documents, data.seq_len, target_len)
+    parts = [part.number for source in prepared.splits["train"] for part in source.parts]
+    measured = parts[:: max(1, len(parts) // MEASURED_PARTS)]
+    columns = {
+        name: ColumnLengths.of(
+            np.concatenate([_lengths(folder, name, number) for number in measured]), limit
+        )
+        for name, limit in limits.items()
+    }
+    documents, tokens = prepared.total("train", "documents"), prepared.total("train", "tokens")
+    counts, padding = PackingCounts(), 0.0
+    if recipe.pack != "cut":
+        packed = read_packed(folder, prepared, data.seq_len, recipe.pack, target_len)
+        counts, padding = packed.counts["train"], packed.padding
+    rows = open_rows(
+        folder,
+        "train",
+        data.seq_len,
+        pad_last=False,
+        pack=recipe.pack,
+        weights=[source.weight for source in data.train],
+        target_len=data.target_len,
+        by_part=data.window is not None,
+    )
+    if prepared.documents in ONE_PER_ROW:
+        padding = _alone(columns)
+    return LengthSample(
+        f"all {documents:,} prepared documents",
+        documents,
+        columns,
+        counts.truncated / max(1, documents),
+        (counts.lost + counts.untrained) / max(1, documents),
+        None,
+        padding,
+        Range.exactly(len(rows), "measured"),
+        Range.exactly(tokens, "measured"),
+        Range.exactly(float(prepared.total("train", "bytes")), "measured"),
+        prepared.vocab_size,
+    )
+
+
+def _lengths(folder: Path, name: str, number: int) -> Lengths:
+    column = Column(column_prefix(folder, "train", name, number))
+    return column.lengths(0, len(column)).astype(np.int64)
+
+
+def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
+    sample = sample_sources(recipe, MOST_DOCUMENTS // smaller, MOST_BYTES // smaller)
+    if not sample.texts:
+        raise WrongInput(
+            "the sources of data.train hold no document that can be read; run `ingot ingest`, which"
+            " says why"
+        )
+    tokenizer, is_own = _tokenizer(recipe, sample.texts)
+    records = encode_records(
+        recipe.documents, tokenizer, tokenizer.encode_batch, sample.texts, prefix_of(recipe)
+    )
+    data, count = recipe.data, len(sample.texts)
+    target_len = data.target_len if recipe.documents == "pair" else None
+    limits = column_limits(recipe.documents, data.seq_len, target_len)
+    columns = {
+        name: ColumnLengths.of(records.lengths[name], limit) for name, limit in limits.items()
+    }
+    counts, padding = _packed(recipe, records, tokenizer.vocab_size, target_len, columns)
+    uncertain = Range(OWN_TOKENIZER[0], 1.0, OWN_TOKENIZER[1]) if not is_own else 1.0
+    text = _text_bytes(recipe, sample)
+    size = sum(len(one.encode()) for one in sample.texts)
+    kept = _trained_share(recipe)
+    tokens = None if text is None else text * (kept * records.tokens / size) * uncertain
+    rows = None if tokens is None else tokens * (counts.rows / max(1, records.tokens))
+    files = f"{sample.files:,} {'file' if sample.files == 1 else 'files'}"
+    spread = "" if sample.whole else f" of {files}"
+    about = f"{'all' if sample.whole else 'a sample of'} {count:,} documents{spread}"
+    trained_here = "" if is_own else ", with a tokenizer trained on them alone"
+    return LengthSample(
+        about + trained_here,
+        count,
+        columns,
+        counts.truncated / count,
+        (counts.lost + counts.untrained) / count,
+        0.0 if recipe.documents == "text" else _lost_targets(records, limits),
+        padding,
+        rows,
+        tokens,
+        text,
+        tokenizer.vocab_size if is_own else recipe.tokenizer.vocab_size,
+    )
+
+
+def data_bytes(recipe: Recipe, sample: LengthSample | None) -> Told:
+    """Room of ingested and prepared data: of the files that there are, else of what will be."""
+    folder = recipe.folder.data
+    if read_marker(recipe.folder.columns, "manifest.json") is not None:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return Range.exactly(float(sum(path.stat().st_size for path in files)), "measured")
+    if sample is None or sample.tokens is None or sample.text_bytes is None:
+        return Unknown("`ingot ingest`")
+    masks = 1 if recipe.documents in ("chat", "preference") else 0
+    each = token_dtype(sample.vocab_size).itemsize + masks
+    return sample.text_bytes * RAW_BYTES + sample.tokens * float(each)
+
+
+def _tokenizer(recipe: Recipe, texts: list[str]) -> tuple[Tokenizer, bool]:
+    """The recipe's tokenizer, and True; or a stand-in for one that is not trained yet."""
+    if not recipe.trains_tokenizer:
+        given = recipe.tokenizer.source or recipe.model.source
+        if given.startswith("hf:"):
+            revision = recipe.model.revision if given == recipe.model.source else None
+            folder = ask_tokenizer(given.removeprefix("hf:"), revision)
+        else:
+            folder = resolve_tokenizer(recipe)
+        return for_recipe(recipe, load_tokenizer(folder)), True
+    if (recipe.folder.tokenizer / "tokenizer.json").is_file():
+        return load_tokenizer(recipe.folder.tokenizer), True
+    plain = (plain_text(recipe.documents, text) for text in texts)
+    special = required_tokens(recipe.tokenizer.template)
+    return for_recipe(recipe, train_bpe(plain, recipe.tokenizer.vocab_size, special)), False
+
+
+def _packed(
+    recipe: Recipe,
+    records: TokenRecords,
+    vocab_size: int,
+    target_len: int | None,
+    columns: Mapping[str, ColumnLengths],
+) -> tuple[PackingCounts, float]:
+    """The rows that `prepare` would make of these records, and the share of padding."""
+    seq_len = recipe.data.seq_len
+    if recipe.pack == "cut":
+        return PackingCounts(rows=max(1, records.tokens // seq_len), tokens=records.tokens), 0.0
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for name, values in records.columns.items():
+            prefix, dtype = column_prefix(folder, "train", name, 0), column_dtype(name, vocab_size)
+            with ColumnWriter(prefix, dtype) as writer:
+                writer.append(values, records.lengths[name])
+        if recipe.documents in ONE_PER_ROW:
+            alone = SingleRecordStage(folder, "rows", recipe.documents, seq_len, target_len)
+            return alone.open()(("train", 0), _ignore).counts, _alone(columns)
+        stage = PackStage(folder, "rows", recipe.pack, seq_len, MASK in records.columns)
+        counts = stage.open()(("train", 0), _ignore).counts
+    return counts, 1.0 - counts.tokens / max(1, counts.rows * seq_len)
+
+
+def _ignore(done: int) -> None:
+    pass
+
+
+def _alone(columns: Mapping[str, ColumnLengths]) -> float:
+    """The padding of one record a row if every batch is as long as the limit: the most there is."""
+    kept = sum(one.mean * (1 - one.beyond) for one in columns.values())
+    return 1.0 - kept / max(1, sum(one.limit for one in columns.values()))
+
+
+def _lost_targets(records: TokenRecords, limits: Mapping[str, int]) -> float | None:
+    """The share of the trained tokens that lie beyond the row."""
+    trained = lost = 0
+    for name, limit in limits.items():
+        mask = records.columns.get(MASK if name == "tokens" else f"{name}_{MASK}")
+        if mask is None and (name == "source" or any(map(is_mask, records.columns))):
+            continue  # only read, never written
+        lengths = records.lengths[name]
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        weights: npt.NDArray[Any] = np.ones_like(place) if mask is None else mask
+        trained += int(weights.sum())
+        lost += int(weights[place >= limit].sum())
+    return lost / trained if trained else None
+
+
+def _trained_share(recipe: Recipe) -> float:
+    """The share of the training sources' documents that is trained on."""
+    data = recipe.data
+    held_out = data.validation.fraction if isinstance(data.validation, ValidationShare) else 0.0
+    return data.fraction * (1.0 - held_out)
+
+
+def _text_bytes(recipe: Recipe, sample: TextSample) -> Range | None:
+    """Bytes of text of all documents of the training sources."""
+    if (raw := read_marker(recipe.folder.raw, RAW_MANIFEST)) is not None:
+        size = sum(int(source["bytes"]) for source in raw["splits"].get("train", ()))
+        return Range.exactly(float(size), "measured")
+    if sample.whole:
+        return Range.exactly(float(sum(len(one.encode()) for one in sample.texts)))
+    if sample.file_bytes is None:
+        return None
+    held = Range.exactly(1.0) if sample.only_text else PLAIN_TEXT
+    return (PACKED_TEXT if sample.compressed else held) * float(sample.file_bytes)

@@ -1,0 +1,1 @@
+"""What devices do in a second, and what they are: stated, guessed or measured."""

@@ -1,0 +1,297 @@
+"""The arithmetic of a whole training: steps, saves, evaluations, starts and restarts, and what they
+come to in hours, money, energy and space. Imports no torch and asks nobody.
+
+What cannot be known is `Unknown` with what would tell it, never a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.training import Every, seconds_of
+from ingot.config.shape import degrees_of, total_steps
+from ingot.plan.place import PlannedPlace
+from ingot.plan.ranges import Range, largest
+from ingot.plan.storage import (
+    RENDEZVOUS,
+    VERIFIED,
+    ModelSize,
+    PerRank,
+    Space,
+    checkpoint_bytes,
+    host_copy,
+    rank_costs,
+    saving,
+    spaces,
+    tokens_of_row,
+)
+from ingot.plan.unknown import Told, Unknown, ends, mapped, over, plus, times
+
+ON_DEMAND, SPOT = "on demand", "spot"
+"""The ways to rent a machine."""
+DAY_S, HOUR_S = 86_400.0, 3_600.0
+FORWARD_SHARE = Range(0.25, 0.34, 0.5, "modelled")
+"""Of a step's time, what its forward pass takes: a third of the floating-point operations, a
+quarter where activations are computed again.
+"""
+TASKS = Range(0.5, 5.0, 60.0, "guessed")
+"""What a task of `train.evaluate_tasks` takes, beside the loss on the validation rows: it compares
+or writes texts whose number and lengths are not known.
+"""
+PROCESS_START_S = Range(3.0, 12.0, 60.0, "guessed")
+"""Starting Python, importing torch, building the model."""
+MACHINES_START_S = {
+    "local": Range.exactly(0.0),
+    "ssh": Range(1.0, 3.0, 20.0, "guessed"),
+    "gce": Range(90.0, 240.0, 900.0, "guessed"),
+    "vertex": Range(120.0, 420.0, 1_800.0, "guessed"),
+    "tpu": Range(120.0, 360.0, 1_800.0, "guessed"),
+}
+"""Until machines are there with their image, by place. Waiting in a queue is not in it."""
+LOST = Range(0.4, 0.5, 0.6, "modelled")
+"""Of what is done between two saves, what a restart repeats: a half on average over several."""
+FAILURES_DEVICE_DAY = Range(1e-4, 4.7e-4, 1e-3, "guessed")
+"""Unexpected ends of a job, for each device and day. Likely: 419 in 54 days on 16,384 devices (The
+Llama 3 Herd of Models, section 3.3.4, https://arxiv.org/abs/2407.21783); the rest is a guess.
+"""
+PREEMPTIONS_NODE_DAY = Range(0.02, 0.15, 1.0, "guessed")
+"""How often a spot machine is taken away in a day. A guess: it depends on machine type, zone and
+day, and the cloud's console shows its history.
+"""
+LOAD = Range(0.4, 0.75, 1.0, "guessed")
+"""Of a device's highest power, what it takes on average; hosts and cooling are not in it."""
+HARDLY = 0.95
+"""The largest share of the time that restarts may take in the arithmetic; more is not a plan."""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the arithmetic starts from.
+
+    rows: training rows, if known. step_s: seconds of an optimizer step. data_bytes: prepared and
+    ingested data. flops_per_token: of forward and backward, for the share of a device's peak, which
+    is `peak_flops` a second.
+    """
+
+    recipe: Recipe
+    place: PlannedPlace
+    size: ModelSize | None
+    rows: Range | None
+    step_s: Told
+    data_bytes: Told
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a training comes to. Times in seconds, money in US dollars, energy in kWh."""
+
+    steps: Told
+    epochs: Told
+    tokens: Told
+    step_s: Told
+    tokens_per_s: Told
+    share_of_peak: Told
+    saves: Told
+    save_waits_s: Told
+    """Of one save, what training waits for it."""
+    save_s: Told
+    """Of one save, until it is committed."""
+    evaluations: Told
+    evaluation_s: Told
+    start_s: Told
+    restarts: Told
+    restart_s: Told
+    """What one restart costs: starting again, verifying, and the steps since the last save."""
+    total_s: Told
+    machine_hours: Told
+    money: Mapping[str, Told]
+    """By `on demand` and `spot`."""
+    energy_kwh: Told
+    host_copy_bytes: Told
+    """Memory that saving takes of each node, as a copy of the state."""
+    checkpoint_bytes: Told
+    spaces: tuple[Space, ...]
+    per_rank: tuple[PerRank, ...]
+
+
+def cost_of(inputs: RunInputs) -> RunCost:
+    """The whole run, from what one step takes."""
+    recipe, place, step_s = inputs.recipe, inputs.place, inputs.step_s
+    steps = planned_steps(recipe, inputs.rows)
+    rows_a_step = recipe.train.global_batch
+    tokens_a_step = rows_a_step * tokens_of_row(recipe)
+    work_s = times(steps, step_s)
+    saves = occurrences(recipe.checkpoint.every, steps, inputs.rows, rows_a_step, work_s)
+    saves = plus(saves, Range.exactly(1.0))  # the last one, or that of a signal
+    every = recipe.train.evaluate_every
+    none = Range.exactly(0.0)
+    evaluations = occurrences(every, steps, inputs.rows, rows_a_step, work_s) if every else none
+    checkpoint = checkpoint_bytes(recipe, inputs.size)
+    waits_s, save_s = saving(recipe, place, checkpoint, _gap(work_s, saves))
+    evaluation_s = times(step_s, evaluation_share(recipe, place.world))
+    per_rank = rank_costs(place, checkpoint)
+    start_s = _start(recipe, place, per_rank)
+    pause_s = plus(times(saves, waits_s), times(evaluations, evaluation_s))
+    restart_s = _restart(start_s, per_rank, _gap(work_s, saves))
+    busy_s = plus(work_s, pause_s)
+    rates = {way: _ends_a_second(place, spot=way == SPOT) for way in (ON_DEMAND, SPOT)}
+    wholes = {way: _whole(busy_s, start_s, restart_s, rate) for way, rate in rates.items()}
+    is_spot = place.price is not None and place.price.uses_spot
+    total_s, restarts = wholes[SPOT if is_spot else ON_DEMAND]
+    tokens_per_s = over(Range.exactly(float(tokens_a_step)), step_s)
+    return RunCost(
+        steps=steps,
+        epochs=_epochs(steps, inputs.rows, rows_a_step),
+        tokens=times(steps, Range.exactly(float(tokens_a_step))),
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        share_of_peak=_share_of_peak(inputs, tokens_per_s),
+        saves=saves,
+        save_waits_s=waits_s,
+        save_s=save_s,
+        evaluations=evaluations,
+        evaluation_s=evaluation_s,
+        start_s=start_s,
+        restarts=restarts,
+        restart_s=restart_s,
+        total_s=total_s,
+        machine_hours=times(total_s, Range.exactly(place.nodes / HOUR_S)),
+        money={way: _money(place, way, whole) for way, (whole, _) in wholes.items()},
+        energy_kwh=_energy(inputs, total_s),
+        host_copy_bytes=host_copy(recipe, place, checkpoint),
+        checkpoint_bytes=checkpoint,
+        spaces=spaces(recipe, place, inputs.size, inputs.data_bytes, checkpoint),
+        per_rank=per_rank,
+    )
+
+
+def planned_steps(recipe: Recipe, rows: Range | None) -> Told:
+    """Optimizer steps of the whole training."""
+    train, seq_len = recipe.train, recipe.data.seq_len
+    if train.steps is not None or train.tokens is not None:
+        return Range.exactly(float(total_steps(train, 0, seq_len)), "measured")
+    if rows is None:
+        return Unknown("`ingot prepare`, or train.steps: epochs depend on the number of rows")
+    low, likely, high = (
+        float(total_steps(train, max(1, round(count)), seq_len))
+        for count in (rows.low, rows.likely, rows.high)
+    )
+    return Range(low, likely, high, rows.origin)
+
+
+def _epochs(steps: Told, rows: Range | None, batch: int) -> Told:
+    if isinstance(steps, Unknown) or rows is None:
+        return Unknown("`ingot prepare`, which counts the rows")
+    if steps.low == steps.high:
+        return steps * float(batch) / rows
+    # Steps follow from the rows: the bounds of both belong together.
+    passes = sorted(n * batch / of for n, of in zip(ends(steps), ends(rows), strict=True))
+    return Range(passes[0], passes[1], passes[2], rows.origin)
+
+
+def occurrences(every: Every, steps: Told, rows: Range | None, batch: int, work_s: Told) -> Told:
+    """How often something happens that is due every so many steps, epochs or minutes."""
+    if isinstance(every, int):
+        return steps if isinstance(steps, Unknown) else mapped(steps, lambda n: n // every)
+    if every == "epoch":
+        epochs = _epochs(steps, rows, batch)
+        return epochs if isinstance(epochs, Unknown) else mapped(epochs, math.floor)
+    return times(work_s, Range.exactly(1.0 / (seconds_of(every) or 1.0)))
+
+
+def evaluation_share(recipe: Recipe, world: int) -> Range:
+    """The time of one evaluation while training, in steps: forward passes over the validation rows,
+    and a guess for tasks.
+    """
+    try:
+        ranks = degrees_of(recipe.parallel, world).data
+    except WrongInput:  # which the checks report
+        ranks = 1
+    own = math.ceil(recipe.train.evaluate_rows / ranks)
+    passes = FORWARD_SHARE * (own / math.ceil(recipe.train.global_batch / ranks))
+    found = passes if recipe.data.holds_out else Range.exactly(0.0)
+    return found + passes * TASKS * float(len(recipe.train.evaluate_tasks))
+
+
+def _gap(work_s: Told, saves: Told) -> Told:
+    """Seconds of training between two saves."""
+    if isinstance(work_s, Unknown) or isinstance(saves, Unknown):
+        return work_s if isinstance(work_s, Unknown) else saves
+    gaps = sorted(one / max(1.0, n) for one, n in zip(ends(work_s), ends(saves), strict=True))
+    return Range(gaps[0], gaps[1], gaps[2], work_s.origin)
+
+
+def _start(recipe: Recipe, place: PlannedPlace, costs: tuple[PerRank, ...]) -> Range:
+    machines = MACHINES_START_S.get(recipe.launch.kind, Range(0.0, 5.0, 120.0, "guessed"))
+    compiling = Range(20.0, 60.0, 300.0, "guessed") if recipe.train.compile else Range.exactly(0.0)
+    meeting = sum((cost.seconds for cost in costs if cost.what == RENDEZVOUS), Range.exactly(0.0))
+    return machines + PROCESS_START_S + compiling + meeting
+
+
+def _restart(start_s: Range, costs: tuple[PerRank, ...], gap_s: Told) -> Told:
+    if isinstance(gap_s, Unknown):
+        return gap_s
+    verify = sum((one.seconds for one in costs if one.what == VERIFIED), Range.exactly(0.0))
+    return start_s + verify + gap_s * LOST
+
+
+def _ends_a_second(place: PlannedPlace, *, spot: bool) -> Range:
+    """How often a job of this size ends before it is done, in a second."""
+    if place.kind == "local" and place.type == "cpu":
+        return Range.exactly(0.0)
+    rate = FAILURES_DEVICE_DAY * float(place.world)
+    if spot:
+        rate = rate + PREEMPTIONS_NODE_DAY * float(place.nodes)
+    return rate / DAY_S
+
+
+def _whole(work_s: Told, start_s: Range, restart_s: Told, rate: Range) -> tuple[Told, Told]:
+    """Seconds of the whole run, and the restarts in them: the more of them, the longer it takes,
+    and the more there are.
+    """
+    if isinstance(work_s, Unknown) or isinstance(restart_s, Unknown):
+        unknown = work_s if isinstance(work_s, Unknown) else restart_s
+        return unknown, unknown
+    total = []
+    for work, start, again, often in zip(
+        *map(ends, (work_s, start_s, restart_s, rate)), strict=True
+    ):
+        total.append((work + start) / (1.0 - min(HARDLY, often * again)))
+    origin = largest(work_s, start_s, restart_s if rate.high else start_s).origin
+    whole = Range(total[0], total[1], total[2], origin)
+    return whole, whole * rate
+
+
+def _money(place: PlannedPlace, way: str, total_s: Told) -> Told:
+    """US dollars of the machines, rented this way; no disks, network and storage."""
+    if not place.rented:
+        return Unknown(f"what an hour of these machines costs you (launch.kind {place.kind})")
+    if place.price is None:
+        return Unknown("the machine's price in cloud.prices, US dollars an hour")
+    each = place.price.spot if way == SPOT else place.price.on_demand
+    if each is None:
+        return Unknown("a price: cloud.prices gives that of the recipe's own choice")
+    return times(total_s, Range.exactly(each / HOUR_S))
+
+
+def _share_of_peak(inputs: RunInputs, tokens_per_s: Told) -> Told:
+    if inputs.flops_per_token is None:
+        return Unknown("a formula for this kind of model, which there is not")
+    if inputs.peak_flops is None:
+        return Unknown("the device's peak, which is not known")
+    each = inputs.flops_per_token / (inputs.peak_flops * inputs.place.world)
+    return times(tokens_per_s, Range.exactly(each))
+
+
+def _energy(inputs: RunInputs, total_s: Told) -> Told:
+    device = inputs.place.device
+    if device is None or device.power_w is None:
+        return Unknown(f"the power of {inputs.place.device_name}, which is not known")
+    watts = LOAD * (device.power_w * inputs.place.world)
+    return times(total_s, watts / (HOUR_S * 1e3))

@@ -1,0 +1,274 @@
+"""Sizes of models and checkpoints, how long saves take, the room that a run needs, the costs that
+grow with the number of ranks, and memory by formula. Arithmetic on knobs; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.recipe import Recipe
+from ingot.config.sections.training import SGD, AdamW
+from ingot.config.shape import (
+    Degrees,
+    batch_plan,
+    degrees_of,
+    least_parameters,
+    lora_parameters,
+    parameter_count,
+)
+from ingot.plan.place import PlannedPlace
+from ingot.plan.ranges import Range
+from ingot.plan.unknown import Told, Unknown, plus, times
+
+DISK_BYTES_S = Range(0.15e9, 0.8e9, 3e9, "guessed")
+"""What a node writes to its disk in a second: a network disk, an SSD, several of them."""
+BUCKET_BYTES_S = Range(0.1e9, 0.5e9, 2e9, "guessed")
+"""What a node sends to or gets from a bucket in a second."""
+HASH_BYTES_S = Range(0.4e9, 1.0e9, 2.0e9, "guessed")
+"""SHA-256 of one thread in a second; 1.05e9 measured on the machine that this was written on."""
+VERIFIED_AT_ONCE = 8
+"""Files of a checkpoint that rank 0 verifies at a time when it resumes."""
+COPY_BYTES_S = {
+    "cpu": Range(1e9, 4e9, 10e9, "guessed"),
+    "cuda": Range(4e9, 12e9, 25e9, "guessed"),
+    "tpu": Range(2e9, 8e9, 20e9, "guessed"),
+}
+"""What a rank copies into the host's memory in a second, by device type: PCIe 3 to 5 with all
+devices of a node at once.
+"""
+NOTE_S = Range(0.0005, 0.005, 0.05, "guessed")
+"""Reading a rendezvous note from a shared folder."""
+BUCKET_NOTE_S = Range(0.02, 0.05, 0.2, "guessed")
+
+
+KEPT_BYTES = {
+    "none": Range(24.0, 34.0, 80.0, "guessed"),
+    "selective": Range(16.0, 24.0, 40.0, "guessed"),
+    "full": Range(2.0, 2.0, 6.0, "guessed"),
+}
+"""Bytes kept for backward of each token, layer and element of the width, in 16 bits; twice of it in
+32. By `memory.recompute.kind`. The upper end has scores of attention in it.
+"""
+LOGITS_BYTES = Range(2.0, 8.0, 14.0, "guessed")
+"""Of each token and entry of the vocabulary."""
+SAVE_WAITS_S, SAVE_S = Range(0.002, 0.03, 0.8, "guessed"), Range(0.2, 1.5, 9.0, "guessed")
+"""What any save takes beside its bytes: agreeing, naming tensors, waiting for the disk; the upper
+ends are those of a first save on a machine under load.
+"""
+RENDEZVOUS = "notes that each node reads to meet"
+LISTED = "files that the marker of a checkpoint lists"
+VERIFIED = "files that rank 0 verifies to resume"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Weights of the model, and how many of them are trained; a lower bound where not `exact`."""
+
+    weights: int
+    trained: int
+    exact: bool = True
+
+
+def model_size(recipe: Recipe, config: Mapping[str, Any]) -> ModelSize | None:
+    """From a Hugging Face configuration with the size of the vocabulary that is trained; None if it
+    lacks sizes.
+    """
+    lora, is_decoder = recipe.model.lora, KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
+    try:
+        weights = parameter_count(config) if is_decoder else least_parameters(config)
+        if lora is None:
+            return ModelSize(weights, weights, is_decoder)
+        if is_decoder:
+            whole = lora.targets == "all-linear"
+            return ModelSize(weights, lora_parameters(config, lora.rank), whole)
+        return ModelSize(weights, weights // 100, exact=False)
+    except (KeyError, TypeError, ValueError, WrongInput):
+        return None
+
+
+def state_bytes(recipe: Recipe) -> Range:
+    """Bytes of a checkpoint for each trained weight: the weight, and the optimizer's state in
+    float32.
+    """
+    weight = 2 if recipe.precision.master == "stochastic" else 4
+    optimizer = recipe.train.optimizer
+    if isinstance(optimizer, AdamW):
+        return Range.exactly(weight + 8)
+    if isinstance(optimizer, SGD):
+        return Range.exactly(weight + (4 if optimizer.momentum else 0))
+    return Range(weight, weight + 8, weight + 12, "guessed")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Room that is taken, and what there is, in bytes."""
+
+    what: str
+    bytes: Told
+    where: str
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A cost that grows with the number of ranks or nodes, once a start or a save."""
+
+    what: str
+    count: int
+    seconds: Range
+
+
+def checkpoint_bytes(recipe: Recipe, model: ModelSize | None) -> Told:
+    """Bytes of one checkpoint, of all ranks together."""
+    if model is None:
+        return Unknown("the model's configuration")
+    size = state_bytes(recipe) * float(model.trained)
+    return size if model.exact else _at_least(size)
+
+
+def holders(recipe: Recipe, place: PlannedPlace) -> int:
+    """Ranks among which one copy of the training state is divided; replicas hold it again."""
+    try:
+        degrees = degrees_of(recipe.parallel, place.world)
+    except WrongInput:  # which the checks report
+        return place.world
+    return degrees.shard * degrees.tensor * degrees.pipeline
+
+
+def _at_least(size: Range) -> Range:
+    """A size of which only a lower bound is known."""
+    return Range(size.low, size.likely * 1.2, size.high * 2, "guessed")
+
+
+def saving(recipe: Recipe, place: PlannedPlace, checkpoint: Told, gap_s: Told) -> tuple[Told, Told]:
+    """What training waits for a save, and how long the save takes in all. `gap_s`: seconds of
+    training between two saves.
+    """
+    if isinstance(checkpoint, Unknown):
+        return checkpoint, checkpoint
+    own = checkpoint / float(place.nodes)
+    write_s = SAVE_S + own / DISK_BYTES_S + own / (HASH_BYTES_S * float(place.processes))
+    if recipe.checkpoint.upload or place.rented:
+        write_s = write_s + own / BUCKET_BYTES_S
+    copy_s = SAVE_WAITS_S + checkpoint / float(holders(recipe, place)) / COPY_BYTES_S[place.type]
+    if not recipe.checkpoint.asynchronous:
+        return write_s, write_s
+    whole = write_s + copy_s
+    if isinstance(gap_s, Unknown):
+        return copy_s, whole
+    # The next save waits for this one, and training with it.
+    late = Range(
+        max(0.0, whole.low - gap_s.high),
+        max(0.0, whole.likely - gap_s.likely),
+        max(0.0, whole.high - gap_s.low),
+        whole.origin,
+    )
+    return copy_s + late, whole
+
+
+def rank_costs(place: PlannedPlace, checkpoint: Told) -> tuple[PerRank, ...]:
+    """What grows with the number of nodes, ranks or bytes and is waited for by all of them."""
+    found = []
+    if place.nodes > 1:
+        note_s = BUCKET_NOTE_S if place.rented else NOTE_S
+        count = 2 * place.nodes
+        found.append(PerRank(RENDEZVOUS, count, note_s * float(count)))
+    if place.world > 1:
+        listing_s = NOTE_S * float(place.world)
+        found.append(PerRank(LISTED, place.world, listing_s))
+    if not isinstance(checkpoint, Unknown):
+        threads = min(VERIFIED_AT_ONCE, place.world, place.cores or VERIFIED_AT_ONCE)
+        verify_s = checkpoint / (HASH_BYTES_S * float(threads)) + checkpoint / DISK_BYTES_S
+        if place.rented:
+            verify_s = verify_s + checkpoint / BUCKET_BYTES_S
+        found.append(PerRank(VERIFIED, place.world, verify_s))
+    return tuple(found)
+
+
+def host_copy(recipe: Recipe, place: PlannedPlace, checkpoint: Told) -> Told:
+    """Bytes of each node's memory that saving takes, as a copy of the state."""
+    if not recipe.checkpoint.asynchronous:
+        return Range.exactly(0.0)
+    if isinstance(checkpoint, Unknown):
+        return checkpoint
+    own = checkpoint * (place.processes / holders(recipe, place))
+    # Pinned memory is handed out in powers of two.
+    pinned = 1 if place.type == "cpu" else 2
+    return Range(own.low, own.likely, own.high * pinned, own.origin)
+
+
+def spaces(
+    recipe: Recipe, place: PlannedPlace, model: ModelSize | None, data: Told, checkpoint: Told
+) -> tuple[Space, ...]:
+    """Room for data, checkpoints and models, on the disk and in the bucket."""
+    kept = recipe.checkpoint.keep + (recipe.checkpoint.best is not None)
+    # One more while it is written, before the oldest goes.
+    on_disk = times(checkpoint, Range.exactly(kept + 1.0))
+    each = 4 if recipe.precision.export == "fp32" else 2
+    exported: Told = Unknown("the model's configuration")
+    if model is not None:
+        adapter = model.trained * 4 if recipe.model.lora is not None else 0
+        whole = Range.exactly(float(model.weights * each + adapter))
+        exported = whole if model.exact else _at_least(whole)
+    disk = "disk" if place.nodes == 1 else "disk of each node, or a shared one"
+    found = [
+        Space("data", data, disk),
+        Space(f"{kept} + 1 checkpoints", on_disk, disk),
+        Space("exported model", exported, disk),
+        Space("on the disk together", plus(plus(data, on_disk), exported), disk),
+    ]
+    if place.rented or recipe.checkpoint.upload:
+        in_bucket = times(checkpoint, Range.exactly(float(kept + 1)))
+        if place.rented:
+            in_bucket = plus(plus(in_bucket, data), exported)
+        found.append(Space("in the bucket", in_bucket, "bucket"))
+    return tuple(found)
+
+
+def tokens_of_row(recipe: Recipe) -> int:
+    """Positions of one row: of a preference both sides, of a pair source and target."""
+    if recipe.documents == "preference":
+        return 2 * recipe.data.seq_len
+    return recipe.data.seq_len + (recipe.data.target_len if recipe.documents == "pair" else 0)
+
+
+def formula_memory(
+    recipe: Recipe, config: Mapping[str, Any], size: ModelSize, degrees: Degrees, *, half: bool
+) -> Range:
+    """Bytes that a rank holds at its highest use, tensors alone, for models that cannot be traced:
+    a wide range. Activations follow Korthikanti et al. 2022 (Reducing Activation Recomputation in
+    Large Transformer Models, https://arxiv.org/abs/2205.05198). `half`: it computes in 16 bits.
+
+    Raises:
+        WrongInput: the batch does not divide over the ranks.
+    """
+    shards = degrees.shard * degrees.tensor * degrees.pipeline
+    each = 2.0 if half else 4.0
+    state = state_bytes(recipe) * (size.trained / shards)
+    gradients = Range(4.0, 4.0, 8.0) * (size.trained / shards)
+    # Copies in 16 bits beside float32 masters, and whole layers gathered.
+    weights = Range(0.0, each, 2 * each) * (size.weights / (shards if shards > 1 else 1))
+    frozen = Range(each, 4.0, 4.0) * ((size.weights - min(size.trained, size.weights)) / shards)
+    batch = batch_plan(recipe.train, recipe.parallel, degrees.world)
+    tokens = batch.micro_batch * tokens_of_row(recipe) / degrees.context
+    layers, width = _sizes(config)
+    kept = KEPT_BYTES[recipe.memory.recompute.kind] * (each / 2)
+    # A rank of a pipeline holds as many micro-batches as there are stages: all layers' worth.
+    activations = kept * (tokens * layers * width / degrees.tensor)
+    logits = LOGITS_BYTES * (tokens * float(config.get("vocab_size") or 0) / degrees.tensor)
+    return state + gradients + weights + frozen + activations + logits
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Layers, of encoder and decoder together, and width."""
+
+    def first(*names: str) -> float:
+        found = (config.get(name) for name in names)
+        return float(next((value for value in found if isinstance(value, int)), 0))
+
+    layers = first("num_layers", "encoder_layers", "num_hidden_layers", "n_layer")
+    decoder = first("num_decoder_layers", "decoder_layers") if "d_model" in config else 0.0
+    return layers + decoder, first("d_model", "hidden_size", "n_embd")

@@ -1,0 +1,168 @@
+"""What stands in for other ranks, for the contents of tensors, and for the kernels of a device that
+is not there, while a step is traced.
+
+torch chooses among kernels by device, and cannot differentiate tensors of a device that is not
+there. A trace for CUDA therefore runs on the CPU, and what differs is replaced: a fused norm keeps
+its input and one number a token, and attention within documents or windows (flex attention,
+compiled) keeps what flash attention does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ingot.base.environment import Ranks
+from ingot.config.recipe import Recipe
+from ingot.config.shape import degrees_of
+from ingot.data.batches.loader import Batch
+from ingot.models.native.attention import AttnFn, attend
+from ingot.models.native.decoder import Decoder, RMSNorm
+from ingot.objectives.protocol import Objective
+from ingot.parallel.mesh import Mesh, make_mesh
+from ingot.parallel.pipeline import local_stages
+from ingot.plan.tracing.meter import Meter
+
+HOST = torch.device("cpu")
+
+
+class LonelyMesh(Mesh):
+    """A mesh in which every other rank would say what this one says."""
+
+    def agree(self, *numbers: float) -> list[float]:
+        return [number * self.world for number in numbers]
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        return [numbers] * self.world
+
+    def from_main(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+@contextlib.contextmanager
+def lonely_mesh(recipe: Recipe, world: int, rank: int) -> Iterator[Mesh]:
+    degrees = degrees_of(recipe.parallel, world)
+    if world == 1:
+        yield make_mesh(Ranks(), HOST, degrees)
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world)
+    try:
+        yield _lonely(make_mesh(Ranks(rank, world, 0, 1), HOST, degrees))
+    finally:
+        dist.destroy_process_group()
+
+
+def _lonely(mesh: Mesh) -> LonelyMesh:
+    values = {field.name: getattr(mesh, field.name) for field in fields(Mesh)}
+    parts = {name: _lonely(part) for name, part in mesh.parts.items()}
+    return LonelyMesh(**{**values, "parts": parts})
+
+
+class PlannedBatch(Batch):
+    """A batch whose contents can be asked for while tensors have none."""
+
+    @property
+    def single_documents(self) -> bool:
+        with _disable_current_modes():
+            return super().single_documents
+
+
+class CountingTargets:
+    """An objective that counts its targets on the real batch, since that asks for contents."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def targets(self, batch: Batch) -> int:
+        with _disable_current_modes():
+            return self._objective.targets(batch)
+
+
+@contextlib.contextmanager
+def new_parameters() -> Iterator[None]:
+    """Parameters that are allocated are new ones: one on `meta` cannot become a fake one."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+@contextlib.contextmanager
+def without_contents(meter: Meter) -> Iterator[None]:
+    """Replaces what torch computes from contents, or on tensors that a real run does not make."""
+    with contextlib.ExitStack() as replaced:
+        if dist.is_initialized():
+            from torch.distributed.pipelining import schedules  # slow to import
+            from torch.distributed.pipelining._utils import InferenceMode
+            from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+            propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+            def unseen(self: Any, schema: Any) -> Any:
+                meter.is_paused, before = True, meter.is_paused
+                try:
+                    return propagate(self, schema)
+                finally:
+                    meter.is_paused = before
+
+            def agreed(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+                for stage in stages:
+                    stage._inference_mode = InferenceMode.STATIC
+
+            replace = partial(_replaced, replaced)
+            replace(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+            replace(schedules._PipelineSchedule, "_warmup_p2p", agreed)
+        yield
+
+
+def _replaced(until: contextlib.ExitStack, owner: type, name: str, value: object) -> None:
+    until.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def as_on_cuda(model: nn.Module, mesh: Mesh) -> None:
+    """Replace what a CUDA device computes with other kernels, in place."""
+    for stage in local_stages(model):
+        if isinstance(stage, Decoder) and mesh.context.world == 1:
+            stage.make_attn_fns = _flash_attn_fns
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+
+
+def _flash_attn_fns(
+    positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
+) -> dict[int | None, AttnFn]:
+    return dict.fromkeys(windows, partial(attend, mask=None))
+
+
+def _fused_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    made: Tensor = _FusedNorm.apply(x.float(), norm.weight.float())  # type: ignore[no-untyped-call]
+    return made.to(x.dtype)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Allocates what `aten::_fused_rms_norm` and its backward allocate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., 0]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,277 @@
+"""Runs the build and a step of a training for one rank of a job of any size, on tensors without
+contents and without another rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ingot.config.recipe import Recipe
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.models.device import planning_for
+from ingot.models.kinds import AnyModel
+from ingot.models.native.config import DecoderConfig
+from ingot.models.parameters import is_sharded, local_tensor
+from ingot.models.spec import materialize_model
+from ingot.objectives.protocol import Objective
+from ingot.parallel.apply import make_masters, sums_by_replication, weights_device
+from ingot.parallel.masters import Masters
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import assign_layers, local_stages
+from ingot.parallel.shard import layers
+from ingot.plan.tracing.meter import Meter, group_layout
+from ingot.plan.tracing.records import MemoryUse, Operator, RankTrace
+from ingot.plan.tracing.stand_ins import (
+    CountingTargets,
+    PlannedBatch,
+    as_on_cuda,
+    lonely_mesh,
+    new_parameters,
+    without_contents,
+)
+from ingot.train.build import draft_model, make_objectives
+from ingot.train.micro_batch.trial import made_up_plan
+from ingot.train.optimizers import make_optimizer
+from ingot.train.setup import TrainSetup
+from ingot.train.step import StepContext, StepControl, train_step
+
+HOST = torch.device("cpu")
+
+
+def trace_rank(recipe: Recipe, world: int, rank: int = 0, *, kind: str = "cpu") -> RankTrace:
+    """Build the training of `recipe` as rank `rank` of `world` would on devices of type `kind`, and
+    run two steps of it.
+
+    Nothing is read but configurations, and memory for weights is not needed. The process must not
+    have a process group.
+
+    Raises:
+        WrongInput: recipe, model and ranks do not fit together.
+    """
+    with lonely_mesh(recipe, world, rank) as mesh, planning_for(kind):
+        plan = made_up_plan(recipe, mesh)
+        counts = _fewer_layers(plan)
+        if counts is None:
+            return _trace(plan, mesh, kind)
+        few, more = (
+            _trace(made_up_plan(_with_layers(recipe, count), mesh), mesh, kind) for count in counts
+        )
+        if few.layers < more.layers and len(few.windows) == len(more.windows):
+            return few.with_layers(_own_layers(plan, mesh), more)
+        return _trace(plan, mesh, kind)
+
+
+def _fewer_layers(plan: TrainSetup) -> tuple[int, int] | None:
+    """Numbers of layers from whose traces that of the whole model follows; None if it is small, or
+    if its layers differ.
+    """
+    config, recipe = plan.model_spec.config, plan.recipe
+    if not isinstance(config, DecoderConfig):
+        return None
+    stages = recipe.parallel.pipeline * recipe.parallel.virtual
+    # Each stage then holds two layers or three, and one more, as layers are assigned to them: with
+    # one, no weights of a next layer are gathered.
+    few = 2 * stages + 2 if stages > 1 else 2
+    more = few + stages
+    recompute = recipe.memory.recompute
+    alike = (
+        len(set(config.windows)) == 1
+        and "layer_types" not in recipe.model.config
+        and (recompute.kind == "none" or (recompute.method == "uniform" and recompute.layers == 1))
+        and not recipe.memory.offload.optimizer
+    )
+    return (few, more) if alike and config.num_hidden_layers > more + stages else None
+
+
+def _with_layers(recipe: Recipe, count: int) -> Recipe:
+    config = {**recipe.model.config, "num_hidden_layers": count}
+    return recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"config": config, "init": "random"})}
+    )
+
+
+def _own_layers(plan: TrainSetup, mesh: Mesh) -> int:
+    """Layers of the whole model that this rank holds."""
+    config, degree = plan.model_spec.config, mesh.pipeline.world
+    assert isinstance(config, DecoderConfig)
+    counts = assign_layers(config.num_hidden_layers, degree * plan.recipe.parallel.virtual)
+    return sum(counts[mesh.pipeline.rank :: degree])
+
+
+def _trace(plan: TrainSetup, mesh: Mesh, kind: str) -> RankTrace:
+    batches = _batches(plan, mesh)
+    staged = mesh.pipeline.world > 1
+    fake, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter(rounded=kind != "cpu")
+    model = draft_model(plan, plan.model_spec, mesh, planned=True)
+    if kind != "cpu":
+        as_on_cuda(model, mesh)
+    with new_parameters(), without_contents(meter), fake, meter:
+        _allocate(plan, model, mesh)
+        masters = make_masters(model, mesh, plan.wrapping)
+        optimizer = make_optimizer(plan.recipe.train.optimizer, masters, plan.recipe.seed)
+        table = torch.zeros(len(plan.rows), 2) if plan.recipe.objective.needs_reference else None
+        objective = make_objectives(
+            plan.recipe,
+            plan.teacher,
+            None if table is None else (table, table),
+            plan.compute,
+            mesh,
+            filled=False,
+        ).training
+        _assign_weights(meter, model, objective, masters)
+        built = meter.now
+        context = StepContext(
+            model.train(),
+            cast("Objective", CountingTargets(objective)),
+            masters,
+            optimizer,
+            mesh,
+            # The first step only makes the optimizer's state.
+            StepControl(lambda step: batches[:1] if step == 0 and not staged else batches),
+            compute=plan.compute,
+            clip_norm=plan.recipe.train.clip_norm,
+        )
+        with _watched(masters, meter) as accumulated:
+            train_step(context, 0)
+            meter.assign("optimizer", _tensors(optimizer.state))
+            between = meter.now
+            meter.operators.clear()
+            train_step(context, 1)
+        passes = accumulated()
+        build, before, *windows = meter.peaks(
+            [(0, built), (between, between), *meter.windows(between)]
+        )
+        # torch's stages keep buffers for what they receive of each micro-batch of a step.
+        buffers = before.bytes["temporary"] if staged else 0
+        more = buffers * (plan.batch.micro_steps - len(batches)) // len(batches)
+        buckets, sums = _replication(model, mesh)
+
+        def completed(use: MemoryUse) -> MemoryUse:
+            missing = max(0, buckets - use.bytes["gradients"])
+            return use.plus("temporary", more).plus("gradients", missing)
+
+        return RankTrace(
+            mesh.rank,
+            tuple(map(completed, windows)),
+            completed(before),
+            build,
+            {one: count / len(batches) for one, count in passes.items()},
+            meter.operators - passes + sums,
+            plan.batch.micro_steps,
+            sum(1 for stage in local_stages(model) for _ in layers(stage)),
+        )
+
+
+def _allocate(plan: TrainSetup, model: AnyModel, mesh: Mesh) -> None:
+    """Allocate the weights of a model on `meta`; parameters in several places stay so."""
+    tied = _tied(model)
+    device = weights_device(mesh, plan.wrapping)
+    materialize_model(model, plan.model_spec, plan.recipe.seed, device, filled=False)
+    if not is_sharded(model):  # FSDP ties them itself
+        for first, *others in tied:
+            for module, name in others:
+                module.register_parameter(name, first[0].get_parameter(first[1]))
+
+
+def _replication(model: AnyModel, mesh: Mesh) -> tuple[int, Counter[Operator]]:
+    """What torch's data parallelism adds, which reads contents and is not traced: bytes of its
+    buckets, which hold all gradients all the time, and their sum over replicas.
+    """
+    if not sums_by_replication(model, mesh):
+        return 0, Counter()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    buckets = sum(one.numel() * one.element_size() for one in trained)
+    assert mesh.replicas.group is not None
+    group = group_layout(mesh.replicas.group)
+    return buckets, Counter([Operator("allreduce_", "float32", 0, buckets, group)])
+
+
+def _batches(plan: TrainSetup, mesh: Mesh) -> list[Batch]:
+    """The micro-batches of a step: as many as its highest use of memory depends on."""
+    batch, degree = plan.batch, mesh.pipeline.world
+    enough = 2  # gradients of earlier micro-batches are there from the second one on
+    if degree > 1:
+        from ingot.parallel.schedules import resolved_schedule  # imports torch's pipelining, slow
+
+        under_way = {"gpipe": batch.micro_steps, "1f1b": degree + 1}
+        enough = under_way.get(
+            resolved_schedule(plan.recipe.parallel, batch.micro_steps), 2 * degree
+        )
+    rows = list(range(min(batch.per_rank, enough * batch.micro_batch)))
+    made = fixed_batches(plan.rows, rows, batch.micro_batch)
+    return [PlannedBatch(**vars(one)) for one in made]
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where the model has one parameter in several places: those, for each such parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _assign_weights(meter: Meter, model: AnyModel, objective: Objective, masters: Masters) -> None:
+    held: list[nn.Module] = [model]
+    teacher = getattr(objective, "teacher", None)
+    if isinstance(teacher, nn.Module):
+        held.append(teacher)
+    for module in held:
+        meter.assign("weights", (local_tensor(one) for one in module.parameters()))
+        meter.assign("weights", module.buffers())
+    meter.assign("masters", (master.tensor for master in masters))
+
+
+@contextlib.contextmanager
+def _watched(masters: Masters, meter: Meter) -> Iterator[Callable[[], Counter[Operator]]]:
+    """Tell the meter what gradients are and when the update begins and ends. The function in the
+    block gives the operators of the last step before its update.
+    """
+    before_update: Counter[Operator] = Counter()
+    accumulate, collect, publish = masters.accumulate, masters.collect, masters.publish
+
+    def gradients() -> None:
+        for master in masters:
+            meter.assign("gradients", (master.parameter.grad, master.tensor.grad))
+
+    def accumulated() -> None:
+        gradients()
+        accumulate()
+        gradients()
+
+    def collected() -> None:
+        nonlocal before_update
+        before_update = Counter(meter.operators)
+        meter.phase = "update"
+        gradients()
+        collect()
+        gradients()
+
+    def published() -> None:
+        publish()
+        meter.phase = "forward"
+
+    watched = {"accumulate": accumulated, "collect": collected, "publish": published}
+    vars(masters).update(watched)
+    meter.phase = "forward"
+    try:
+        yield lambda: before_update
+    finally:
+        for name in watched:
+            delattr(masters, name)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested mappings."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)

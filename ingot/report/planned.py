@@ -1,0 +1,141 @@
+"""What `ingot plan --keep` said before a training, beside what came: memory, seconds a step, hours
+and money. A plan that is damaged or of another version gives fewer lines, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ingot.base.progress import duration
+from ingot.report.formatting import short
+from ingot.report.run_view import RunView, flatten
+
+Verdict = Literal["within", "above", "below", ""]
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class PlannedFigure:
+    """One figure of a plan, and what came of it, as texts; `verdict` is empty where the two cannot
+    be compared.
+    """
+
+    what: str
+    planned: str
+    came: str
+    verdict: Verdict
+    origin: str
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """A plan beside the run that it was for. `changed`: knobs that the run has otherwise."""
+
+    figures: list[PlannedFigure]
+    changed: list[str]
+
+    @property
+    def remark(self) -> str:
+        """What is to be known before the two are compared; empty if nothing is."""
+        if not self.changed:
+            return ""
+        left = len(self.changed) - MOST_NAMED
+        more, named = f" and {left} more" if left > 0 else "", ", ".join(self.changed[:MOST_NAMED])
+        return f"The run has other knobs than the plan: {named}{more}."
+
+
+def beside_plan(view: RunView) -> PlanComparison | None:
+    """The plan of a run beside what is recorded of it; None where no plan was kept, or nothing of
+    it can be read.
+    """
+    if view.plan is None:
+        return None
+    figures = list(_figures(view, view.plan))
+    return PlanComparison(figures, _changed(view, view.plan)) if figures else None
+
+
+def _figures(view: RunView, plan: Mapping[str, Any]) -> Iterator[PlannedFigure]:
+    run, place = _mapping(plan.get("run")), _mapping(plan.get("place"))
+    memory = _largest(plan.get("memory"))
+    on_cpu = place.get("type") == "cpu"
+    if memory is not None:
+        what = "peak memory of a rank"
+        # Of a CPU the process is measured, of which tensors are a part.
+        note = "tensors alone beside the whole process" if on_cpu else ""
+        yield _figure(
+            f"{what} ({note})" if note else what, memory, view.peak_bytes, _gb, fair=not on_cpu
+        )
+    batch = view.knob("train.global_batch")
+    step_s = batch / view.rows_per_s if isinstance(batch, int) and view.rows_per_s else None
+    yield _figure("seconds a step", _range(run.get("step_s")), step_s, short)
+    wall_s = None if view.goodput is None else view.goodput.wall_s
+    over = not view.running and view.record("train") is not None
+    so_far = "" if over else ", so far"
+    yield _figure(f"the training{so_far}", _range(run.get("total_s")), wall_s, duration, fair=over)
+    price = _mapping(place.get("price"))
+    each = price.get("spot" if price.get("uses_spot") else "on_demand")
+    way = "spot" if price.get("uses_spot") else "on demand"
+    if isinstance(each, int | float):
+        paid = None if wall_s is None else wall_s / 3600 * float(each)
+        money = _range(_mapping(run.get("money")).get(way))
+        yield _figure(f"US dollars {way}{so_far}", money, paid, "{:,.2f}".format, fair=over)
+
+
+def _figure(
+    what: str,
+    planned: Mapping[str, Any] | None,
+    came: float | None,
+    show: Callable[[float], str],
+    *,
+    fair: bool = True,
+) -> PlannedFigure:
+    verdict: Verdict = ""
+    told, origin = "unknown", ""
+    if planned is not None:
+        low, likely, high = (show(float(planned[name])) for name in ("low", "likely", "high"))
+        told = likely if low == high else f"{likely} ({low} to {high})"
+        origin = str(planned.get("origin", ""))
+        if came is not None and fair:
+            below, above = came < float(planned["low"]), came > float(planned["high"])
+            verdict = "below" if below else "above" if above else "within"
+    return PlannedFigure(what, told, "" if came is None else show(came), verdict, origin)
+
+
+def _largest(ranks: Any) -> Mapping[str, Any] | None:
+    """The peak of the rank that needs most."""
+    listed = ranks if isinstance(ranks, list) else []
+    found = [_range(_mapping(rank).get("peak")) for rank in listed]
+    known = [peak for peak in found if peak is not None]
+    return max(known, key=lambda peak: float(peak["likely"]), default=None)
+
+
+def _range(value: Any) -> Mapping[str, Any] | None:
+    found = _mapping(value)
+    return found if all(_is_number(found.get(name)) for name in ("low", "likely", "high")) else None
+
+
+def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
+    before = flatten(_mapping(plan.get("knobs")))
+    sections = {path.partition(".")[0] for path in before}
+    now = {
+        path: value
+        for path, value in flatten(view.recipe).items()
+        if path.partition(".")[0] in sections
+    }
+    names = dict.fromkeys([*before, *now])
+    return [name for name in names if before.get(name) != now.get(name)] if now else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"

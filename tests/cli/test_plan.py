@@ -1,0 +1,270 @@
+"""`ingot plan`: one real plan of a tiny recipe, and how plans are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.cli.plan import ask_cloud
+from ingot.cli.plan_table import short_plan, show_plan
+from ingot.cloud.doctor import context
+from ingot.cloud.doctor.context import CloudFinding
+from ingot.config.recipe import Recipe
+from ingot.plan import assemble
+from ingot.plan.assemble import ModelKnown, RunPlan, make_plan, plan_json
+from ingot.plan.place import place_of
+from ingot.plan.ranges import Range
+from ingot.plan.tracing.memory import RankMemory
+from ingot.plan.tracing.records import MemoryUse, Operator, RankTrace
+from ingot.plan.unknown import Unknown
+from tests import golden
+from tests.cli.commands import ingot
+from tests.small import TINY_MODEL, small_recipe, write_documents
+
+GIB = 2**30
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    **TINY_MODEL,
+}
+RECIPE = f"""
+name: tiny
+output: runs
+model: {{source: "preset:llama-3m", config: {json.dumps(TINY_MODEL)}}}
+tokenizer: {{vocab_size: 320}}
+data: {{train: [{{source: text}}], validation: {{fraction: 0.1}}, seq_len: 32}}
+train: {{steps: 6, global_batch: 4, micro_batch: 2, optimizer: {{lr: 0.01}}}}
+"""
+
+
+def trace(rank: int = 0, gib: int = 10) -> RankTrace:
+    use = MemoryUse(
+        {
+            "weights": gib * GIB,
+            "masters": 0,
+            "optimizer": 2 * gib * GIB,
+            "gradients": gib * GIB,
+            "gathered": 0,
+            "activations": gib * GIB,
+            "temporary": GIB,
+        }
+    )
+    product = Operator("matmul", "bfloat16", 1e12, 10**9)
+    return RankTrace(rank, (use,), use, use, {product: 10.0}, {}, 2, 4)
+
+
+def made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int = 10, **knobs: Any
+) -> RunPlan:
+    """A plan with a trace of our own, in place of one that takes seconds."""
+    memory = [RankMemory("every rank", 0, trace(gib=gib), Range(1.0, 2.0, 6.0, "guessed") * GIB)]
+    monkeypatch.setattr(assemble, "plan_memory", lambda *_: memory)
+    write_documents(tmp_path / "text", 20)
+    knobs = {"launch__kind": "gce", "launch__machine": {"type": "a3-highgpu-8g"}} | knobs
+    recipe = small_recipe(tmp_path, launch__processes=2, **knobs)
+    return make_plan(recipe, place_of(recipe), ModelKnown(CONFIG, random=True))
+
+
+def schema(value: Any, path: str = "") -> list[str]:
+    """One line for each leaf: its path and type; numbers with a range are one leaf."""
+    if isinstance(value, dict):
+        if set(value) == {"low", "likely", "high", "origin"} or set(value) == {"unknown"}:
+            return [f"{path}: number with a range, or what would tell it"]
+        if path.endswith((".columns", ".knobs")) or path == "knobs":
+            return [f"{path}: mapping"]
+        return [line for key in value for line in schema(value[key], f"{path}.{key}".strip("."))]
+    if isinstance(value, list):
+        return schema(value[0], f"{path}[]") if value else [f"{path}: list"]
+    kinds = {bool: "true or false", int: "number", float: "number", str: "text"}
+    return [f"{path}: {kinds.get(type(value), 'null')}"]
+
+
+def test_the_json_keeps_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = plan_json(made_up(tmp_path, monkeypatch))
+    json.dumps(content, allow_nan=False)
+    golden.check("plan-schema.txt", "\n".join(schema(content)) + "\n")
+
+
+def test_every_number_has_a_range_and_says_how_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = plan_json(made_up(tmp_path, monkeypatch))["run"]
+    assert run["step_s"]["origin"] == "guessed", "nobody has calibrated this machine"
+    assert run["steps"] == {"low": 6.0, "likely": 6.0, "high": 6.0, "origin": "measured"}
+    for number in (run["total_s"], run["money"]["on demand"], run["energy_kwh"]):
+        assert number["low"] < number["likely"] < number["high"]
+
+
+@pytest.mark.parametrize(("gib", "fit"), [(10, "fits"), (15, "may not fit"), (40, "does not fit")])
+def test_the_table_tells_whether_it_fits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gib: int,
+    fit: str,
+) -> None:
+    plan = made_up(tmp_path, monkeypatch, gib)
+    assert plan_json(plan)["memory"][0]["fit"] == fit
+    show_plan(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "every rank" in out
+    assert "not yet compared with a GPU" in out
+    assert "prices of 2026-11-01" in out
+    assert "guessed" in out
+    assert (f"a step {fit} into" in out) == (fit != "fits")
+
+
+def test_unknown_places_leave_memory_and_say_what_would_tell_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    knobs = {"launch__kind": "ssh", "launch__machine": None, "launch__ssh__hosts": ["a"]}
+    plan = made_up(tmp_path, monkeypatch, **knobs)
+    assert not isinstance(plan.memory, Unknown)
+    assert isinstance(plan.cost.total_s, Unknown)
+    show_plan(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "52.0 to 57.0" in out, "GiB of tensors, and what a device needs beside them"
+    assert "--device NAME" in out
+    assert "not checked memory" in out
+
+
+def test_a_model_that_cannot_be_traced_is_told_by_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise Failed("this training cannot be traced (DataDependentOutputException)")
+
+    monkeypatch.setattr(assemble, "plan_memory", fail)
+    write_documents(tmp_path / "text", 20)
+    recipe = small_recipe(tmp_path)
+    plan = make_plan(recipe, place_of(recipe), ModelKnown(CONFIG, random=True))
+    assert isinstance(plan.memory, Unknown)
+    assert isinstance(plan.formula, Range)
+    assert plan.formula.low < plan.formula.high
+    show_plan(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DataDependentOutputException" in out
+    assert "by formula its tensors take" in out
+    assert "not checked memory" in out
+
+
+def test_the_traced_recipe_computes_as_the_place_will(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` on the CPU that traces would be float32."""
+    seen: list[Recipe] = []
+
+    def plan(recipe: Recipe, world: int, kind: str) -> list[RankMemory]:
+        seen.append(recipe)
+        return [RankMemory("every rank", 0, trace(), Range.exactly(0.0))]
+
+    for machine in ({"type": "a3-highgpu-8g"}, {"type": "n1-standard-8"}):
+        made_up(tmp_path / machine["type"], monkeypatch)
+        monkeypatch.setattr(assemble, "plan_memory", plan)
+        recipe = small_recipe(
+            tmp_path / machine["type"], launch__kind="gce", launch__machine=machine
+        )
+        make_plan(recipe, place_of(recipe), ModelKnown(CONFIG, random=True))
+    assert [recipe.precision.compute for recipe in seen] == ["bf16", "fp32"]
+    assert {recipe.model.config["vocab_size"] for recipe in seen} == {320}
+
+
+def test_a_dry_run_tells_what_needs_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(made_up(tmp_path, monkeypatch), memory=Unknown("a trace"))
+    lines = list(short_plan(plan))
+    assert "6 steps" in lines[0]
+    assert "2 + 1 checkpoints" in lines[0]
+    assert lines[-1] == "memory, time and money: `ingot plan` with the same recipe"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_documents(tmp_path / "text", 30)
+    (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_real_plan_is_kept_beside_the_run(place: Path) -> None:
+    done = ingot("plan", "tiny.yaml", "--json", "--keep", "train.global_batch=8", cwd=place)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["wrong"] == []
+    [rank] = content["memory"]
+    assert rank["fit"] == "fits"
+    weights = content["weights"]["weights"]
+    assert rank["bytes"]["weights"] == 4 * weights
+    # The state of a step's end: weights and two moments, a checkpoint's 12 bytes each.
+    state = rank["bytes"]["weights"] + rank["bytes"]["optimizer"]
+    assert content["run"]["checkpoint_bytes"]["likely"] == pytest.approx(state, rel=0.01)
+    assert content["run"]["tokens"]["likely"] == 6 * 8 * 32
+    kept = json.loads((place / "runs/tiny/reports/plan.json").read_text(encoding="utf-8"))
+    assert kept == content
+    assert "kept as runs/tiny/reports/plan.json" in done.stderr
+
+
+def test_what_training_refuses_a_plan_refuses(place: Path) -> None:
+    done = ingot("plan", "tiny.yaml", "data.seq_len=4096", "train.global_batch=5", cwd=place)
+    assert done.returncode == 2
+    assert "data.seq_len 4096 exceeds" in done.stderr
+    done = ingot("plan", "tiny.yaml", "--device", "h9000", cwd=place)
+    assert done.returncode == 2
+    assert "h9000" in done.stderr
+
+
+def test_a_dry_run_ends_with_the_plan_and_imports_no_torch(place: Path) -> None:
+    done = ingot("launch", "train", "tiny.yaml", "--dry-run", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/bin/sh"), "the script alone is on stdout"
+    told = [line for line in done.stderr.splitlines() if line.startswith("plan: ")]
+    assert "6 steps" in told[0]
+    assert "ingot plan" in told[-1]
+    code = (
+        "import sys\n"
+        "from ingot.cli.app import app\n"
+        "app(['launch', 'train', 'tiny.yaml', '--dry-run'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-c", code], cwd=place, capture_output=True, check=False
+    )
+    assert plain.returncode == 0, plain.stderr.decode()
+
+
+def test_quota_is_asked_only_if_wanted_and_never_passed_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(tmp_path, launch__kind="gce", launch__machine={"type": "a3-highgpu-8g"})
+    place = place_of(recipe)
+    [unasked] = ask_cloud(recipe, place, ask=False)
+    assert (unasked.kind, "--cloud asks" in unasked.message) == ("not checked", True)
+
+    def no_credentials(_: Recipe) -> None:
+        raise WrongInput("no credentials of Google Cloud; gcloud auth application-default login")
+
+    monkeypatch.setattr(context, "check_context", no_credentials)
+    [asked] = ask_cloud(recipe, place, ask=True)
+    assert (asked.kind, "no credentials" in asked.message) == ("not checked", True)
+    answers = [
+        CloudFinding("machine type a3-highgpu-8g", True, "in us-central1-a"),
+        CloudFinding("quota NVIDIA_H100_GPUS", False, "8 needed, 0 of 0 free", needed=True),
+        CloudFinding("quota of Vertex AI", None, "not asked"),
+    ]
+    monkeypatch.setattr(context, "check_context", lambda _: None)
+    monkeypatch.setattr(context, "run_checks", lambda *_: answers)
+    found = [one.kind for one in ask_cloud(recipe, place, ask=True)]
+    assert found == ["known", "warning", "not checked"]
+    local = small_recipe(tmp_path)
+    assert ask_cloud(local, place_of(local), ask=True) == []

@@ -1,0 +1,235 @@
+"""Judgements before a training starts: each at a recipe that deserves it and at one that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.cli.arguments import read_recipe
+from ingot.config.presets import preset
+from ingot.config.recipe import Recipe
+from ingot.plan.checks import (
+    PlanFinding,
+    all_judgements,
+    judge_data,
+    judge_length,
+    judge_pauses,
+    judge_place,
+    judge_rate,
+    judge_server,
+    published_rates,
+)
+from ingot.plan.data_sample import ColumnLengths, LengthSample
+from ingot.plan.ranges import Range
+from ingot.plan.storage import ModelSize
+from ingot.plan.unknown import Unknown
+from tests.graph import PROJECT
+from tests.plan.test_run_cost import PLACE, cost
+from tests.small import small_recipe
+
+LENGTHS = ColumnLengths(32, 20.0, 5.0, 20.0, 40.0, 90, 0.2, 0.1)
+SAMPLE = LengthSample(
+    about="all 100 documents",
+    documents=100,
+    columns={"tokens": LENGTHS},
+    truncated=0.0,
+    left_out=0.0,
+    lost_targets=0.0,
+    padding=0.0,
+    rows=Range.exactly(400.0),
+    tokens=Range.exactly(2e4),
+    text_bytes=Range.exactly(8e4),
+    vocab_size=320,
+)
+
+
+def warned(findings: Any) -> list[str]:
+    found = [findings] if isinstance(findings, PlanFinding) else list(findings)
+    return [each.about for each in found if each.kind == "warning"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "about"),
+    [
+        ({}, []),
+        ({"truncated": 0.3, "lost_targets": 0.2}, ["data.seq_len"]),
+        ({"truncated": 0.3, "lost_targets": 0.001}, []),
+        ({"truncated": 0.3, "lost_targets": None}, ["data.seq_len"]),
+        ({"left_out": 0.05}, ["data.seq_len"]),
+        ({"padding": 0.8}, ["data.pack"]),
+    ],
+)
+def test_data_beside_the_rows(tmp_path: Path, changed: dict[str, Any], about: list[str]) -> None:
+    assert warned(judge_data(small_recipe(tmp_path), replace(SAMPLE, **changed))) == about
+
+
+def test_padding_of_single_records_is_an_upper_bound(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, objective__kind="dpo")
+    told = [one.message for one in judge_data(recipe, replace(SAMPLE, padding=0.9))]
+    assert "at most" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "about"),
+    [(0.02, []), (3, ["train.schedule.warmup"]), (50, ["train.schedule.warmup"])],
+)
+def test_the_warm_up_ends_within_the_steps(tmp_path: Path, warmup: float, about: list[str]) -> None:
+    steps = 50 if warmup > 3 else 12
+    recipe = small_recipe(tmp_path, train__steps=steps, train__schedule__warmup=warmup)
+    assert warned(judge_length(recipe, cost(recipe), SAMPLE.rows)) == about
+
+
+def test_fewer_rows_than_a_batch_and_many_passes_are_told(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, train__steps=1000)
+    few = Range.exactly(3.0)
+    assert "train.global_batch" in warned(judge_length(recipe, cost(recipe), few))
+    rows = Range.exactly(100.0)
+    assert warned(judge_length(recipe, cost(recipe, rows=rows), rows)) == ["train"]
+    rows = Range.exactly(4000.0)
+    assert warned(judge_length(recipe, cost(recipe, rows=rows), rows)) == []
+
+
+@pytest.mark.parametrize(
+    ("knobs", "size", "rate", "kind"),
+    [
+        ({}, 1.3e9, 3e-4, "known"),
+        ({}, 1.3e9, 3e-2, "warning"),
+        ({}, 1.3e9, 1e-6, "warning"),
+        ({}, 2e6, 6e-3, "not checked"),
+        ({"objective__kind": "sft"}, 7e9, 2e-5, "known"),
+        ({"objective__kind": "sft"}, 70e9, 3e-3, "warning"),
+        ({"objective__kind": "sft", "model__lora": {}}, 7e9, 2e-4, "known"),
+        ({"objective__kind": "dpo"}, 7e9, 5e-7, "known"),
+        ({"objective__kind": "dpo"}, 7e9, 2e-5, "warning"),
+        ({"train__optimizer__kind": "sgd"}, 1.3e9, 0.1, "not checked"),
+    ],
+)
+def test_a_learning_rate_beside_published_ones(
+    tmp_path: Path, knobs: dict[str, Any], size: float, rate: float, kind: str
+) -> None:
+    recipe = small_recipe(tmp_path, train__optimizer__lr=rate, **knobs)
+    random = recipe.objective.kind == "pretrain"
+    found = judge_rate(recipe, ModelSize(int(size), int(size)), random=random)
+    assert found.kind == kind, found.message
+    if kind == "warning":
+        assert "(" in found.message, "the sources are named"
+
+
+def test_every_published_rate_has_a_source_with_an_address() -> None:
+    table = dict(published_rates())
+    sources = table.pop("sources")
+    assert all(one["title"] and one["url"].startswith("https://") for one in sources.values())
+    for way, rows in table.items():
+        for weights, rate, source in rows:
+            assert source in sources, f"{way}: {source}"
+            assert 1e7 <= weights <= 1e12
+            assert 1e-8 < rate < 1e-2
+
+
+WEIGHTS = {
+    "pretrain_llama": (1.2e9, True),
+    "pretrain_llama_8b": (8e9, True),
+    "sft_llama": (1.2e9, False),
+    "sft_llama_8b": (8e9, False),
+    "dpo_llama": (1.2e9, False),
+    "lora_llama": (8e9, False),
+    "continue_llama": (1.2e9, False),
+    "chat_smollm2": (135e6, False),
+    "t5_small": (60e6, False),
+    "t5_xxl": (11e9, False),
+    "bart_large": (400e6, False),
+    "roberta_large": (355e6, False),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_no_shipped_recipe_is_warned_of_its_rate(name: str) -> None:
+    weights, random = WEIGHTS[name]
+    recipe = read_recipe([str(PROJECT / "recipes" / f"{name}.yaml")])
+    found = judge_rate(recipe, ModelSize(int(weights), int(weights)), random=random)
+    assert found.kind == "known", found.message
+
+
+def test_evaluations_that_take_longer_than_training(tmp_path: Path) -> None:
+    often = small_recipe(tmp_path, train__steps=100, train__evaluate_every=1)
+    assert "train.evaluate_every" in warned(judge_pauses(often, cost(often)))
+    seldom = small_recipe(tmp_path, train__steps=1000, train__evaluate_every=500)
+    assert warned(judge_pauses(seldom, cost(seldom))) == []
+
+
+def test_seconds_are_never_much(tmp_path: Path) -> None:
+    short = small_recipe(tmp_path, train__steps=3, checkpoint__every=1)
+    assert warned(judge_pauses(short, cost(short, step_s=Range.exactly(0.001)))) == []
+
+
+def test_saves_and_restarts_that_eat_the_run(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, train__steps=100_000, checkpoint__every=100_000)
+    many = replace(PLACE, nodes=2000, processes=8)
+    assert "checkpoint.every" in warned(judge_pauses(recipe, cost(recipe, many)))
+    large = ModelSize(10**11, 10**11)
+    often = small_recipe(tmp_path, train__steps=1000, checkpoint__every=1)
+    assert "checkpoint.every" in warned(judge_pauses(often, cost(often, size=large)))
+
+
+def test_room_devices_and_limits(tmp_path: Path) -> None:
+    def told(place: Any = PLACE, recipe: Recipe | None = None, **changed: Any) -> list[str]:
+        recipe = recipe or small_recipe(tmp_path, launch__kind="gce")
+        return warned(judge_place(recipe, place, cost(recipe, place, **changed)))
+
+    assert told() == []
+    assert told(replace(PLACE, processes=2)) == ["launch.processes"]
+    assert told(replace(PLACE, disk_bytes=1e6)) == ["checkpoint.keep"]
+    assert told(size=ModelSize(10**10, 10**10)) == ["checkpoint.asynchronous"]
+    short = small_recipe(tmp_path, launch__kind="gce", cloud__max_run="1m", train__steps=500)
+    assert told(recipe=short) == ["cloud.max_run"]
+    cheap = small_recipe(
+        tmp_path,
+        launch__kind="gce",
+        launch__machine={"type": "a3-highgpu-8g"},
+        cloud__max_cost=20,
+        train__steps=5000,
+    )
+    assert told(recipe=cheap) == ["cloud.max_cost"]
+
+
+def test_limits_are_held_against_the_upper_end(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, launch__kind="gce", cloud__max_run="1h", train__steps=1000)
+    found = cost(recipe)
+    assert isinstance(found.total_s, Range)
+    assert found.total_s.likely < 3600 < found.total_s.high
+    told = [one.message for one in judge_place(recipe, PLACE, found) if one.kind == "warning"]
+    assert "may end" in told[0]
+
+
+def test_a_model_beside_the_machine_that_serves_it(tmp_path: Path) -> None:
+    config, machine = preset("llama-8b"), {"type": "g2-standard-8"}
+    knobs: dict[str, Any] = {"registry__kind": "vertex", "serve__machine": machine}
+    recipe = small_recipe(tmp_path, **knobs)
+    size = ModelSize(8 * 10**9, 8 * 10**9)
+    fits = judge_server(recipe, config, size)
+    assert fits.kind == "known", fits.message
+    large = judge_server(recipe, preset("llama-8b"), ModelSize(70 * 10**9, 1))
+    assert large.kind == "warning"
+    assert "does not fit" in large.message
+    assert judge_server(recipe, None, None).kind == "not checked"
+
+
+def test_what_is_unknown_is_not_checked_and_never_passed(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, train__steps=None, train__epochs=1, launch__kind="gce")
+    nothing = Unknown("no trace")
+    found = all_judgements(
+        recipe,
+        PLACE,
+        cost(recipe, size=None, step_s=nothing, data_bytes=nothing),
+        Unknown("lengths of documents: gs:// is not here"),
+        None,
+        None,
+        random=True,
+    )
+    assert {one.kind for one in found} == {"not checked"}
+    about = {one.about for one in found}
+    assert about >= {"data", "train", "train.optimizer.lr", "checkpoint.keep", "serve.machine"}
+    assert "cloud.max_run" in about

@@ -1,0 +1,147 @@
+"""Lengths beside rows: a sample of the sources against what `prepare` makes of all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.data.columns.manifest import prepared_for
+from ingot.data.ingest import ingest
+from ingot.data.packing.tables import read_packed
+from ingot.data.prepare import prepare
+from ingot.data.sample import sample_sources
+from ingot.plan.data_sample import data_bytes, look_at_data
+from ingot.plan.unknown import Unknown
+from tests.small import small_recipe, write_documents
+
+WORDS = [
+    "copper",
+    "melts",
+    "and",
+    "the",
+    "bright",
+    "mould",
+    "cools",
+    "slowly",
+    "while",
+    "it",
+    "rings",
+    "true",
+]
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("pack", ["cut", "best_fit"])
+def test_a_sample_says_beforehand_what_prepare_finds(tmp_path: Path, pack: str) -> None:
+    write_documents(tmp_path / "text", 120)
+    recipe = small_recipe(tmp_path, data__pack=pack)
+    before = look_at_data(recipe)
+    ingest(recipe)
+    prepare(recipe)
+    after = look_at_data(recipe)
+    assert after.about.startswith("all ")
+    assert before.rows is not None
+    assert after.rows is not None
+    assert after.rows.origin == "measured"
+    assert after.rows.low == after.rows.high
+    assert before.rows.low <= after.rows.likely <= before.rows.high
+    assert before.columns["tokens"].median == pytest.approx(after.columns["tokens"].median, rel=0.2)
+    assert before.padding == pytest.approx(after.padding, abs=0.02)
+    room = data_bytes(recipe, after)
+    files = sum(path.stat().st_size for path in recipe.folder.data.rglob("*") if path.is_file())
+    assert not isinstance(room, Unknown)
+    assert (room.likely, room.origin) == (files, "measured")
+
+
+def test_rows_are_those_of_the_row_tables(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text", 60)
+    recipe = small_recipe(tmp_path, data__pack="best_fit")
+    ingest(recipe)
+    prepare(recipe)
+    packed = read_packed(
+        recipe.folder.columns, prepared_for(recipe), recipe.data.seq_len, "best_fit"
+    )
+    found = look_at_data(recipe)
+    assert found.rows is not None
+    assert found.rows.likely == sum(map(sum, packed.rows["train"]))
+    assert found.padding == pytest.approx(packed.padding)
+
+
+def test_targets_beyond_the_row_are_counted_as_lost(tmp_path: Path) -> None:
+    long, short = " ".join(WORDS * 3), "yes"
+    chats = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
+        for answer in (long, short) * 20
+    ]
+    source = write_jsonl(tmp_path / "chats.jsonl", chats)
+    knobs: dict[str, Any] = {
+        "objective__kind": "sft",
+        "data__train": [{"source": str(source)}],
+        "tokenizer__template": "alpaca",
+    }
+    whole = look_at_data(small_recipe(tmp_path, data__seq_len=512, **knobs))
+    assert (whole.truncated, whole.left_out, whole.lost_targets) == (0.0, 0.0, 0.0)
+    shortest = int(whole.columns["tokens"].low)
+    cut = look_at_data(small_recipe(tmp_path, data__seq_len=shortest + 10, **knobs))
+    assert cut.truncated == pytest.approx(0.5, abs=0.01)
+    assert cut.lost_targets is not None
+    assert 0.1 < cut.lost_targets < 0.95
+    gone = look_at_data(small_recipe(tmp_path, data__seq_len=8, **knobs))
+    assert gone.left_out > 0.9, "the prompt alone fills the row"
+
+
+def test_of_pairs_only_what_is_written_counts_as_a_target(tmp_path: Path) -> None:
+    pairs = [{"source": " ".join(WORDS * 4), "target": " ".join(WORDS[:8])} for _ in range(30)]
+    source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    recipe = small_recipe(
+        tmp_path,
+        objective__kind="seq2seq",
+        model__source="preset:t5-3m",
+        model__config={},
+        data__train=[{"source": str(source)}],
+        data__seq_len=16,
+        data__target_len=64,
+    )
+    found = look_at_data(recipe)
+    assert found.columns["source"].beyond > 0.1
+    assert found.lost_targets == 0.0
+    less = recipe.model_copy(update={"data": recipe.data.model_copy(update={"target_len": 3})})
+    assert (look_at_data(less).lost_targets or 0.0) > 0.2
+
+
+def test_texts_lose_nothing_since_they_go_on_in_another_row(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text", 40)
+    found = look_at_data(small_recipe(tmp_path, data__seq_len=8))
+    assert found.columns["tokens"].longer > 0.9
+    assert (found.truncated, found.lost_targets) == (0.0, 0.0)
+
+
+def test_a_sample_is_spread_over_all_files(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(100):
+        (folder / f"{number:03d}.txt").write_text(f"{number} " * 50, encoding="utf-8")
+    recipe = small_recipe(tmp_path)
+    some = sample_sources(recipe, 10, 10**6)
+    assert not some.whole
+    assert len(some.texts) == 10
+    numbers = [int(text.split()[0]) for text in some.texts]
+    assert np.ptp(numbers) >= 85
+    every = sample_sources(recipe, 1000, 10**6)
+    assert (every.whole, len(every.texts)) == (True, 100)
+    assert every.file_bytes == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_source_that_is_not_here_says_so(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, data__train=[{"source": "gs://bucket/texts.jsonl"}])
+    with pytest.raises(WrongInput, match="run `ingot ingest` first"):
+        look_at_data(recipe)

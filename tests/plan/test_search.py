@@ -1,0 +1,122 @@
+"""Which layouts a search finds, which it refuses and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.config.load import load_recipe
+from ingot.config.presets import preset
+from ingot.config.shape import Degrees
+from ingot.plan.choose import Limits, choose
+from ingot.plan.ranges import Range
+from ingot.plan.search import Candidate, Judged, SearchedLayout, search
+from ingot.plan.seconds import NOTHING, StepSeconds
+from ingot.plan.tracing.memory import RankMemory, kinds_of_ranks
+from ingot.plan.tracing.records import ROLES, MemoryUse, RankTrace
+
+RECIPE = """
+name: searched
+model: {source: "preset:llama-3m"}
+tokenizer: {source: train, vocab_size: 512}
+data: {train: [{source: "builtin:stdlib"}], seq_len: 128, pack: none}
+train: {steps: 2, global_batch: 8, micro_batch: 1}
+precision: {compute: fp32}
+"""
+CONFIG = preset("llama-3m")
+MIB = 2**20
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE, encoding="utf-8")
+    return lambda *knobs: load_recipe([file], list(knobs))
+
+
+def _step(total: Range) -> StepSeconds:
+    return StepSeconds(*[NOTHING] * 7, total, 0.0)
+
+
+def _seconds(recipe: Any, world: int, memory: tuple[RankMemory, ...]) -> StepSeconds:
+    """Larger micro-batches are faster, recomputing is slower."""
+    again = {"none": 0, "selective": 1, "full": 2}[recipe.memory.recompute.kind]
+    return _step(Range.exactly(10 + again - memory[0].trace.micro_steps ** -1))
+
+
+def test_what_fits_is_found_and_what_does_not_is_told(recipe: Any) -> None:
+    # A replica takes 44 MiB even where all is recomputed, a half 39 MiB, half of each matrix 26.
+    has = Range.exactly(42 * MIB)
+    result = search(recipe(), CONFIG, [2], 2, "cpu", has, _seconds)
+    assert all(one.peak.high <= 42 * MIB for one in result.found)
+    best = result.found[0].candidate
+    assert (best.layout.shard, best.layout.tensor) in ((2, 1), (1, 2))
+    told = [reason for what, reason in result.others if what.startswith("2 devices: replicate")]
+    assert len(told) == 3
+    assert all(reason.startswith("does not fit: ") for reason in told)
+
+
+def test_recomputing_is_tried_only_where_it_makes_room(recipe: Any) -> None:
+    result = search(recipe(), CONFIG, [1], 1, "cpu", Range.exactly(2**40), _seconds)
+    assert [one.candidate for one in result.found] == [
+        Candidate(SearchedLayout(1, 1, 1, 1, 1), "none", 8)
+    ]
+    assert result.others == []
+
+
+def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
+    layout = SearchedLayout(world=16, tensor=2, pipeline=2, context=1, shard=2)
+    one = Candidate(layout, "full", 2)
+    assert one.of(recipe()) == recipe(*one.overrides)
+    assert layout.replicate == 2
+    assert one.told() == (
+        "16 devices: tensor 2 x pipeline 2 x shard 2 x replicate 2, micro-batch 2, full"
+        " recomputation"
+    )
+
+
+def test_ties_are_what_the_device_decides() -> None:
+    one, slower, tied = (
+        Judged(
+            Candidate(SearchedLayout(1, 1, 1, 1, 1), "none", size),
+            (),
+            _step(Range(*total, "guessed")),
+        )
+        for size, total in ((1, (1, 2, 4)), (2, (1.5, 3, 5)), (4, (0.5, 3, 5)))
+    )
+    assert not one.is_tied(slower)
+    assert one.is_tied(tied)
+
+
+@pytest.mark.parametrize(
+    ("peak", "fit"), [(50, "fits"), (85, "may not fit"), (95, "may not fit"), (120, "does not fit")]
+)
+def test_fits_is_said_only_where_all_ends_of_ranges_agree(peak: int, fit: str) -> None:
+    use = MemoryUse(dict.fromkeys(ROLES, 0)).plus("weights", peak)
+    trace = RankTrace(0, (use,), use, use, {}, {}, 1, 1)
+    other = Range(1, 10, 20, "guessed")
+    rank = RankMemory("every rank", 0, trace, other)
+    assert rank.fit(Range(90, 100, 110, "modelled")) == fit
+
+
+def test_one_rank_of_each_kind() -> None:
+    assert kinds_of_ranks(Degrees()) == [("this process", 0)]
+    assert kinds_of_ranks(Degrees(shard=4)) == [("every rank", 0)]
+    two = kinds_of_ranks(Degrees(pipeline=2, shard=4))
+    assert two == [("first stage", 0), ("last stage", 4)]
+    four = kinds_of_ranks(Degrees(pipeline=4, shard=2))
+    assert four == [("first stage", 0), ("stages between", 2), ("last stage", 6)]
+
+
+@pytest.mark.parametrize("devices", ["0", "8..4", "many", "4-8"])
+def test_devices_are_a_number_or_two(recipe: Any, devices: str) -> None:
+    from ingot.plan.assemble import ModelKnown
+    from ingot.plan.place import place_of
+
+    asked = recipe().at("train")
+    place = place_of(asked)
+    with pytest.raises(WrongInput, match="give a number, or two such as"):
+        choose(asked, place, ModelKnown(CONFIG, random=True), devices, Limits(None, None))
