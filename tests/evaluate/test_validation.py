@@ -49,6 +49,7 @@ def watched(recipe: Recipe, names: list[str]) -> MetricValues:
         finish_wrapping(subject.model, mesh)
         watch = TaskEvaluator(subject, names)
         with evaluating(subject.model):
+            assert not any(module.training for module in subject.model.modules())
             first, second = watch(), watch()
         assert first == second
         assert subject.model.training

@@ -123,6 +123,7 @@ FAULTS = [
         "gap = bisect.bisect_right(self._gaps, sample)",
         "gap = bisect.bisect_left(self._gaps, sample)",
         "the first sample that is left out is read all the same",
+        "tests/data/batches/test_order.py",
     ),
     Fault(
         "window-forgets-epoch",
@@ -130,6 +131,7 @@ FAULTS = [
         "np.full(len(places), epoch, np.uint64)",
         "np.full(len(places), 0, np.uint64)",
         "within a window every epoch has the same order",
+        "tests/data/batches/test_windows.py",
     ),
     Fault(
         "last-batch-filled-with-row",
@@ -187,6 +189,7 @@ FAULTS = [
         "np.cumsum(counts)]",
         "np.arange(1, len(counts) + 1)]",
         "sequences are taken for documents",
+        "tests/data/columns/test_megatron.py",
     ),
     Fault(
         "user-turns-counted",

@@ -45,6 +45,7 @@ FAULTS = [
         "model.eval()",
         "model.train()",
         "evaluation runs with dropout",
+        "tests/evaluate/test_validation.py",
     ),
     Fault(
         "norm-of-own-shard",

@@ -56,6 +56,7 @@ FAULTS = [
         "(context.clip_norm / (norm + 1e-6)).clamp(max=1.0)",
         "(context.clip_norm / (norm + 1e-6))",
         "small gradients are blown up to the clipping norm",
+        "tests/train/test_step.py",
     ),
     Fault(
         "clip-before-division",
@@ -98,6 +99,7 @@ FAULTS = [
         "fingerprint([self._seed, step, index, self._mesh.rank])",
         "fingerprint([self._seed, index, self._mesh.rank])",
         "dropout draws the same mask in every step",
+        "tests/train/test_step.py",
     ),
     Fault(
         "signal-during-fetch",
@@ -105,6 +107,7 @@ FAULTS = [
         "if control.must_stop(votes):",
         "if control.must_stop(votes) and step > first:",
         "a signal that came before the first step is ignored",
+        "tests/train/test_step.py",
     ),
     Fault(
         "hooks-stop-hooks",
@@ -182,6 +185,7 @@ FAULTS = [
         "else Noise(key, *first[:2])",
         "else Noise(key)",
         "each shard draws the bits of the first one: the layout changes the result",
+        "tests/train/test_optimizers.py",
     ),
     Fault(
         "rounding-truncates",
@@ -238,6 +242,7 @@ FAULTS = [
         "self.worse_in_row = 0 if improved else self.worse_in_row + 1",
         "self.worse_in_row = 0 if improved else min(1, self.worse_in_row + 1)",
         "early stopping never stops",
+        "tests/train/test_origin.py",
     ),
     Fault(
         "patience-forgotten",
@@ -252,6 +257,7 @@ FAULTS = [
         "self._row = 0\n            return",
         "return",
         "single skips far apart count as a row of them",
+        "tests/train/test_skipping.py",
     ),
     Fault(
         "left-out-too-little",
@@ -259,6 +265,7 @@ FAULTS = [
         "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",
         "order.place(bad.last * plan.batch.global_batch - 1) + 1",
         "going back leaves the last bad step's data in",
+        "tests/train/test_skipping.py",
     ),
     Fault(
         "resume-other-data",
@@ -287,6 +294,7 @@ FAULTS = [
         "if self._failing is not None and self._failing[0] == part:",
         "if self._failing is not None:",
         "a part that never comes is waited for without end, since others are here",
+        "tests/data/batches/test_prefetch.py",
     ),
     Fault(
         "data-restarts-from-zero",
@@ -308,6 +316,7 @@ FAULTS = [
         "copy_back(masters, optimizer, tensors)\n    masters.publish()",
         "copy_back(masters, optimizer, tensors)",
         "what was loaded stays in the masters, the model works with other weights",
+        "tests/checkpoints/test_layouts.py",
     ),
     Fault(
         "moments-in-place-of-step",
@@ -322,6 +331,7 @@ FAULTS = [
         "differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]",
         "differ = [key for key in before if key in now and before[key] != now[key]]",
         "a recipe with a new knob goes on from a checkpoint of another training",
+        "tests/train/test_resume.py",
     ),
     Fault(
         "fresh-keeps-going",
@@ -336,6 +346,7 @@ FAULTS = [
         "return loss / sharing.world, {",
         "return loss, {",
         "a loss of whole rows is counted once for each rank that shares them",
+        "tests/parallel/test_rows.py",
     ),
     Fault(
         "labels-of-shared-rows",
@@ -343,6 +354,7 @@ FAULTS = [
         "labels=share(batch.labels, IGNORE)",
         "labels=share(batch.labels, 0)",
         "what fills up a shared row is learnt",
+        "tests/parallel/test_rows.py",
     ),
     Fault(
         "mask-forgotten",

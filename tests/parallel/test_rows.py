@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.data.batches.loader import Batch
 from ingot.models.native.head import IGNORE
+from ingot.objectives.forward import reduce_values, shard_batch
 from ingot.parallel.rows import chunk_pair, chunk_size, join_rows, split_rows
 
 
@@ -47,3 +51,37 @@ def test_what_is_no_two_pieces_is_refused() -> None:
     assert chunk_size(6) == 3
     with pytest.raises(WrongInput, match="7 tokens a row"):
         chunk_size(7)
+
+
+class _OneOfTwo:
+    """Rank 1 of two that share each row."""
+
+    world = 2
+
+    def share(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return split_rows(tensor, 1, 2, fill)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        return 2 * part
+
+
+def test_what_fills_up_a_shared_row_is_no_target() -> None:
+    row = torch.ones(1, 5, dtype=torch.int64)
+    shared = shard_batch(Batch(row, row, row, row), _OneOfTwo())
+    # Pieces of two tokens; this rank has the second and the third, which ends beyond the row.
+    assert shared.labels.tolist() == [[1, 1, 1, IGNORE]]
+    assert shared.segments.tolist() == [[1, 1, 1, 0]]
+
+
+def test_a_loss_of_whole_rows_is_counted_once() -> None:
+    class Whole:
+        name = "whole"
+
+        def reduce(self, values: Any, batch: Any, all_sum: Any) -> Any:
+            total = all_sum(values.sum())
+            return total, {"total": total.detach()}
+
+    row = torch.ones(1, 4, dtype=torch.int64)
+    batch = Batch(row, row, row, row)
+    loss, metrics = reduce_values(cast("Any", Whole()), row.float(), batch, _OneOfTwo())
+    assert (float(loss), float(metrics["total"])) == (4.0, 4.0)

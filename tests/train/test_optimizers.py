@@ -12,6 +12,7 @@ from ingot.base.environment import Ranks
 from ingot.config.sections.training import SGD, AdamW
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.train import optimizers
 from ingot.train.optimizers import StochasticAdamW, make_optimizer
 
 LR, DECAY, EPS, BETAS, STEPS = 0.05, 0.3, 0.4, (0.8, 0.95), 3
@@ -106,3 +107,12 @@ def test_stochastic_adamw_is_its_formula_before_it_rounds(count: int) -> None:
     expected = weight.double() * (1 - LR * DECAY) - LR * first / (1 - BETAS[0] ** count) / root
     for found, right in zip((new, *moments), (expected, first, second), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+
+
+def test_each_shard_draws_the_bits_of_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, step = torch.zeros(8, 6), torch.ones(())
+    bits = optimizers._noise_of(3, "weight", weight).bits(step, slice(0, 8), 6)
+    monkeypatch.setattr(optimizers, "shard_slices", lambda tensor: (slice(4, 8), slice(2, 6)))
+    shard = optimizers._noise_of(3, "weight", weight).bits(step, slice(0, 4), 4)
+    assert torch.equal(shard, bits[4:, 2:])
+    assert not torch.equal(shard, bits[:4, :4])

@@ -4,6 +4,7 @@ exporting the best; samples while training.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,12 @@ def test_the_tracker_knows_which_way_is_better(
     assert again.state() == tracker.state()
     with pytest.raises(WrongInput, match=r"`?y`? is not measured while training"):
         BestTracker("y").see(1, {"x": Measured(1.0)})
+
+
+def test_the_tracker_counts_what_was_no_better_in_a_row() -> None:
+    tracker = BestTracker("loss")
+    counts = []
+    for number, value in enumerate((3.0, 3.0, 3.1, math.nan, 2.0, 2.5)):
+        tracker.see(number, {"loss": Measured(value)})
+        counts.append(tracker.worse_in_row)
+    assert counts == [0, 1, 2, 3, 0, 1]

@@ -16,6 +16,8 @@ from ingot.base.errors import Failed
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train import step
+from ingot.train.goodput import EventSink
+from ingot.train.hooks import SkipHook, TooManySkipped
 from ingot.train.step import SPIKE_WARMUP, SpikeDetector
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
@@ -215,3 +217,16 @@ def train_poisoned(root: Path) -> list[list[int]]:
 
 def test_two_ranks_go_back_together(root: Path) -> None:
     assert run_ranks(2, train_poisoned, root) == [[[20, 28]]] * 2
+
+
+def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
+    def outcome(skipped: float) -> step.StepOutcome:
+        return step.StepOutcome(*(torch.tensor(value) for value in (1.0, 1.0, skipped)))
+
+    hook = SkipHook(2, EventSink(tmp_path / "events.jsonl", None, is_main=False))
+    for number, skipped in enumerate((1.0, 0.0, 1.0, 0.0)):
+        hook.judge(number, outcome(skipped))
+    hook.judge(4, outcome(1.0))
+    with pytest.raises(TooManySkipped) as bad:
+        hook.judge(5, outcome(1.0))
+    assert (bad.value.first, bad.value.last) == (4, 5)

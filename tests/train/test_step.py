@@ -7,10 +7,12 @@ cannot pass.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from ingot.config.sections.training import SGD, AdamW
 from ingot.data.batches.loader import Batch
@@ -275,3 +277,33 @@ def failing_main() -> str:
 
 def test_what_fails_on_the_main_rank_fails_everywhere() -> None:
     assert run_ranks(2, failing_main) == ["only on 0", "only on 0"]
+
+
+def test_gradients_below_the_clipping_norm_stay_as_they_are() -> None:
+    free, loose = train_a_little(ROWS, "sgd"), train_a_little(ROWS, "sgd", 1e6)
+    assert distance(loose["weights"], free["weights"]) < tolerances.SPLIT_WEIGHTS
+
+
+def test_a_request_to_stop_is_followed_before_the_first_step_too() -> None:
+    class Stopping(step.StepControl):
+        def must_stop(self, votes: Sequence[bool]) -> bool:
+            return True
+
+    with running_mesh() as mesh:
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        masters = Masters(model, mesh)
+        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
+        control = Stopping(lambda number: rows_of(global_batch(0), 0, ROWS, ROWS))
+        context = step.StepContext(model, CrossEntropy(), masters, optimizer, mesh, control)
+        end = step.run_steps(context, 3, 5)
+    assert (end.step, end.stopped, end.outcome) == (3, True, None)
+
+
+def test_each_step_and_micro_batch_has_a_dropout_of_its_own() -> None:
+    seen = set()
+    with running_mesh() as mesh:
+        dropout = step.DropoutSeeds(cast("Any", nn.Linear(1, 1)), 7, mesh)
+        for place in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            dropout.begin_micro_batch(*place, global_batch(0))
+            seen.add(torch.initial_seed())
+    assert len(seen) == 4

@@ -149,6 +149,11 @@ def test_rows_and_parts_are_mixed_and_differently_in_each_pass() -> None:
     assert within[0] != within[1] != within[2] != within[0]
 
 
+def test_one_part_alone_is_mixed_differently_in_each_pass() -> None:
+    order = order_of([[50]], 3, 1)
+    assert len({tuple(order.rows(epoch * 50, 50).tolist()) for epoch in range(5)}) == 5
+
+
 def test_what_is_skipped_is_in_no_window() -> None:
     order = order_of([[10] * 1000], 0, 2, skipped=[(500, 9000)])
     parts = order.parts(range(496, 504))
