@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -36,7 +35,8 @@ _PEAKS = {
 }
 
 
-_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+_planned: str | None = None
+"""The device type that is planned for. A plain global, since compiled code reads it."""
 
 
 @contextlib.contextmanager
@@ -44,21 +44,22 @@ def planning_for(kind: str) -> Iterator[None]:
     """Inside the block tensors have no contents, and kernels are chosen as on a device of type
     `kind`.
     """
-    token = _planned.set(kind)
+    global _planned
+    before, _planned = _planned, kind
     try:
         yield
     finally:
-        _planned.reset(token)
+        _planned = before
 
 
 def is_planned() -> bool:
     """Whether tensors have no contents now, so that nothing may depend on them."""
-    return _planned.get() is not None
+    return _planned is not None
 
 
 def kernel_type(device: torch.device) -> str:
     """The device type whose kernels are used: the device's own, or that for which is planned."""
-    return _planned.get() or device.type
+    return _planned or device.type
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
