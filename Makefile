@@ -11,7 +11,7 @@ BASE ?= HEAD
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Whoever never writes bytecode would have each process of the tests compile everything again.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 \
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 \
 	--dist loadfile --no-loadscope-reorder
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work

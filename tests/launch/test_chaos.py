@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,22 +107,27 @@ def test_without_the_knob_nothing_is_killed(made: Made, run: Supervised) -> None
     assert not events(recipe, "killed")
 
 
-def kill_once_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kill before the first sign of life: on a busy machine that would be every start, and the
-    supervisor would wait longer and longer.
+def kill_once_they_run(monkeypatch: pytest.MonkeyPatch, *, further: bool = False) -> None:
+    """No kill before the first sign of life or, `further`, before a later step than at the last
+    kill: on a busy machine that would be every start, and the supervisor would wait longer and
+    longer.
     """
-    kill_if_due = ChaosKills.kill_if_due
-    monkeypatch.setattr(
-        ChaosKills,
-        "kill_if_due",
-        lambda kills, attempt: kill_if_due(kills, attempt) if attempt.beats() else None,
-    )
+    kill_if_due, reached = ChaosKills.kill_if_due, [-1]
+
+    def kill_after_progress(kills: ChaosKills, attempt: Any) -> None:
+        step = max((beat.step for beat in attempt.beats().values()), default=-1)
+        if step > reached[0]:
+            kill_if_due(kills, attempt)
+            if kills.has_killed and further:
+                reached[0] = step
+
+    monkeypatch.setattr(ChaosKills, "kill_if_due", kill_after_progress)
 
 
 def test_ranks_are_killed_and_training_ends_well(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill_once_they_run(monkeypatch)
+    kill_once_they_run(monkeypatch, further=True)
     recipe = made(
         steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3
     )

@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ingot.models.device import kernel_type
-
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Indices of row, head, query and key -> whether the query attends to the key (a `mask_mod`)."""
 
@@ -249,7 +247,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
         training
-        and kernel_type(q.device) == "cpu"
+        and q.device.type == "cpu"
         and q.dtype == torch.bfloat16
         and q.shape[2] == k.shape[2]
     ):

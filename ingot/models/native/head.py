@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ingot.models.device import kernel_type
-
 IGNORE = -100
 CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB in float32."""
@@ -194,7 +192,7 @@ class _Summed(torch.autograd.Function):
         size = max(1, CHUNK_LOGITS // vocab_size)
         piece = (
             max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size)
-            if kernel_type(hidden.device) == "cpu"
+            if hidden.device.type == "cpu"
             else size
         )
         count = hidden.shape[0]

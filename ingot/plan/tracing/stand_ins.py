@@ -18,13 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ingot.base.environment import Ranks
 from ingot.config.recipe import Recipe
 from ingot.config.shape import degrees_of
 from ingot.data.batches.loader import Batch
-from ingot.models.native.attention import AttnFn, attend
+from ingot.models.native import head
+from ingot.models.native.attention import AttnFn
 from ingot.models.native.decoder import Decoder, RMSNorm
 from ingot.objectives.protocol import Objective
 from ingot.parallel.mesh import Mesh, make_mesh
@@ -128,25 +130,37 @@ def without_contents(meter: Meter) -> Iterator[None]:
         yield
 
 
-def _replaced(until: contextlib.ExitStack, owner: type, name: str, value: object) -> None:
+def _replaced(until: contextlib.ExitStack, owner: object, name: str, value: object) -> None:
     until.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
-def as_on_cuda(model: nn.Module, mesh: Mesh) -> None:
-    """Replace what a CUDA device computes with other kernels, in place."""
+@contextlib.contextmanager
+def as_on_cuda(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Replace what a CUDA device computes with other kernels, in the model for good, and inside the
+    block the pieces into which a CPU cuts the logits of a chunk.
+    """
     for stage in local_stages(model):
         if isinstance(stage, Decoder) and mesh.context.world == 1:
             stage.make_attn_fns = _flash_attn_fns
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+    with contextlib.ExitStack() as replaced:
+        _replaced(replaced, head, "PIECE_LOGITS", head.CHUNK_LOGITS)
+        yield
 
 
 def _flash_attn_fns(
     positions: Tensor, segments: Tensor | None, windows: Iterable[int | None]
 ) -> dict[int | None, AttnFn]:
-    return dict.fromkeys(windows, partial(attend, mask=None))
+    return dict.fromkeys(windows, _flash_attend)
+
+
+def _flash_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
+    shared = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
 
 
 def _fused_norm(norm: RMSNorm, x: Tensor) -> Tensor:

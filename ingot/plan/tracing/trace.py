@@ -110,9 +110,8 @@ def _trace(plan: TrainSetup, mesh: Mesh, kind: str) -> RankTrace:
     staged = mesh.pipeline.world > 1
     fake, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter(rounded=kind != "cpu")
     model = draft_model(plan, plan.model_spec, mesh, planned=True)
-    if kind != "cpu":
-        as_on_cuda(model, mesh)
-    with new_parameters(), without_contents(meter), fake, meter:
+    kernels = contextlib.nullcontext() if kind == "cpu" else as_on_cuda(model, mesh)
+    with new_parameters(), without_contents(meter), kernels, fake, meter:
         _allocate(plan, model, mesh)
         masters = make_masters(model, mesh, plan.wrapping)
         optimizer = make_optimizer(plan.recipe.train.optimizer, masters, plan.recipe.seed)
