@@ -31,7 +31,7 @@ from ingot.plan.seconds import StepSeconds
 from ingot.plan.tracing.memory import RankMemory, kinds_of_ranks, rank_memory, worst_fit
 from ingot.plan.tracing.workers import Tracer, TraceRequest
 
-MOST_LAYOUTS = 8
+MOST_LAYOUTS = 6
 """Layouts that are traced for each number of devices: those that communicate least."""
 ENOUGH_TOKENS = 16_384
 """Tokens in a micro-batch of a rank beyond which a device computes no faster."""
@@ -202,7 +202,8 @@ def _layouts(
     native = KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
     # Tensor parallelism waits for every layer: within a node only.
     tensor = _divisors(per_node) if native else [1]
-    pipeline = _powers(world) if native else [1]
+    # A pipeline is for what a node cannot hold: its stages lie in different nodes.
+    pipeline = _powers(max(1, world // per_node)) if native else [1]
     context = _powers(per_node) if native and recipe.data.seq_len >= LONG_ROW else [1]
     for t, p, c in itertools.product(tensor, pipeline, context):
         data = world // (t * p * c)
