@@ -362,6 +362,7 @@ FAULTS = [
         "return bool((self.segments == self.segments[:, :1]).all())",
         "return True",
         "packed documents see each other",
+        "tests/objectives/test_every_way.py",
     ),
     Fault(
         "kl-reversed",
