@@ -10,8 +10,9 @@ BASE ?= HEAD
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-# Whoever never writes bytecode would have each process of the tests compile everything again.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 \
+# Whoever never writes bytecode would have each process of the tests compile everything again. Tests wait for processes and
+# clocks for a third of their time, so four of them share two cores.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 4 \
 	--dist loadfile --no-loadscope-reorder
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
@@ -20,7 +21,7 @@ VLLM ?= .venv-vllm
 TRITON ?= .venv-triton
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-changed test-all times chaos faults lint bench peers gpu beam engines clean
+.PHONY: help setup run test test-changed test-all times chaos faults lint site bench peers gpu beam engines clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
@@ -29,6 +30,7 @@ help:
 	@echo "make faults    plant known faults one at a time and see which test catches each (ARGS=..., hours)"
 	@echo "make chaos     kills, crashes, damage and full disks, the long versions too (needs strace and root)"
 	@echo "make lint      ruff and mypy"
+	@echo "make site      the documentation, into build/site; warnings and broken links are errors"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
 	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
 	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
@@ -65,6 +67,9 @@ lint: $(WORK)
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
+
+site: $(WORK)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "build/site/index.html"
 
 bench: $(WORK)
 	@$(BIN)/python -m benchmarks.run $(ARGS)

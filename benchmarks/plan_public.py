@@ -132,7 +132,7 @@ def main() -> None:
         took = planned(row).total
         within = "yes" if took.low <= published <= took.high else "NO"
         print(
-            f"{row.name:24}{published:10.3f}  {took.told('{:.3f}'.format):30}  {within:6}"
+            f"{row.name:24}{published:10.3f}  {took.text('{:.3f}'.format):30}  {within:6}"
             f"  {took.likely / published - 1:+.0%}",
             flush=True,
         )

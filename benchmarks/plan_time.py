@@ -1,11 +1,13 @@
 """Time of a training step as `ingot plan` predicts it, beside what it takes.
 
-    python -m benchmarks.plan_time [CASE ...] [--runs N] [--calibrated]
+    python -m benchmarks.plan_time [CASE ...] [--runs N] [--calibrated] [--limit SECONDS]
 
 The device is calibrated first, alone and with as many processes as the cases have, unless
 `--calibrated` says that what is stored counts. Each run of a case builds the training anew and
-takes the median of a few steps. Beside the wall clock stands the time that the processor worked:
-where they differ, other programs ran.
+takes the median of a few steps; cases take turns, so that what disturbs one round disturbs all of
+them, and no round is begun that would not end within the limit. Beside the wall clock stands the
+time that the processor worked: where they differ, other programs ran. The table is written as well
+(`--into`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,21 @@ TIMED = (
     "pipeline 2",
 )
 """Cases of the memory benchmark that this machine can run with a core for each process."""
+TEN = (
+    "pretrain",
+    "pretrain bf16",
+    "accumulation",
+    "recompute full",
+    "sgd",
+    "lora",
+    "sft",
+    "dpo",
+    "seq2seq",
+    "shard 2",
+)
+"""What is compared where no case is named."""
+LIMIT_S = 600.0
+ALLOWED = 0.1
 MORE: dict[str, tuple[int, list[str]]] = {
     "long": (
         1,
@@ -87,19 +104,29 @@ def measured(recipe: Recipe) -> dict[str, float]:
         return {"wall": statistics.median(wall), "worked": statistics.median(worked)}
 
 
-def measure_case(case: str, runs: int) -> dict[str, float]:
-    """The slowest rank's time in the run whose time is the median."""
-    found = []
+def measured_once(case: str) -> dict[str, float]:
+    """The slowest rank's time in one run."""
+    with tempfile.TemporaryDirectory() as name:
+        world, folder = cases()[case][0], Path(name)
+        launched(world, ["benchmarks.plan_time", "--measure", case, name])
+        ranks: list[dict[str, float]] = [
+            json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)
+        ]
+    return max(ranks, key=lambda one: one["wall"])
+
+
+def rounds(chosen: list[str], runs: int, ends: float) -> dict[str, list[dict[str, float]]]:
+    """Runs of each case, one after the other in turns, sorted by their time."""
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in chosen}
+    took = 0.0
     for _ in range(runs):
-        with tempfile.TemporaryDirectory() as name:
-            world, folder = cases()[case][0], Path(name)
-            launched(world, ["benchmarks.plan_time", "--measure", case, name])
-            ranks: list[dict[str, float]] = [
-                json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)
-            ]
-            found.append(max(ranks, key=lambda one: one["wall"]))
-    found.sort(key=lambda one: one["wall"])
-    return found[len(found) // 2]
+        began = time.monotonic()
+        if took and began + took > ends:
+            break
+        for case in chosen:
+            found[case].append(measured_once(case))
+        took = time.monotonic() - began
+    return {case: sorted(made, key=lambda one: one["wall"]) for case, made in found.items()}
 
 
 def layout_of(recipe: Recipe, ranks_per_node: int) -> StepLayout:
@@ -124,25 +151,37 @@ def predicted(case: str, coefficients: Coefficients) -> StepSeconds:
     return step_seconds(held, coefficients, layout_of(recipe, world))
 
 
-def compare(chosen: list[str], runs: int, *, calibrated: bool) -> None:
+def compare(chosen: list[str], runs: int, *, calibrated: bool, limit_s: float) -> list[str]:
+    """The lines of the table."""
+    ends = time.monotonic() + limit_s
     for world in sorted({cases()[case][0] for case in chosen}):
         if not calibrated:
             launched(world, ["ingot", "bench", "--calibrate"])
-    print(f"{'case':22}{'measured':>10}{'worked':>9}{'planned':>9}  of wall  of work  seconds")
+    plans = {}
     for case in chosen:
         coefficients = cpu_coefficients(THREADS, cases()[case][0])
         assert coefficients is not None, "run without --calibrated first"
-        plan, there = predicted(case, coefficients), measure_case(case, runs)
+        plans[case] = predicted(case, coefficients)
+    lines = [f"{'case':22}{'measured':>10}{'worked':>9}{'planned':>9}  of wall  of work  seconds"]
+    errors = []
+    for case, made in rounds(chosen, runs, ends).items():
+        there, plan = made[len(made) // 2], plans[case]
         parts = " ".join(
             f"{name} {getattr(plan, name).likely:.3f}"
             for name in ("matmul", "attention", "memory", "within", "bubble")
         )
         said = plan.total.likely
-        print(
+        errors.append(abs(said / there["wall"] - 1))
+        lines.append(
             f"{case:22}{there['wall']:10.3f}{there['worked']:9.3f}{said:9.3f}"
-            f"  {said / there['wall'] - 1:+7.1%}  {said / there['worked'] - 1:+7.1%}  {parts}",
-            flush=True,
+            f"  {said / there['wall'] - 1:+7.1%}  {said / there['worked'] - 1:+7.1%}  {parts}"
         )
+    within = sum(error <= ALLOWED for error in errors)
+    told = (
+        f"{within} of {len(errors)} within {ALLOWED:.0%} of the wall clock, medians of {len(made)}"
+    )
+    load = os.getloadavg()[2]
+    return [*lines, f"{told} runs; load of the last 15 minutes {load:.1f}"]
 
 
 def main() -> None:
@@ -150,6 +189,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="names, or all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--calibrated", action="store_true")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds in all, about")
+    parser.add_argument("--into", type=Path, default=Path("build/plan_time.txt"))
     parser.add_argument("--measure", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
@@ -157,7 +198,11 @@ def main() -> None:
         found = measured(recipe_of(case, folder))
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
     else:
-        compare(asked.cases or list(cases()), asked.runs, calibrated=asked.calibrated)
+        chosen = list(cases()) if asked.cases == ["all"] else asked.cases or list(TEN)
+        lines = compare(chosen, asked.runs, calibrated=asked.calibrated, limit_s=asked.limit)
+        print("\n".join(lines))
+        asked.into.parent.mkdir(parents=True, exist_ok=True)
+        asked.into.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

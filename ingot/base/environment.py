@@ -31,6 +31,16 @@ def holds_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+def processor_name() -> str:
+    """What this machine's processor is called; `CPU` where nothing tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "CPU")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's rank among the processes of a job; the values of torchrun's variables."""

@@ -1,9 +1,11 @@
-"""Downloads from the Hugging Face hub, through its own client and cache."""
+"""The Hugging Face hub, through its own client: downloads by its cache, and uploads of a model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import Failed, IngotError, WrongInput
@@ -98,4 +100,91 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise Failed(
             f"hf:{name} cannot be fetched ({type(error).__name__}) and is not in the cache; check"
             " the network, or give a folder"
+        ) from error
+
+
+@dataclass(frozen=True)
+class HubCommit:
+    """A repository after an upload: its page, its newest commit, whether that commit is a new one,
+    and the files of an earlier upload that it removed.
+    """
+
+    url: str
+    commit: str
+    new: bool
+    removed: list[str]
+
+
+def push_files(name: str, files: Mapping[str, Path | bytes], *, public: bool) -> HubCommit:
+    """Make `files` (path in the repository -> file or content) the model repository `ORG/NAME`, in
+    one commit; the repository is created if there is none, private unless `public`.
+
+    The client sends no content that the hub has already, so the same call after a failure goes on
+    where it was, and changes nothing where nothing changed. Files that loaders of models read and
+    that are not among `files` are removed: they would be loaded with the new ones.
+
+    Raises:
+        WrongInput: no token or one that may not write there, a name that is none, or a repository
+            of the other visibility; nothing has been uploaded then.
+        Failed: the upload broke off.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    if get_token() is None:
+        raise WrongInput(
+            f"hf:{name}: no token for the hub is set; run `hf auth login`, or set $HF_TOKEN to one"
+            " that may write there"
+        )
+    with _push_errors(name):
+        api = HfApi()
+        api.create_repo(name, private=not public, exist_ok=True)
+        before = api.model_info(name)
+        if before.private != (not public):
+            raise WrongInput(
+                f"hf:{name} is public; add --public to push there, or make it private in its"
+                " settings"
+                if not public
+                else f"hf:{name} is private; push without --public, or make it public in its"
+                " settings"
+            )
+        there = [file.rfilename for file in before.siblings or []]
+        stale = [
+            path
+            for path in there
+            if path not in files and any(fnmatch.fnmatchcase(path, each) for each in MODEL_FILES)
+            if "/" not in path
+        ]
+        made = api.create_commit(
+            name,
+            [
+                *(CommitOperationAdd(path, content) for path, content in files.items()),
+                *(CommitOperationDelete(path) for path in stale),
+            ],
+            commit_message="Upload by ingot push",
+        )
+    return HubCommit(f"{api.endpoint}/{name}", made.oid, made.oid != before.sha, stale)
+
+
+@contextlib.contextmanager
+def _push_errors(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except IngotError:
+        raise
+    except HFValidationError as error:
+        raise WrongInput(f"hf:{name} is not a name on the hub; write it as hf:ORG/NAME") from error
+    except Exception as error:  # the client passes on whatever its transport raises
+        response = getattr(error, "response", None) if isinstance(error, HfHubHTTPError) else None
+        code = getattr(response, "status_code", None)
+        if code in (401, 403, 404):
+            raise WrongInput(
+                f"hf:{name}: the hub answered {code}: the token may not write there; take one with"
+                " the permission to write to this name"
+            ) from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise Failed(
+            f"hf:{name}: the upload broke off ({said}); the same command goes on with what is"
+            " missing"
         ) from error

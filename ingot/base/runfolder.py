@@ -1,9 +1,18 @@
-"""The paths in a run folder. The folder is the interface between the verbs."""
+"""A run folder: its paths, which are the interface between the verbs, and the lock that gives it
+one writer, which the kernel releases however its holder dies.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ingot.base.errors import Failed
+from ingot.base.storage import disk_errors
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,23 @@ class RunFolder:
         return self.reports / "plan.json"
 
     @property
+    def layout(self) -> Path:
+        """What `parallel: auto` was decided to be, on which devices and why."""
+        return self.reports / "layout.json"
+
+    @property
+    def micro_batch(self) -> Path:
+        """What `train.micro_batch: auto` was found to be, and what was tried."""
+        return self.reports / "micro_batch.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Of a training on rewards: some prompts of each logged step, their answers and rewards."""
+        return self.root / "samples.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -103,3 +127,71 @@ def model_folder(folder: Path) -> Path:
     own = RunFolder(folder).model
     is_run = not (folder / "config.json").exists() and (own / "config.json").exists()
     return own if is_run else folder
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
+    """Hold `folder/.name` exclusively; refuse at once if another process holds it.
+
+    Raises:
+        Failed: names the process that holds the lock.
+    """
+    path = folder / f".{name}"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise Failed(
+                f"{folder} is in use by process {holder}; wait for it, stop it, or choose another"
+                " `name`"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iterator[None]:
+    """Hold `folder/.name` together with any number of other processes.
+
+    If no other process holds it, `when_alone` is called first, and no other process enters until it
+    returns: whatever it finds was left by dead processes. It is never called on a disk without
+    locks.
+    """
+    with disk_errors(folder):
+        descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            when_alone()
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock_holder(folder: Path, name: str = "lock") -> int | None:
+    """The process that holds `folder/.name`, or None. Read-only, so it never keeps a run from
+    starting.
+
+    Reads the kernel's table of locks; without one (not Linux), a live process with the recorded id
+    counts as the holder.
+    """
+    path = folder / f".{name}"
+    try:
+        process, inode = int(path.read_text()), path.stat().st_ino
+        os.kill(process, 0)
+    except (OSError, ValueError, OverflowError):
+        return None
+    table = Path("/proc/locks")
+    if not table.exists():
+        return process
+    held = any(f":{inode}" in line and " FLOCK " in line for line in table.read_text().splitlines())
+    return process if held else None

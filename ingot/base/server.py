@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from ingot.base.doors import lazy_import
 from ingot.base.errors import Failed
+from ingot.base.lazy import lazy_import
 from ingot.base.processes import preexec_die_with_parent
 
 if TYPE_CHECKING:

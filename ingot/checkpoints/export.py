@@ -17,6 +17,7 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
+from ingot.config.experts import CORRECTION
 from ingot.config.model_content import (
     CONTENT,
     LINEAGE,
@@ -98,7 +99,7 @@ def export_model(
         generation = _stopping_at(generation, stop)
     with atomic_folder(folder) as partial:
         written = stream_weights(
-            {name: TensorSpec(shape, dtype) for name, shape in exported_shapes(model).items()},
+            _specs(model, dtype),
             exported_weights(model, tensors),
             partial,
         )
@@ -119,6 +120,14 @@ def export_model(
         }
         _write_json(partial / LINEAGE, made)
     return made
+
+
+def _specs(model: AnyModel, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """The tensors of the files; what chooses experts is float32 in every one."""
+    return {
+        name: TensorSpec(shape, torch.float32 if name.endswith(CORRECTION) else dtype)
+        for name, shape in exported_shapes(model).items()
+    }
 
 
 def _stopping_at(generation: Mapping[str, Any], stop: Sequence[int]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Checkpoints in a bucket: the same folders and files as on disk. A checkpoint is complete when its
 commit marker, `COMMIT.json`, exists; the marker is uploaded last.
 
-Object storage has neither renames nor folders, so completeness depends on the marker alone: the
-marker is deleted first when a checkpoint is deleted or one of its files is replaced. Only one run
-may write to a given URL: the holder of its lease.
+Every rank uploads its own files, and rank 0 the marker. Only one run may write to a given URL: the
+holder of its lease.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any
 from ingot.base.errors import Failed
 from ingot.base.markers import problems, read_marker
 from ingot.base.progress import say
-from ingot.base.remote.bucket import crc32c, open_bucket
+from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import LIFE_S, Lease, lease
 from ingot.base.remote.service import Conflict, Corrupt, Missing
-from ingot.base.remote.transfer import fetch_file, in_parallel
+from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
 
@@ -68,22 +67,8 @@ class BucketMirror:
         for number, name in enumerate(names):
             if self._lease is not None and (number == 0 or self._lease.lost):
                 self._lease.check()
-            path, key, note = (
-                folder / name,
-                f"{folder.name}/{name}",
-                folder / f".{name.replace('/', '-')}.upload",
-            )
-            there = self.bucket.stat(key)
-            if (
-                there is not None
-                and there.bytes == path.stat().st_size
-                and there.crc32c == crc32c(path)
-            ):
-                note.unlink(missing_ok=True)
-                continue
-            if there is not None:
-                self.bucket.delete(f"{folder.name}/{COMMIT}")
-            self.bucket.put(key, path, generation=there.generation if there else 0, note=note)
+            note = folder / f".{name.replace('/', '-')}.upload"
+            self._marked(folder.name).put(folder, name, note=note)
 
     def commit(self, folder: Path) -> None:
         """Upload the marker once all files that it lists are in the bucket; called by one rank
@@ -96,29 +81,20 @@ class BucketMirror:
         marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
         if marker is None:
             raise Failed(f"{folder} has no {COMMIT} to upload; run the same command again")
-        there = {blob.name: blob.bytes for blob in self.bucket.list(f"{folder.name}/")}
-        for entry in marker["files"]:
-            if there.get(name := f"{folder.name}/{entry['path']}") != entry["bytes"]:
-                raise Failed(
-                    f"{self.bucket.url_of(name)} has {there.get(name, 'no')} bytes,"
-                    f" {entry['bytes']} were sent; run the same command again"
-                )
+        marked = self._marked(folder.name)
+        marked.check_sizes({entry["path"]: entry["bytes"] for entry in marker["files"]})
         self._before_commit()
         if self._lease is not None:
             self._lease.check()
-        data = (folder / COMMIT).read_bytes()
-        try:
-            self.bucket.put(key, data, generation=0)
+        try:  # what may stand there is our own marker, from an earlier save of this step
+            marked.commit(
+                (folder / COMMIT).read_bytes(), may_replace=lambda data: _same_files(data, marker)
+            )
         except Conflict:
-            found = self.bucket.stat(key)
-            if found is None or not _same_files(self.bucket.get(key), marker):
-                raise Failed(
-                    f"{self.bucket.url_of(key)} is there, of another checkpoint: two runs write to"
-                    " one place; give each its own `checkpoint.upload`"
-                ) from None
-            self.bucket.put(
-                key, data, generation=found.generation
-            )  # our own marker, from an earlier save of this step
+            raise Failed(
+                f"{self.bucket.url_of(key)} is there, of another checkpoint: two runs write to"
+                " one place; give each its own `checkpoint.upload`"
+            ) from None
 
     def retain(self, kept: Collection[str]) -> None:
         """Delete the checkpoints whose folder names are not in `kept`, markers first; called by one
@@ -148,8 +124,7 @@ class BucketMirror:
             )
             return
         for name in doomed:
-            self.bucket.delete(f"{name}/{COMMIT}")
-            in_parallel(self.bucket.delete, [blob.name for blob in self.bucket.list(f"{name}/")])
+            self._marked(name).delete()
 
     def newest(self) -> int | None:
         """The newest committed step in the bucket."""
@@ -192,8 +167,11 @@ class BucketMirror:
             key=_step,
         )
 
+    def _marked(self, name: str) -> MarkedFolder:
+        return MarkedFolder(self.bucket, f"{name}/", COMMIT)
+
     def _is_committed(self, name: str) -> bool:
-        return self.bucket.stat(f"{name}/{COMMIT}") is not None
+        return self._marked(name).is_complete
 
     def _fetch_marker(self, name: str, staging: Path) -> Mapping[str, Any]:
         url = self.bucket.url_of(f"{name}/{COMMIT}")

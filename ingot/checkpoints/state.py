@@ -20,8 +20,8 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def training_tensors(masters: Masters, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """`model.NAME` for every trained parameter and `optimizer.NAME.KEY` for its optimizer state
-    (`exp_avg`, ...), each sharded as the parameter is.
+    """`model.NAME` for every trained parameter and buffer, and `optimizer.NAME.KEY` for the
+    optimizer state (`exp_avg`, ...) of a parameter, each sharded as the parameter is.
 
     The tensors share memory with the training state. After loading into them call `copy_back`:
     values of a tensor on the host whose parameter is on a device may have been loaded into a copy.
@@ -44,8 +44,8 @@ def copy_back(masters: Masters, optimizer: Optimizer | None, tensors: Mapping[st
 def _local_tensors(
     masters: Masters, optimizer: Optimizer | None
 ) -> Iterator[tuple[str, Tensor, Master | None]]:
-    """This rank's tensors by name, each with the `Master` whose sharding it has; None for a scalar
-    that belongs to a whole parameter, such as Adam's step.
+    """This rank's tensors by name, each with the `Master` whose sharding it has; None for what
+    each rank has whole, such as Adam's step.
     """
     for master in masters:
         yield MODEL + master.name, master.tensor.detach(), master
@@ -58,6 +58,7 @@ def _local_tensors(
                     value,
                     master if value.ndim or not master.tensor.ndim else None,
                 )
+    yield from ((MODEL + name, buffer, None) for name, buffer in masters.buffers.items())
 
 
 def allocate_state(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> None:
@@ -72,10 +73,10 @@ def allocate_state(masters: Masters, optimizer: Optimizer, stored: Iterable[str]
             for full in stored
             if full.startswith(prefix) and "." not in full.removeprefix(prefix)
         ):
-            # Adam's step counter is a scalar per parameter, and fused kernels want it on the
+            # A counter of steps is a scalar per parameter, and fused kernels want it on the
             # parameter's device. State is float32 whatever the type of the weights.
             tensor = master.tensor
-            shape = () if key == "step" else tensor.shape
+            shape = () if key.endswith("step") else tensor.shape
             optimizer.state[tensor][key] = torch.zeros(
                 shape, dtype=torch.float32, device=tensor.device
             )

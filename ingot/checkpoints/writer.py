@@ -75,7 +75,7 @@ def write_checkpoint(
             about = {
                 "step": step,
                 "world": mesh.world,
-                "layout": mesh.degrees.told(),
+                "layout": mesh.degrees.text(),
                 "torch": torch.__version__,
                 "ingot": ingot.__version__,
                 "time": time.time(),

@@ -13,11 +13,15 @@ import typer
 
 import ingot
 from ingot.base.errors import leave
+from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
+from ingot.cli.completion import complete_arguments, completion
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
+from ingot.cli.output import AsJson
 from ingot.cli.plan import plan
-from ingot.cli.show import adopt, show
+from ingot.cli.recipes import init, new, recipes
+from ingot.cli.show import adopt, show, ui
 from ingot.cli.verify import bench, verify
 
 WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and asking"
@@ -25,19 +29,19 @@ WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and a
 app = typer.Typer(
     name="ingot",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Trains large language models end to end: raw text in, a served model out.",
-    epilog="Start with: ingot run recipes/quickstart.yaml",
+    epilog="Start with: ingot run quickstart",
 )
 
 Arguments = Annotated[
     list[str],
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
-        help="Recipe files and overrides; later ones win.",
+        metavar="RECIPE... KEY=VALUE...",
+        help="Recipe files, or names of ingot's own, and overrides; later ones win.",
         show_default=False,
+        autocompletion=complete_arguments,
     ),
 ]
 Settings = Annotated[
@@ -52,10 +56,6 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-Destination = Annotated[
-    str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")]
 Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
 
 
@@ -95,9 +95,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.command(
-    rich_help_panel=WORK, epilog="Example: ingot run recipes/quickstart.yaml train.steps=100"
-)
+@app.command(rich_help_panel=WORK, epilog="Example: ingot run quickstart train.steps=100")
 def run(
     context: typer.Context,
     arguments: Arguments,
@@ -111,31 +109,37 @@ def run(
             ),
         ),
     ] = False,
+    checked: Annotated[bool, typer.Option("--checked", hidden=True)] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Do all steps in order (ingest to serve), skipping what is done and unchanged."""
     from ingot.cli.verbs import do_all
 
-    return do_all(arguments, fresh=fresh, debug=context.obj)
+    return do_all(arguments, fresh=fresh, debug=context.obj, checked=checked, as_json=as_json)
 
 
-@app.command(rich_help_panel=WORK, epilog="Example: ingot ingest recipes/quickstart.yaml")
-def ingest(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
+@app.command(rich_help_panel=WORK, epilog="Example: ingot ingest quickstart")
+def ingest(
+    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+) -> int:
     """Read the sources into raw documents (Parquet)."""
-    return _step(context, "ingest", arguments, again)
+    return _step(context, "ingest", arguments, again, as_json)
 
 
 @app.command(
     rich_help_panel=WORK,
-    epilog="Example: ingot prepare recipes/quickstart.yaml tokenizer.vocab_size=8192",
+    epilog="Example: ingot prepare quickstart tokenizer.vocab_size=8192",
 )
-def prepare(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
+def prepare(
+    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+) -> int:
     """Train or fetch the tokenizer, and turn documents into columns of tokens."""
-    return _step(context, "prepare", arguments, again)
+    return _step(context, "prepare", arguments, again, as_json)
 
 
 @app.command(
     rich_help_panel=WORK,
-    epilog="Example: ingot train recipes/quickstart.yaml train.optimizer.lr=3e-4 --fresh",
+    epilog="Example: ingot train quickstart train.optimizer.lr=3e-4 --fresh",
 )
 def train(
     context: typer.Context,
@@ -144,41 +148,48 @@ def train(
         bool,
         typer.Option("--fresh", help="Start from the first step; old checkpoints are set aside."),
     ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train, or go on from the newest checkpoint, and export the model folder."""
-    return _step(context, "train", arguments, fresh)
+    return _step(context, "train", arguments, fresh, as_json)
 
 
 @app.command(
     rich_help_panel=WORK,
-    epilog="Example: ingot evaluate recipes/quickstart.yaml evaluate.model=path/to/model",
+    epilog="Example: ingot evaluate quickstart evaluate.model=path/to/model",
 )
-def evaluate(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
+def evaluate(
+    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+) -> int:
     """Measure a model folder: a table on stdout, the report on disk."""
-    return _step(context, "evaluate", arguments, again)
+    return _step(context, "evaluate", arguments, again, as_json)
 
 
-@app.command(
-    rich_help_panel=WORK, epilog="Example: ingot gate recipes/quickstart.yaml gate.margin=0.01"
-)
-def gate(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
+@app.command(rich_help_panel=WORK, epilog="Example: ingot gate quickstart gate.margin=0.01")
+def gate(
+    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+) -> int:
     """Is the model better than the live one? Exit code 0: deploy, 3: keep."""
-    return _step(context, "gate", arguments, again)
+    return _step(context, "gate", arguments, again, as_json)
 
 
 @app.command(
     rich_help_panel=WORK,
-    epilog="Example: ingot register recipes/quickstart.yaml registry.name=python",
+    epilog="Example: ingot register quickstart registry.name=python",
 )
-def register(context: typer.Context, arguments: Arguments, again: Again = False) -> int:
+def register(
+    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+) -> int:
     """Keep the model as a new version, and make it live if the gate said so."""
-    return _step(context, "register", arguments, again)
+    return _step(context, "register", arguments, again, as_json)
 
 
-def _step(context: typer.Context, verb: str, arguments: list[str], again: bool) -> int:
+def _step(
+    context: typer.Context, verb: str, arguments: list[str], again: bool, as_json: bool
+) -> int:
     from ingot.cli.verbs import do_step
 
-    return do_step(verb, arguments, again=again, debug=context.obj)
+    return do_step(verb, arguments, again=again, debug=context.obj, as_json=as_json)
 
 
 @app.command(rich_help_panel=RESULT, epilog="Example: ingot deploy quickstart --version 2")
@@ -220,6 +231,7 @@ def deploy(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done or sent, and do nothing.")
     ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Make a registered version the live one, behind its endpoint where the registry is Vertex
     AI's.
@@ -234,6 +246,7 @@ def deploy(
         canary=canary,
         verify=verify,
         dry_run=dry_run,
+        as_json=as_json,
     )
 
 
@@ -261,11 +274,12 @@ def predict(
     target: Target,
     prompt: Annotated[str, typer.Argument(help="The text to go on from.", show_default=False)],
     settings: Settings = None,
+    as_json: AsJson = False,
 ) -> int:
     """One answer: only the completion on stdout."""
     from ingot.cli.model import predict_once
 
-    return predict_once(target, prompt, settings or [])
+    return predict_once(target, prompt, settings or [], as_json=as_json)
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: ingot explain train.optimizer.lr")
@@ -283,13 +297,11 @@ def explain(
     return explain_knob(knob)
 
 
-@app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor --cloud recipes/quickstart.yaml")
+@app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor --cloud quickstart")
 def doctor(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RECIPE.yaml... KEY=VALUE...", help="For --cloud.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE... KEY=VALUE...", help="For --cloud.", show_default=False),
     ] = None,
     cloud: Annotated[
         bool,
@@ -298,82 +310,52 @@ def doctor(
             help="Ask Google Cloud for all that the recipe needs, rather than this machine.",
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """What this machine has, what is missing, and the command that gets it."""
     from ingot.cli.doctor import examine, examine_cloud
 
     if arguments and not cloud:
         raise typer.BadParameter("a recipe is for --cloud")
-    return examine_cloud(arguments or []) if cloud else examine()
+    if cloud:
+        return examine_cloud(arguments or [], as_json=as_json)
+    return examine(as_json=as_json)
 
 
-@app.command(
+app.command(
     name="export",
     rich_help_panel=RESULT,
     epilog="Example: ingot export runs/quickstart exported/quickstart",
-)
-def export_(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_FOLDER", help="A run folder or a model folder.", show_default=False
-        ),
-    ],
-    target: Destination,
-    layout: Annotated[
-        str,
-        typer.Option(
-            "--format", help="hf, a Hugging Face folder, or peft, the adapter of a LoRA run."
-        ),
-    ] = "hf",
-    overwrite: Overwrite = False,
-) -> int:
-    """Check every tensor of a model and write it as a Hugging Face folder."""
-    from ingot.cli.model import copy_checked
-
-    return copy_checked(source, target, layout, overwrite=overwrite)
-
-
-@app.command(
+)(export)
+app.command(
     name="import",
     rich_help_panel=RESULT,
     epilog="Example: ingot import hf:HuggingFaceTB/SmolLM2-135M models/smollm2",
-)
-def import_(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="hf:ORG/NAME or a Hugging Face folder.", show_default=False
-        ),
-    ],
-    target: Destination,
-    overwrite: Overwrite = False,
-) -> int:
-    """Check every tensor of somebody's model and write it as a folder of our own; also of one of
-    ours that was changed on purpose.
-    """
-    from ingot.cli.model import copy_checked
-
-    return copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
-
-
+)(import_)
+app.command(
+    rich_help_panel=RESULT, epilog="Example: ingot push runs/quickstart hf:ORG/NAME --dry-run"
+)(push)
 # Last, so that help lists the verbs of a run first.
-app.command(rich_help_panel=WORK, epilog="Example: ingot submit recipes/quickstart.yaml --dry-run")(
-    submit
-)
-
-
+app.command(rich_help_panel=WORK, epilog="Example: ingot submit quickstart --dry-run")(submit)
 app.command(
     rich_help_panel=WORK, epilog="Example: ingot adopt old/config.yaml old/.env > recipe.yaml"
 )(adopt)
 app.command(
     rich_help_panel=LOOK,
-    epilog="Example: ingot plan recipes/t5_xxl.yaml recipes/places/gce_2x16.yaml",
+    epilog="Example: ingot plan t5_xxl places/gce_2x16",
 )(plan)
 app.command(
     rich_help_panel=LOOK,
-    epilog="Example: ingot bench recipes/quickstart.yaml --micro-batch 1,2,4 --precision fp32,bf16",
+    epilog="Example: ingot bench quickstart --micro-batch 1,2,4 --precision fp32,bf16",
 )(bench)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot ui runs --port 8080")(ui)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot recipes --json")(recipes)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot init quickstart my/recipes")(init)
+app.command(
+    rich_help_panel=LOOK,
+    epilog="Example: ingot new --data my.jsonl --for adapt --machine gpu",
+)(new)
+app.command(rich_help_panel=LOOK, epilog="Example: ingot completion bash >> ~/.bashrc")(completion)
 app.add_typer(launch, name="launch", rich_help_panel=WORK)
 app.add_typer(images, name="images", rich_help_panel=WORK)
 app.add_typer(show, name="show", rich_help_panel=LOOK)

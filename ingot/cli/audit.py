@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import WrongInput
+from ingot.data.columns.manifest import VERDICTS
 from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import SIDES, Preference
+from ingot.data.documents.rated import Rated
 from ingot.data.tokenizing.encode import encode_documents
 from ingot.tokenizers.chat import encode_chats, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -70,45 +72,65 @@ class Audit:
         return sum(not example.mask[1:seq_len].any() for example in self.examples)
 
 
+@dataclass(frozen=True)
+class _Chat:
+    """A chat of a record; `first`: the number of its first message that is trained."""
+
+    messages: Sequence[Message]
+    first: int = 0
+    side: str = ""
+
+
 def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Audit:
     """Encode chats; those that cannot be encoded are counted by reason."""
-    try:
-        flat, mask, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch)
-    except WrongInput as error:
-        if len(chats) == 1:
-            return Audit([], Counter([str(error)]))
-        if tokenizer.template is None:
-            raise
-        return _together([audit_chats(tokenizer, [chat]) for chat in chats])
-    return Audit(
-        [
-            AuditedExample(ids, trained, count)
-            for ids, trained, count in zip(
-                *_cut(lengths, flat, mask), map(_turns, chats), strict=True
-            )
-        ]
-    )
+    return _audited(tokenizer, [[_Chat(chat)] for chat in chats])
 
 
 def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -> Audit:
     """Encode both sides of preferences, the chosen one first; a preference with a side that cannot
     be encoded is counted by reason.
     """
-    chats, firsts = (
-        [chat for one in preferences for chat in one.sides],
-        [len(one.prompt) for one in preferences for _ in SIDES],
+    return _audited(
+        tokenizer,
+        [
+            [
+                _Chat(chat, len(one.prompt), side)
+                for chat, side in zip(one.sides, SIDES, strict=True)
+            ]
+            for one in preferences
+        ],
     )
+
+
+def audit_rated(tokenizer: Tokenizer, rated: Sequence[Rated]) -> Audit:
+    """Encode rated answers; one that cannot be encoded is counted by reason."""
+    return _audited(
+        tokenizer, [[_Chat(one.chat, len(one.prompt), VERDICTS[one.label])] for one in rated]
+    )
+
+
+def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Chat]]) -> Audit:
+    """Encode the chats of all records; a record that cannot be encoded is counted by reason."""
+    chats = [chat for record in records for chat in record]
     try:
-        flat, mask, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
+        flat, mask, lengths = encode_chats(
+            tokenizer,
+            [chat.messages for chat in chats],
+            tokenizer.encode_batch,
+            [chat.first for chat in chats],
+        )
     except WrongInput as error:
-        if len(preferences) == 1:
+        if len(records) == 1:
             return Audit([], Counter([str(error)]))
         if tokenizer.template is None:
             raise
-        return _together([audit_preferences(tokenizer, [one]) for one in preferences])
-    turns = [_turns(chat[first:]) for chat, first in zip(chats, firsts, strict=True)]
-    cut = zip(*_cut(lengths, flat, mask), turns, SIDES * len(preferences), strict=True)
-    return Audit([AuditedExample(*values) for values in cut])
+        return _together([_audited(tokenizer, [record]) for record in records])
+    return Audit(
+        [
+            AuditedExample(ids, trained, _turns(chat.messages[chat.first :]), chat.side)
+            for ids, trained, chat in zip(*_cut(lengths, flat, mask), chats, strict=True)
+        ]
+    )
 
 
 def _together(audits: Sequence[Audit]) -> Audit:
@@ -178,9 +200,11 @@ def legend(out: Console) -> None:
         out.print(f"--- {BEGIN}trained{END}, not trained")
 
 
-def table(audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str) -> Table:
-    """The audit as a table, with problems in red; `what` is audited: `chats`, `documents`, or
-    `sides` of preferences.
+def table(
+    audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str, truncate: str = "right"
+) -> Table:
+    """The audit as a table, with problems in red; `what` is audited: `chats`, `documents`, `sides`
+    of preferences or rated `answers`. `truncate`: what `prepare` does with long ones.
     """
     made, chats = Table("what", "found", title="audit", title_justify="left"), what != "documents"
     examples, tokens = audit.examples, sum(len(example.ids) for example in audit.examples)
@@ -199,6 +223,9 @@ def table(audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str) -> Tab
     if chats:
         lost = audit.without_targets(seq_len) - empty
         told = f"{len(long):,} of {len(examples):,}; of these {lost:,} lose all that is trained"
+        if truncate != "right":
+            done = {"left": "cut off at the beginning", "drop": "left out"}[truncate]
+            told, lost = f"{len(long):,} of {len(examples):,}; they are {done}", 0
         made.add_row(
             f"longer than data.seq_len={seq_len:,}",
             Text(told, "red" if lost else "yellow" if long else ""),

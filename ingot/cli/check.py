@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
 from ingot.base.reports import read_record
-from ingot.cli.arguments import read_with_origins
 from ingot.cli.check_sources import FarSources, check_evaluation, check_sources
 from ingot.cli.check_training import (
     check_model,
@@ -24,7 +24,7 @@ from ingot.cli.check_training import (
     check_training,
     need,
 )
-from ingot.config.load import RecipeErrors, without_errors
+from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
 from ingot.config.values import Findings, Values
 from ingot.launch.job import launcher_of
@@ -33,6 +33,7 @@ from ingot.launch.staging import unreachable_inputs
 from ingot.pipeline.plan import VERBS as SUBMITTED
 from ingot.pipeline.plan import submission_problems
 from ingot.pipeline.steps import STEPS, step_named
+from ingot.rewards.build import check_rewards
 
 ALL = tuple(step.verb for step in STEPS)
 
@@ -44,6 +45,7 @@ READS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("model", "objective", "data", "tokenizer"),
     "cleaning": ("data", "launch", "pipeline"),
     "training": ("model", "objective", "data", "train", "parallel", "launch", "pipeline"),
+    "rewards": ("objective", "evaluate", "launch", "pipeline"),
     "evaluated": ("evaluate",),
     "tasks": ("evaluate", "objective", "data", "launch", "pipeline"),
     "gate": ("gate", "evaluate", "objective", "data"),
@@ -88,6 +90,8 @@ def findings(
         _check_cleaning(recipe, found)
     if asks("training", "train"):
         check_training(recipe, model, found, here=here)
+    if asks("rewards", "train", "evaluate") and here:
+        _check_rewards(recipe, given, found)
     if asks("evaluated", "evaluate") and recipe.evaluate.model is not None:
         found.ask(check_other_model, recipe.evaluate.model, "evaluate.model")
     if asks("gate", "gate"):
@@ -171,12 +175,24 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
         need(found, "apache_beam", "data.engine.kind beam", "run `make beam`")
 
 
+def _check_rewards(recipe: Recipe, verbs: Collection[str], found: Findings) -> None:
+    """Check that the rewards of what runs on this machine can work on it."""
+    places: list[tuple[str, Any, str]] = [("train", recipe.objective, "objective")]
+    places += [
+        ("evaluate", task, f"evaluate.tasks.{number}") for number, task in enumerate(recipe.tasks)
+    ]
+    for verb, place, knob in places:
+        rewards = getattr(place, "rewards", None)
+        if rewards and verb in verbs and recipe.at(verb).launch.kind == "local":
+            found.ask(check_rewards, rewards, at=f"{knob}.rewards")
+
+
 def _check_gate(recipe: Recipe, found: Findings) -> None:
     """Check that a task produces the gate's metrics."""
     if recipe.gate.override is not None:
         return
     names = [task.name for task in recipe.tasks]
-    for metric in recipe.gate.metrics(recipe.documents):
+    for metric in recipe.gate.metrics(recipe.objective.judged):
         task, slash, _ = metric.partition("/")
         if not slash or task in names:
             continue

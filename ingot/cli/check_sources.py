@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.model_source import trained_kind
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.evaluation import TaskSettings
@@ -177,7 +177,7 @@ def look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
 def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: bool) -> None:
     """Check each task's items, package and kind of model."""
     given = recipe.evaluate.model
-    kind = KIND_FOR_DOCUMENTS[recipe.documents]
+    kind = trained_kind(recipe)
     on_this_machine = here and recipe.at("evaluate").launch.kind == "local"
     for number, task in enumerate(recipe.tasks):
         knob = f"evaluate.tasks.{number}"

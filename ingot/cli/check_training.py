@@ -5,6 +5,7 @@ and batch, other models, and disk space. A part of `check.py`; no torch.
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -18,37 +19,33 @@ from ingot.base.storage import is_remote
 from ingot.cloud.machines import MACHINES
 from ingot.config.family import sizes
 from ingot.config.model_source import (
-    KIND_FOR_DOCUMENTS,
     check_lengths,
     check_lora,
-    check_model_type,
+    check_trained_type,
     model_config,
     named_folder,
     source_config,
     starts_random,
+    trained_kind,
 )
 from ingot.config.model_types import BEHIND_PADDING
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import Model
+from ingot.config.sections.objective import CHAT_TEMPLATED, TWO_ROWS
+from ingot.config.sections.training import ModelSettings
 from ingot.config.shape import (
     BatchPlan,
     batch_plan,
     check_float8_fits,
     check_layout,
     check_pipeline,
-    least_parameters,
-    lora_parameters,
-    parameter_count,
+    check_routers,
 )
 from ingot.config.values import Findings
 from ingot.tokenizers.chat_templates import find_template, for_recipe, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
-STATE_BYTES = 12
-"""Checkpoint bytes per trained parameter with Adam: the weight and two moments."""
-EXPORT_BYTES = 4
 FLOAT8_CAPABILITY = 8.9
 OLDER = ("nvidia-tesla-", "nvidia-a100")
 """Name prefixes of accelerators without float8."""
@@ -60,10 +57,9 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
     values = found.ask(_model_values, recipe.model, at="model.source")
     if values is None:
         return None
-    where, kind = f"model.source {recipe.model.source}", KIND_FOR_DOCUMENTS[recipe.documents]
+    where, kind = f"model.source {recipe.model.source}", trained_kind(recipe)
     if kind != "decoder":
-        ask = partial(check_model_type, unproved=recipe.model.unproved)
-        found.ask(ask, values, kind, where, at="model.source")
+        found.ask(check_trained_type, recipe, values, where, at="model.source")
         if (most := _encoder_positions(values)) is not None:
             found.ask(check_lengths, recipe, most)
         return values
@@ -73,7 +69,7 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
     return None if positions is None else values
 
 
-def _model_values(model: Model) -> dict[str, Any]:
+def _model_values(model: ModelSettings) -> dict[str, Any]:
     """The configuration of a source, and under `RANDOM` whether training starts from random
     weights.
     """
@@ -148,7 +144,7 @@ def _tokenizer(recipe: Recipe, given: str) -> Tokenizer:
     else:
         folder = resolve_tokenizer(recipe)
     tokenizer = for_recipe(recipe, load_tokenizer(folder))
-    if recipe.documents in ("chat", "preference"):
+    if recipe.documents in CHAT_TEMPLATED:
         _ = tokenizer.chat_format
     return tokenizer
 
@@ -206,9 +202,15 @@ def check_training(
     """Check batch, layout, other models, tracking and disk space."""
     placed = recipe.at("train").launch
     world = placed.nodes * placed.processes
-    batch = found.ask(batch_plan, recipe.train, recipe.parallel, world)
-    if KIND_FOR_DOCUMENTS[recipe.documents] == "decoder" and model is not None and batch:
+    automatic = recipe.parallel.degrees == "auto"
+    batch = None if automatic else found.ask(batch_plan, recipe.train, recipe.parallel, world)
+    if automatic:
+        _check_automatic(recipe, model, found)
+    if trained_kind(recipe) == "decoder" and model is not None and batch:
         found.ask(check_layout, recipe.parallel, world, model, recipe.data.seq_len)
+    if model is not None:
+        decoder = trained_kind(recipe) == "decoder"
+        found.ask(check_routers, recipe.train.experts, model if decoder else None)
     lora = recipe.model.lora
     dropout = lora.dropout if lora else 0.0
     staged = partial(check_pipeline, compiled=recipe.train.compile, dropout=dropout)
@@ -229,6 +231,23 @@ def check_training(
         _check_disk(recipe, model, found)
 
 
+def _check_automatic(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
+    """Check that `parallel: auto` has a layout to choose, by arithmetic alone."""
+    from ingot.plan.automatic import no_layout
+    from ingot.plan.place import place_of
+
+    place = place_of(recipe.at("train"))
+    reason = None if model is None else found.ask(no_layout, recipe, place, model)
+    if reason:
+        found.add(reason, "parallel.degrees")
+    elif place.world > 1:
+        found.skip(
+            "parallel: auto is decided when training starts, on the devices that are there;"
+            " `ingot plan` tells what it would be",
+            "parallel.degrees",
+        )
+
+
 def check_other_model(source: str, knob: str) -> dict[str, Any]:
     """The configuration of a model that is not trained. Raises WrongInput if it is not a model,
     Failed if its hub does not answer.
@@ -244,7 +263,7 @@ def _check_float8(recipe: Recipe, batch: BatchPlan | None, found: Findings, *, h
     if kind == "none":
         return
     if batch is not None:
-        tokens = (2 if recipe.documents == "preference" else 1) * recipe.data.seq_len
+        tokens = (2 if recipe.documents in TWO_ROWS else 1) * recipe.data.seq_len
         lengths = {"data.seq_len": batch.micro_batch * tokens // recipe.parallel.context}
         found.ask(check_float8_fits, kind, lengths, recipe.model.lora is not None)
     if recipe.precision.compute == "fp32":
@@ -282,9 +301,13 @@ def _best_capability() -> float | None:
 
 
 def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
-    """Check the space for the kept checkpoints, one being written, and the export. Only for a
-    training that has not begun.
+    """Check the space for the kept checkpoints, one being written, and the export: what they take
+    at least in the plan. Only for a training that has not begun.
     """
+    from ingot.plan.ranges import Range
+    from ingot.plan.storage import checkpoint_bytes, disk_spaces, model_size
+    from ingot.plan.unknown import plus
+
     folder = recipe.folder.root.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -294,14 +317,13 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
     config = dict(model)
     if model[RANDOM] and recipe.trains_tokenizer:
         config["vocab_size"] = recipe.model.config.get("vocab_size", recipe.tokenizer.vocab_size)
-    try:
-        is_decoder = KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
-        weights = parameter_count(config) if is_decoder else least_parameters(config)
-        lora = recipe.model.lora
-        trained = lora_parameters(config, lora.rank) if lora and is_decoder else weights
-    except (KeyError, TypeError, ValueError, WrongInput):  # reported by the check of the model
+    size = model_size(recipe, config)
+    if size is None:  # reported by the check of the model
         return
-    needed = trained * STATE_BYTES * (recipe.checkpoint.keep + 1) + weights * EXPORT_BYTES
+    checkpoints, exported = disk_spaces(recipe, size, checkpoint_bytes(recipe, size))
+    together = plus(checkpoints.bytes, exported.bytes)
+    assert isinstance(together, Range)
+    needed = math.ceil(together.low)
     free, total = shutil.disk_usage(folder).free, shutil.disk_usage(folder).total
     if not total:
         found.add(f"output {recipe.output} is on no disk; set output to a folder on one")
@@ -310,8 +332,8 @@ def _check_disk(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
             free, needed, lambda size: f"{size / 1e9:.1f} GB", "{:,} bytes".format
         )
         found.add(
-            f"output {recipe.output} has {has} free, and {recipe.checkpoint.keep} + 1 checkpoints"
-            f" and the export of {weights / 1e6:,.0f} M weights take {takes}; make room, set"
+            f"output {recipe.output} has {has} free, and {checkpoints.what}"
+            f" and the export of {size.weights / 1e6:,.0f} M weights take {takes}; make room, set"
             " output, or lower checkpoint.keep"
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ingot.base.errors import WrongInput
+from ingot.cli.completion import complete_arguments
 
 if TYPE_CHECKING:
     from ingot.cloud.images import ImageKind
@@ -30,15 +31,14 @@ def _group() -> None:
 @images.command(
     "build",
     epilog=(
-        "Example: ingot images build train serve recipes/quickstart.yaml cloud.repository=ingot"
-        " --with model"
+        "Example: ingot images build train serve quickstart cloud.repository=ingot --with model"
     ),
 )
 def build(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME... [RECIPE.yaml...] [KEY=VALUE...]",
+            metavar="NAME... [RECIPE...] [KEY=VALUE...]",
             help="train, spark, serve; recipe files and overrides.",
             show_default=False,
         ),
@@ -102,16 +102,19 @@ def _kinds_and_recipe(arguments: Sequence[str]) -> tuple[tuple[ImageKind, ...], 
     """The named image kinds, and the recipe; without a recipe file, environment and overrides are
     enough.
     """
-    from ingot.cli.arguments import read_recipe, settings_without_recipe, split
+    from ingot.cli.arguments import settings_without_recipe
     from ingot.cloud.images import KINDS
+    from ingot.config.load import read_recipe, split_arguments
+    from ingot.config.shipped import names
 
     kinds = tuple(kind for kind in KINDS if kind in arguments)
     rest = [argument for argument in arguments if argument not in KINDS]
-    if wrong := [argument for argument in rest if not re.search(r"[=./]", argument)]:
+    known = names()
+    if wrong := [each for each in rest if each not in known and not re.search(r"[=./]", each)]:
         raise WrongInput(f"{wrong[0]} is no image of ours; give one or more of {', '.join(KINDS)}")
     if not kinds:
         raise WrongInput(f"no image is named; give one or more of {', '.join(KINDS)}")
-    return kinds, read_recipe(rest) if split(rest)[0] else settings_without_recipe(rest)
+    return kinds, read_recipe(rest) if split_arguments(rest)[0] else settings_without_recipe(rest)
 
 
 def _listed(text: str) -> list[str]:
@@ -139,7 +142,8 @@ def _torch(recipe: Recipe, kind: ImageKind) -> str:
 Arguments = Annotated[
     list[str],
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
+        metavar="RECIPE... KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),

@@ -9,7 +9,8 @@ from rich.console import Console
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
-from ingot.cli.arguments import read_recipe
+from ingot.config.load import read_recipe
+from ingot.config.shipped import names
 from ingot.evaluate import report as table
 
 PLAIN_WIDTH = 140
@@ -28,7 +29,8 @@ def run_folder(target: str) -> RunFolder:
     neither.
     """
     path = Path(target)
-    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+    own = target in names() and not path.is_dir()
+    if not own and not path.exists() and path.suffix not in (".yaml", ".yml"):
         raise WrongInput(f"{target} is neither a run folder nor a recipe; check the path")
     return RunFolder(path) if path.is_dir() else read_recipe([target]).folder
 

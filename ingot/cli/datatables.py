@@ -17,7 +17,14 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.console import console, run_folder
 from ingot.data.cleaning.clean import MARKER
 from ingot.data.columns.column import Column, column_prefix
-from ingot.data.columns.manifest import LABEL, PreparedData, is_mask, read_prepared, token_columns
+from ingot.data.columns.manifest import (
+    LABEL,
+    VERDICTS,
+    PreparedData,
+    is_mask,
+    read_prepared,
+    token_columns,
+)
 from ingot.data.packing.tables import ONE_PER_ROW, markers_of
 from ingot.tokenizers.load import load_tokenizer
 
@@ -136,9 +143,9 @@ def _rows(run: RunFolder, out: Console) -> None:
         counts = {
             split: f"{count['rows']:,} {split} rows" for split, count in marker["counts"].items()
         }
-        cut, lost, untrained = (
-            sum(count[what] for count in marker["counts"].values())
-            for what in ("truncated", "lost", "untrained")
+        cut, lost, too_long, untrained = (
+            sum(count.get(what, 0) for count in marker["counts"].values())
+            for what in ("truncated", "lost", "too_long", "untrained")
         )
         told = (
             f"; {cut:,} documents truncated, {lost:,} left out since nothing trained remained of"
@@ -146,6 +153,7 @@ def _rows(run: RunFolder, out: Console) -> None:
             if cut or lost
             else ""
         )
+        told += f"; {too_long:,} left out since they are longer" if too_long else ""
         told += f"; {untrained:,} left out since nothing is trained in them" if untrained else ""
         targets = (
             f", targets of {marker['target_len']:,}" if marker.get("target_len") is not None else ""
@@ -165,6 +173,7 @@ def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
     parts = [
         part for source in prepared.splits["train"] for part in source.parts if part.documents
     ][:SAMPLES]
+    labels = prepared.labels or VERDICTS
     for part in parts:
         for name in prepared.names:
             values = Column(column_prefix(run.columns, "train", name, part.number))[0][
@@ -173,7 +182,7 @@ def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
             of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
             if name == LABEL:
                 out.print(
-                    f"a document of part {part.number}{of}: {prepared.labels[int(values[0])]}",
+                    f"a document of part {part.number}{of}: {labels[int(values[0])]}",
                     markup=False,
                     soft_wrap=True,
                 )

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED
 from ingot.base.progress import say
+from ingot.cli.output import print_json
 
 NEEDED_MEMORY_GB, NEEDED_DISK_GB = 2.0, 2.0
 GB = 1e9
@@ -40,9 +41,24 @@ class MachineFinding:
     needed: bool = False
 
 
-def examine() -> int:
+def examine(*, as_json: bool = False) -> int:
     """Print the table; the exit code is 1 if something that every run needs is missing."""
     findings = [finding for look in LOOKS for finding in look()]
+    missing = [finding.what for finding in findings if finding.needed and not finding.ok]
+    if as_json:
+        print_json("doctor", findings=findings, missing=missing)
+    else:
+        _print_machine(findings)
+    return _told_missing(missing)
+
+
+def _told_missing(missing: list[str]) -> int:
+    if missing:
+        say(f"missing and needed: {', '.join(missing)}")
+    return EXIT_FAILED if missing else EXIT_DONE
+
+
+def _print_machine(findings: Sequence[MachineFinding]) -> None:
     table = Table("", "what", "found", "how to get it", title="this machine", title_justify="left")
     for finding in findings:
         mark = (
@@ -57,23 +73,24 @@ def examine() -> int:
     if not console.is_terminal:
         console.width = 140
     console.print(table)
-    missing = [finding.what for finding in findings if finding.needed and not finding.ok]
-    if missing:
-        say(f"missing and needed: {', '.join(missing)}")
-    return EXIT_FAILED if missing else EXIT_DONE
 
 
-def examine_cloud(arguments: Sequence[str]) -> int:
+def examine_cloud(arguments: Sequence[str], *, as_json: bool = False) -> int:
     """Print what Google Cloud lacks for a recipe, each with the command that helps; the exit code
     is 1 if something needed is missing.
     """
-    from ingot.cli.arguments import read_recipe, settings_without_recipe, split
+    from ingot.cli.arguments import settings_without_recipe
     from ingot.cloud.doctor import context as checks
     from ingot.cloud.doctor import machines as check_machines
     from ingot.cloud.doctor import project as check_project
     from ingot.cloud.doctor import resources as check_resources
+    from ingot.config.load import read_recipe, split_arguments
 
-    recipe = read_recipe(arguments) if split(arguments)[0] else settings_without_recipe(arguments)
+    recipe = (
+        read_recipe(arguments)
+        if split_arguments(arguments)[0]
+        else settings_without_recipe(arguments)
+    )
     site = checks.check_context(recipe)
     findings = checks.run_checks(
         site,
@@ -92,9 +109,12 @@ def examine_cloud(arguments: Sequence[str]) -> int:
             ("quota", check_machines.quotas),
         ),
     )
-    console = Console(
-        soft_wrap=True, highlight=False
-    )  # commands are copied from here, so lines must not be wrapped
+    missing = [finding.what for finding in findings if finding.needed and finding.ok is False]
+    if as_json:
+        print_json("doctor", findings=findings, missing=missing)
+        return _told_missing(missing)
+    # Commands are copied from here, so lines must not be wrapped.
+    console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
         color, mark = {
             True: ("green", "ok"),
@@ -104,10 +124,7 @@ def examine_cloud(arguments: Sequence[str]) -> int:
         console.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
         if not finding.ok and finding.get:
             console.print(Text(f"         {finding.get}"))
-    missing = [finding.what for finding in findings if finding.needed and finding.ok is False]
-    if missing:
-        say(f"missing and needed: {', '.join(missing)}")
-    return EXIT_FAILED if missing else EXIT_DONE
+    return _told_missing(missing)
 
 
 def _python() -> Iterator[MachineFinding]:

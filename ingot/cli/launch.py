@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ingot.cli.completion import complete_arguments
+from ingot.cli.output import AsJson, print_json
+
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
     from ingot.config.values import Values
@@ -30,7 +33,8 @@ launch = typer.Typer(
 Arguments = Annotated[
     list[str],
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
+        metavar="RECIPE... KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),
@@ -71,7 +75,7 @@ OTHERS = {
 }
 
 
-@launch.command(epilog="Example: ingot launch train recipes/quickstart.yaml launch.detach=true")
+@launch.command(epilog="Example: ingot launch train quickstart launch.detach=true")
 def train(
     context: typer.Context,
     arguments: Arguments,
@@ -89,7 +93,7 @@ def train(
     )
 
 
-@launch.command(epilog="Example: ingot launch run recipes/quickstart.yaml launch.detach=true")
+@launch.command(epilog="Example: ingot launch run quickstart launch.detach=true")
 def run(
     context: typer.Context,
     arguments: Arguments,
@@ -130,7 +134,7 @@ for _verb, _help in OTHERS.items():
     launch.command(
         _verb,
         help=f"{_help}, as a job; without restarts.",
-        epilog=f"Example: ingot launch {_verb} recipes/quickstart.yaml",
+        epilog=f"Example: ingot launch {_verb} quickstart",
     )(_other(_verb))
 
 
@@ -166,6 +170,8 @@ def _launch(
         if dry_run:
             return _show(launcher_of(recipe), job, wrong, asked)
         return _here(job, recipe, here, handled=handled)
+    if verb == "run" and not dry_run:  # what it needs was checked here, or by our parent process
+        options = [*options, "--checked"]
     job = Job(
         verb,
         (verb, *arguments, *options),
@@ -198,8 +204,8 @@ def _show(
 
 def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
     from ingot.base.errors import Failed
-    from ingot.base.lock import lock_holder
     from ingot.base.progress import say
+    from ingot.base.runfolder import lock_holder
 
     root = recipe.folder.root
     if (holder := lock_holder(root, "run-lock") or lock_holder(root)) is not None:
@@ -218,8 +224,8 @@ def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
 def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -> int:
     """Run the job in the foreground, under a handle; a remote job is waited for here."""
     from ingot.base.errors import EXIT_FAILED, IngotError
-    from ingot.base.lock import folder_lock
     from ingot.base.progress import say
+    from ingot.base.runfolder import folder_lock
 
     with (
         folder_lock(recipe.folder.root, "run-lock")
@@ -261,13 +267,29 @@ def _done(job: Job, recipe: Recipe) -> JobExit:
 
 
 @launch.command(epilog="Example: ingot launch status runs/quickstart")
-def status(run: RunOrRecipe) -> int:
+def status(run: RunOrRecipe, as_json: AsJson = False) -> int:
     """The jobs of a run: queued, running, succeeded, failed, preempted, cancelled or unknown; and
     how far a training is.
     """
     from ingot.base.progress import duration
 
-    for job in _jobs(run, None):
+    jobs = _jobs(run, None)
+    if as_json:
+        told = [
+            {
+                "name": job.handle.name,
+                "kind": job.handle.kind,
+                "id": job.handle.id,
+                "state": job.state(),
+                "started": job.handle.started,
+                "where": job.where,
+                "progress": job.progress().removeprefix(", "),
+            }
+            for job in jobs
+        ]
+        print_json("launch status", jobs=told)
+        return 0
+    for job in jobs:
         state = job.state()
         more = f", for {duration(time.time() - job.handle.started)}" if state == "running" else ""
         if state == "running" and job.handle.name in ("train", "run"):

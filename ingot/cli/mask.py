@@ -15,22 +15,24 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import EXIT_DONE, WrongInput
-from ingot.cli.arguments import read_recipe
 from ingot.cli.audit import (
     Audit,
     AuditedExample,
     audit_chats,
     audit_documents,
     audit_preferences,
+    audit_rated,
     in_words,
     legend,
     table,
 )
 from ingot.cli.console import console
+from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
+from ingot.data.documents.rated import from_rated
 from ingot.data.sample import training_texts
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
 from ingot.tokenizers.chat_templates import for_recipe
@@ -183,7 +185,9 @@ def _show(
             in_words(tokenizer, example, plain=not out.is_terminal or out.no_color), soft_wrap=True
         )
     legend(out)
-    out.print(table(audit, tokenizer, recipe.data.seq_len, what=what))
+    out.print(
+        table(audit, tokenizer, recipe.data.seq_len, what=what, truncate=recipe.data.truncate)
+    )
     for reason, count in audit.refused.items():
         out.print(Text(f"{count:,} refused: {reason}", "red"), soft_wrap=True)
 
@@ -194,6 +198,8 @@ def _audit(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[
         return audit_chats(tokenizer, [from_messages(text) for text in texts]), "chats"
     if recipe.documents == "preference":
         return audit_preferences(tokenizer, [from_preference(text) for text in texts]), "sides"
+    if recipe.documents == "rated":
+        return audit_rated(tokenizer, [from_rated(text) for text in texts]), "answers"
     return audit_documents(tokenizer, texts), "documents"
 
 

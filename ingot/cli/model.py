@@ -1,5 +1,5 @@
-"""The verbs that take a model: deploy, serve, predict, export, import. Libraries that run models
-are imported only when needed.
+"""The verbs that take a model and use it: deploy, serve, predict. Libraries that run models are
+imported only when needed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
-from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
+from ingot.cli.arguments import settings_without_recipe, values
+from ingot.cli.output import print_json
+from ingot.config.load import read_recipe, split_arguments
 from ingot.config.recipe import Recipe
+from ingot.config.shipped import names
 from ingot.registry.verbs import registered_folder, registry_of
 
 _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
@@ -82,6 +84,9 @@ def _registered(target: str, more: Sequence[str]) -> Target:
     recipe = settings_without_recipe(more)
     path = recipe.registry_path
     match = _REGISTERED.fullmatch(target)
+    if target in names() and recipe.registry.kind == "local" and not (path / target).is_dir():
+        recipe = read_recipe([target, *more])
+        return Target(recipe.name, _model_of(recipe.folder), None, recipe)
     if match is None or (recipe.registry.kind == "local" and not path.exists()):
         raise WrongInput(
             f"{target} is no model folder, run folder, recipe or address, and there is no registry"
@@ -118,6 +123,7 @@ def deploy_version(
     canary: int | None = None,
     verify: bool = False,
     dry_run: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Make a version of a registered name live: move its pointer, or roll it out to its
     endpoint.
@@ -137,7 +143,11 @@ def deploy_version(
         print(render_deploy(recipe, name, wish, is_run=is_recipe), end="")
         return 0
     live = deploy(recipe, name, wish, is_run=is_recipe)
-    print(f"{name}@v{live.number} is live; see {address(recipe, name) or live.where}")
+    where = address(recipe, name) or live.where
+    if as_json:
+        print_json("deploy", name=name, version=live.number, where=where)
+    else:
+        print(f"{name}@v{live.number} is live; see {where}")
     return 0
 
 
@@ -168,9 +178,11 @@ def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
     return found.folder, found.name, found.recipe
 
 
-def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
+def predict_once(
+    target: str, prompt: str, arguments: Sequence[str], *, as_json: bool = False
+) -> int:
     """Print only the completion, text or label on stdout."""
-    files, overrides = split(arguments)
+    files, overrides = split_arguments(arguments)
     own = [
         argument
         for argument in overrides
@@ -183,72 +195,20 @@ def predict_once(target: str, prompt: str, arguments: Sequence[str]) -> int:
     from ingot.base.environment import secret
     from ingot.serve.predict import predict
 
-    print(
-        predict(
-            found.url or found.folder or "",
-            prompt,
-            max_tokens=None if settings["max_tokens"] == -1 else settings["max_tokens"],
-            temperature=settings["temperature"],
-            top_p=settings["top_p"],
-            seed=settings["seed"] if settings["seed"] >= 0 else None,
-            stop=[settings["stop"]] if settings["stop"] else [],
-            beams=settings["beams"],
-            chat=settings["chat"],
-            api_key=secret(settings["api_key"], "api_key") if settings["api_key"] else None,
-        )
+    answer = predict(
+        found.url or found.folder or "",
+        prompt,
+        max_tokens=None if settings["max_tokens"] == -1 else settings["max_tokens"],
+        temperature=settings["temperature"],
+        top_p=settings["top_p"],
+        seed=settings["seed"] if settings["seed"] >= 0 else None,
+        stop=[settings["stop"]] if settings["stop"] else [],
+        beams=settings["beams"],
+        chat=settings["chat"],
+        api_key=secret(settings["api_key"], "api_key") if settings["api_key"] else None,
     )
+    if as_json:
+        print_json("predict", target=target, prompt=prompt, answer=answer)
+    else:
+        print(answer)
     return 0
-
-
-def copy_checked(
-    source: str, target: str, layout: str, *, overwrite: bool, accept: bool = False
-) -> int:
-    """`export` and `import`: check every tensor of a model and write it as a new Hugging Face
-    folder. `accept`: accept changes since its export.
-    """
-    if layout not in ("hf", "peft"):
-        raise WrongInput(
-            f"--format {layout} is not known; it is hf, a Hugging Face folder, or peft, an adapter"
-        )
-    from ingot.base.hub import fetch_model
-    from ingot.checkpoints.export import copy_adapter, copy_model
-    from ingot.config.model_content import CONTENT, read_lineage
-    from ingot.models.hf.meta import is_meta
-
-    folder: Path | None = Path(source)
-    if source.startswith("hf:"):
-        folder = fetch_model(source.removeprefix("hf:"))
-    elif not is_meta(Path(source)):
-        folder = find_target(source).folder
-    if folder is None:
-        raise WrongInput(
-            f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME"
-        )
-    if layout == "peft":
-        copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
-        print(target)
-        return 0
-    recorded = CONTENT in (read_lineage(folder) or {}) and not accept
-    made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite, accept=accept)
-    checked = (
-        "every tensor is as it was exported"
-        if recorded
-        else "every tensor read, of the shape that config.json asks for"
-    )
-    say(f"{target}: {checked}, {made['export_type']}, model {made['model_hash']}")
-    print(target)
-    return 0
-
-
-def _adapter(folder: Path) -> Path:
-    """The adapter in a folder, or beside the model of a run."""
-    from ingot.base.runfolder import RunFolder
-    from ingot.models.adapters.peft_config import is_adapter
-
-    for place in (folder, RunFolder(folder.parent).adapter):
-        if is_adapter(place):
-            return place
-    raise WrongInput(
-        f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it"
-        " with --format hf"
-    )

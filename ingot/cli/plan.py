@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ingot.cli.completion import complete_arguments
+
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
     from ingot.config.values import Findings, Values
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     from ingot.plan.place import PlannedPlace
 
 Arguments = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
-        metavar="RECIPE.yaml [PLACE.yaml] KEY=VALUE...",
+        metavar="RECIPE [PLACE] KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),
@@ -30,14 +33,42 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="What ranks run on, where the place does not tell: cpu, or a type such as h100.",
+        help="What ranks run on, where the place does not tell: cpu, a type such as h100, or a"
+        " machine such as p5.48xlarge.",
+        show_default=False,
+    ),
+]
+
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Keep it in the run folder; `ingot show run` then puts it beside what came.",
+    ),
+]
+Learn = Annotated[
+    str | None,
+    typer.Option(
+        "--learn",
+        metavar="RUN",
+        help="Correct what is known of a device by what the steps of a run took, whose plan was"
+        " kept.",
+        show_default=False,
+    ),
+]
+Forget = Annotated[
+    str | None,
+    typer.Option(
+        "--forget",
+        metavar="DEVICE",
+        help="Take away what was learned about a device.",
         show_default=False,
     ),
 ]
 
 
 def plan(
-    arguments: Arguments,
+    arguments: Arguments = None,
     device: Device = None,
     searching: Annotated[
         bool,
@@ -71,19 +102,19 @@ def plan(
     cloud: Annotated[
         bool, typer.Option("--cloud", help="Ask Google Cloud for machine types and quota, too.")
     ] = False,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Keep it in the run folder; `ingot show run` then puts it beside what came.",
-        ),
-    ] = False,
+    keep: Keep = False,
+    learn: Learn = None,
+    forget: Forget = None,
 ) -> int:
     """Does it fit, how long does it take, what does it cost: traces a step of the training without
     weights, and checks all that can be known beforehand. Exit code 1 if it does not fit.
     """
     from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
 
+    if learn is not None or forget is not None:
+        return _correct(arguments, learn, forget)
+    if not arguments:
+        raise WrongInput("plan needs a recipe, such as quickstart; or --learn RUN")
     if searching:
         return _search(arguments, device, devices, budget, deadline, as_json=as_json)
     if devices or budget or deadline:
@@ -98,6 +129,36 @@ def plan(
     return EXIT_DONE if fits else EXIT_FAILED
 
 
+def _correct(arguments: list[str] | None, run: str | None, device: str | None) -> int:
+    """Learn from a run, or take away what was learned about a device."""
+    from ingot.base.errors import EXIT_DONE, WrongInput
+    from ingot.base.progress import say
+    from ingot.cli.console import run_folder
+    from ingot.plan.devices.learned import forget, known_names
+    from ingot.plan.learn import learn
+
+    if arguments or (run is not None) == (device is not None):
+        raise WrongInput("--learn RUN and --forget DEVICE are given alone, without a recipe")
+    if device is not None:
+        if not forget(device):
+            known = ", ".join(known_names()) or "nothing about any device"
+            raise WrongInput(f"nothing was learned about {device}; known is {known}")
+        say(f"forget: {device} is as it was measured or guessed before")
+        return EXIT_DONE
+    assert run is not None
+    found = learn(run_folder(run))
+    factor = found.correction.factor.text("{:.3g}".format)
+    say(
+        f"learn: a step took {found.came.text('{:.3g}'.format)} s, planned"
+        f" {found.planned.text('{:.3g}'.format)}"
+    )
+    say(
+        f"learn: plans for {found.device} take {factor} times as long as without it;"
+        f" stored in {found.path}; `ingot plan --forget {found.device}` takes it away"
+    )
+    return EXIT_DONE
+
+
 def _planned(
     arguments: list[str], device: str | None, *, cloud: bool
 ) -> tuple[Recipe, Findings, RunPlan | None]:
@@ -105,19 +166,24 @@ def _planned(
     from ingot.base.errors import WrongInput
     from ingot.cli.check import findings, read_checked
     from ingot.plan.assemble import make_plan
+    from ingot.plan.automatic import planned_layout
+    from ingot.plan.checks import PlanFinding
     from ingot.plan.place import place_of
 
     recipe, values = read_checked(arguments, "train")
     found = findings(recipe, values)
     recipe = recipe.at("train")
-    place = place_of(recipe, device)
+    place, model = place_of(recipe, device), _model(recipe, values)
     try:
-        made = make_plan(recipe, place, _model(recipe, values))
+        laid_out, told = planned_layout(recipe, place, model, searching=True)
+        made = make_plan(laid_out, place, model)
     except WrongInput as error:
         found.ask(_refuse, error)
         found.wrong = list(dict.fromkeys(found.wrong))
         return recipe, found, None
     more = ask_cloud(recipe, place, ask=cloud)
+    if told:
+        more.insert(0, PlanFinding("known", "parallel", told))
     return recipe, found, replace(made, findings=[*made.findings, *more])
 
 
@@ -200,9 +266,10 @@ def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep
     from ingot.base.progress import say
     from ingot.base.storage import write_atomic
     from ingot.cli.plan_table import show_plan
-    from ingot.plan.assemble import plan_json
+    from ingot.plan.assemble import RECORDED, plan_json
 
     content = plan_json(made)
+    content["knobs"] = recipe.select(RECORDED)
     content["wrong"] = list(found.wrong)
     content["not_checked"] = list(dict.fromkeys(found.unknown))
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -226,13 +293,18 @@ def tell_dry_run(recipe: Recipe, values: Values) -> None:
     from ingot.base.progress import say
     from ingot.cli.plan_table import short_plan
     from ingot.plan.assemble import make_plan
+    from ingot.plan.automatic import planned_layout
     from ingot.plan.place import place_of
 
     recipe = recipe.at("train")
+    place, model = place_of(recipe), _model(recipe, values)
     try:
-        made = make_plan(recipe, place_of(recipe), _model(recipe, values), traced=False)
+        laid_out, told = planned_layout(recipe, place, model, searching=False)
+        made = make_plan(laid_out, place, model, traced=False)
     except IngotError as error:
         say(f"plan: none can be made: {error}")
         return
+    if told:
+        say(f"plan: {told}")
     for line in short_plan(made):
         say(f"plan: {line}")

@@ -16,7 +16,7 @@ from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunCost
 from ingot.plan.tracing.memory import RankMemory
 from ingot.plan.tracing.records import ROLES, Role
-from ingot.plan.unknown import Told, Unknown
+from ingot.plan.unknown import Estimate, Unknown
 
 COLOURS = {"warning": "yellow", "known": "green", "not checked": "cyan"}
 SELDOM = 0.05
@@ -31,6 +31,8 @@ def show_plan(plan: RunPlan) -> None:
     """Print all of a plan."""
     out = console()
     size = "" if plan.size is None else f"{_count(plan.size.weights)} weights"
+    if plan.size is not None and plan.size.active is not None:
+        size += f", {_count(plan.size.active)} active for a token"
     if plan.size is not None and plan.size.trained < plan.size.weights:
         size += f", {_count(plan.size.trained)} of them trained"
     out.print(
@@ -57,9 +59,9 @@ def show_search(choice: Choice) -> None:
     for one in choice.options:
         table.add_row(
             one.mark,
-            one.judged.candidate.told(),
-            one.judged.peak.told(_gib),
-            one.judged.step.total.told(_figure),
+            one.judged.candidate.text(),
+            one.judged.peak.text(_gib),
+            one.judged.step.total.text(_figure),
             _known(one.seconds, duration),
             _known(one.dollars, "{:,.0f}".format),
         )
@@ -78,8 +80,8 @@ def show_search(choice: Choice) -> None:
         out.print(Text(f"and {left} more; --json has them", "dim"))
 
 
-def _known(value: Told, show: Show) -> str:
-    return "unknown" if isinstance(value, Unknown) else value.told(show)
+def _known(value: Estimate, show: Show) -> str:
+    return "unknown" if isinstance(value, Unknown) else value.text(show)
 
 
 def _gib(size: float) -> str:
@@ -91,12 +93,12 @@ def short_plan(plan: RunPlan) -> Iterator[str]:
     cost, size = plan.cost, plan.size
     parts = [] if size is None else [f"{_count(size.weights)} weights"]
     if not isinstance(cost.steps, Unknown):
-        parts.append(f"{cost.steps.told(_whole)} steps")
+        parts.append(f"{cost.steps.text(_whole)} steps")
     if not isinstance(cost.epochs, Unknown):
-        parts.append(f"{cost.epochs.told(_figure)} epochs")
+        parts.append(f"{cost.epochs.text(_figure)} epochs")
     for space in cost.spaces:
         if not isinstance(space.bytes, Unknown):
-            parts.append(f"{space.what} {space.bytes.told(_bytes)}")
+            parts.append(f"{space.what} {space.bytes.text(_bytes)}")
     yield "; ".join(parts) if parts else "nothing is known yet"
     for finding in plan.findings:
         if finding.kind == "warning":
@@ -111,7 +113,7 @@ def _show_memory(plan: RunPlan, out: Console) -> None:
         )
         if not isinstance(plan.formula, Unknown):
             out.print(
-                f"by formula its tensors take {plan.formula.told(_bytes)} ({plan.formula.origin})"
+                f"by formula its tensors take {plan.formula.text(_bytes)} ({plan.formula.origin})"
             )
         return
     unit, name = _unit(plan.memory)
@@ -179,7 +181,7 @@ def _unknown(plan: RunPlan) -> dict[str, list[str]]:
     return found
 
 
-def _rows(plan: RunPlan) -> Iterator[tuple[str, Told, Show]]:
+def _rows(plan: RunPlan) -> Iterator[tuple[str, Estimate, Show]]:
     cost, price = plan.cost, plan.place.price
     yield from (("steps", cost.steps, _whole), ("epochs", cost.epochs, _figure))
     yield "tokens", cost.tokens, _count
@@ -200,7 +202,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, Told, Show]]:
         yield f"{space.what} ({space.where}{free})", space.bytes, _bytes
 
 
-def _pauses(cost: RunCost) -> Iterator[tuple[str, Told, Show]]:
+def _pauses(cost: RunCost) -> Iterator[tuple[str, Estimate, Show]]:
     saves, evaluations = _told(cost.saves, _whole), _told(cost.evaluations, _whole)
     yield f"a save, of {saves}: training waits", cost.save_waits_s, _seconds
     yield "a save, until it is committed", cost.save_s, _seconds
@@ -219,8 +221,8 @@ def _place(plan: RunPlan) -> str:
     return f"{plan.place.about}, {world:,} {'rank' if world == 1 else 'ranks'}"
 
 
-def _told(number: Told, show: Show) -> str:
-    return "an unknown number" if isinstance(number, Unknown) else number.told(show)
+def _told(number: Estimate, show: Show) -> str:
+    return "an unknown number" if isinstance(number, Unknown) else number.text(show)
 
 
 def _interval(number: Range, show: Show) -> str:

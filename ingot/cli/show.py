@@ -1,11 +1,15 @@
-"""`ingot show ...`, `ingot explain` and `ingot adopt`: information printed in the terminal."""
+"""Information: `ingot show ...`, `ingot explain`, `ingot adopt`, and in a browser `ingot ui`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ingot.cli.completion import complete_arguments
+from ingot.cli.output import AsJson, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,7 +19,8 @@ show = typer.Typer(no_args_is_help=True, help="Show a recipe, its knobs, data, r
 Recipes = Annotated[
     list[str],
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
+        metavar="RECIPE... KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),
@@ -30,35 +35,53 @@ RunOrRecipe = Annotated[
 ]
 
 
-@show.command(epilog="Example: ingot show config recipes/quickstart.yaml train.steps=100")
-def config(recipe: Recipes) -> int:
+@show.command(epilog="Example: ingot show config quickstart train.steps=100")
+def config(
+    recipe: Recipes,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what differs from the defaults.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
     """The whole resolved recipe, every default included, as YAML."""
-    from ingot.cli.arguments import read_recipe
-    from ingot.config.load import dump_recipe
+    from ingot.config.knobs import changed_values
+    from ingot.config.load import dump_recipe, read_recipe
 
-    print(dump_recipe(read_recipe(recipe)), end="")
+    read = read_recipe(recipe)
+    if as_json:
+        values = changed_values(read) if changed else read.model_dump(mode="json")
+        print_json("show config", recipe=values)
+    else:
+        print(dump_recipe(read, changed=changed), end="")
     return 0
 
 
 @show.command(epilog="Example: ingot show knobs | grep lr")
-def knobs() -> int:
+def knobs(as_json: AsJson = False) -> int:
     """Every knob with its default and type, one a line."""
     from ingot.config.knobs import knobs as all_knobs
 
+    if as_json:
+        print_json("show knobs", knobs=list(all_knobs()))
+        return 0
     for knob in all_knobs():
         print(f"{knob.path:<44} {knob.default:<28} {knob.type}")
     return 0
 
 
 @show.command(epilog="Example: ingot show run runs/quickstart")
-def run(run: RunOrRecipe) -> int:
+def run(run: RunOrRecipe, as_json: AsJson = False) -> int:
     """Steps, results, the last metrics, where the time of training went and what was lost, and the
     last events of one run.
     """
     from ingot.cli.console import run_folder
-    from ingot.report.tables import show_run
+    from ingot.report.tables import run_json, show_run
 
-    show_run(run_folder(run))
+    folder = run_folder(run)
+    if as_json:
+        print_json("show run", **run_json(folder))
+    else:
+        show_run(folder)
     return 0
 
 
@@ -73,19 +96,43 @@ def runs(
             "--compare", metavar="A B", help="Two runs side by side instead.", show_default=False
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """All runs in a folder with their results, or two side by side."""
     from ingot.cli.console import run_folder
     from ingot.report import tables
 
-    if compare is not None:
+    if as_json:
+        folders = tables.runs_in(Path(output)) if compare is None else map(run_folder, compare)
+        print_json("show runs", runs=[tables.run_json(folder) for folder in folders])
+    elif compare is not None:
         tables.compare(run_folder(compare[0]), run_folder(compare[1]))
     else:
         tables.show_runs(Path(output))
     return 0
 
 
-@show.command(epilog="Example: ingot show data recipes/quickstart.yaml")
+@show.command(epilog="Example: ingot show samples runs/digits --prompts 2")
+def samples(
+    run: RunOrRecipe,
+    prompts: Annotated[
+        int, typer.Option("--prompts", metavar="N", help="How many of the newest are shown.")
+    ] = 4,
+    as_json: AsJson = False,
+) -> int:
+    """Prompts of a training on rewards, and the answers to them with their rewards."""
+    from ingot.cli.console import run_folder
+    from ingot.report.tables import samples_of, show_samples
+
+    folder = run_folder(run)
+    if as_json:
+        print_json("show samples", samples=samples_of(folder, prompts))
+    else:
+        show_samples(folder, prompts)
+    return 0
+
+
+@show.command(epilog="Example: ingot show data quickstart")
 def data(run: RunOrRecipe) -> int:
     """Counts, lengths, sources, dropped documents and samples."""
     from ingot.cli.datatables import show_data
@@ -93,7 +140,7 @@ def data(run: RunOrRecipe) -> int:
     return show_data(run)
 
 
-@show.command(epilog="Example: ingot show mask recipes/chat_smollm2.yaml --examples 1")
+@show.command(epilog="Example: ingot show mask chat_smollm2 --examples 1")
 def mask(
     recipe: Recipes,
     examples: Annotated[
@@ -108,16 +155,38 @@ def mask(
     return show_mask(recipe, examples)
 
 
+@show.command(epilog="Example: ingot show rewards recipe.yaml --samples answers.jsonl")
+def rewards(
+    recipe: Recipes,
+    samples: Annotated[
+        Path,
+        typer.Option(
+            "--samples",
+            metavar="FILE",
+            help="JSON lines with `answer`, and `prompt`, `reference`, `finished`.",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+) -> int:
+    """Score answers of your own by a recipe's rewards, before a training is paid for."""
+    from ingot.cli.rewards import show_rewards
+
+    return show_rewards(recipe, samples, as_json=as_json)
+
+
 @show.command(epilog="Example: ingot show models")
-def models() -> int:
+def models(as_json: AsJson = False) -> int:
     """Presets with their sizes, and the model types that can be loaded."""
     from rich.console import Console
     from rich.table import Table
 
     from ingot.config.presets import PRESETS
     from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
-    from ingot.config.shape import parameter_count
 
+    if as_json:
+        print_json("show models", presets={**PRESETS, **OTHERS}, types=_types())
+        return 0
     presets = Table(
         "preset",
         "weights",
@@ -141,7 +210,7 @@ def models() -> int:
         )
         presets.add_row(
             name,
-            _millions(parameter_count(preset)),
+            _total_and_active(preset),
             *(size if isinstance(size, str) else f"{size:,}" for size in sizes),
         )
     for name, preset in OTHERS.items():
@@ -165,12 +234,33 @@ def models() -> int:
     return 0
 
 
-def _loadable_types() -> Table:
-    """Model types: native ones, and those of transformers that are proved, not proved, refused."""
-    from rich.table import Table
+def _total_and_active(preset: Mapping[str, Any]) -> str:
+    """Weights, and of a mixture of experts those that one token meets."""
+    from ingot.config.shape import parameter_count
 
+    whole, active = parameter_count(preset), parameter_count(preset, active=True)
+    each = "" if active == whole else f", {_millions(active)} active"
+    return _millions(whole) + each
+
+
+def _types() -> list[dict[str, str]]:
+    """Model types: native ones, and those of transformers that are proved, not proved, refused."""
     from ingot.config.family import native_families
     from ingot.config.model_types import PROVED, UNFIT, installed_types
+
+    found = [(name, "decoder", "native", which) for name, which in native_families().items()]
+    for kind, proved in PROVED.items():
+        found += [(name, kind, "proved", "") for name in proved]
+        others = sorted(installed_types(kind).keys() - {*proved, *UNFIT[kind]})
+        found += [(name, kind, "unproved", "") for name in others]
+        found += [(name, kind, "refused", reason) for name, reason in UNFIT[kind].items()]
+    fields = ("model_type", "kind", "state", "about")
+    return [dict(zip(fields, each, strict=True)) for each in found]
+
+
+def _loadable_types() -> Table:
+    """The same as a table, types of one fate together."""
+    from rich.table import Table
 
     loadable = Table(
         "model_type",
@@ -179,17 +269,20 @@ def _loadable_types() -> Table:
         title="model.source: hf:ORG/NAME or a folder, by model_type in its config.json",
         title_justify="left",
     )
-    for name, which in native_families().items():
-        loadable.add_row(name, "decoder", which)
-    for kind, types in PROVED.items():
-        for name in types:
-            loadable.add_row(name, kind, "through transformers, proved")
-        others = installed_types(kind).keys() - {*types, *UNFIT[kind]}
-        unproved = "through transformers, with model.unproved=true"
-        loadable.add_row(", ".join(sorted(others)), kind, unproved)
-        for reason in dict.fromkeys(UNFIT[kind].values()):
-            refused = [name for name, why in UNFIT[kind].items() if why == reason]
-            loadable.add_row(", ".join(refused), kind, f"refused: {reason}")
+    told = {
+        "proved": "through transformers, proved",
+        "unproved": "through transformers, with model.unproved=true",
+    }
+    together: dict[tuple[str, str], list[str]] = {}
+    for each in _types():
+        if each["state"] in ("native", "proved"):
+            text = each["about"] or told[each["state"]]
+            loadable.add_row(each["model_type"], each["kind"], text)
+        else:
+            text = told.get(each["state"]) or f"refused: {each['about']}"
+            together.setdefault((each["kind"], text), []).append(each["model_type"])
+    for (kind, text), names in together.items():
+        loadable.add_row(", ".join(names), kind, text)
     return loadable
 
 
@@ -237,3 +330,41 @@ def adopt(
     for note in adopted.notes:
         say(note)
     return EXIT_DONE
+
+
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder that runs lie in.")
+    ] = Path("runs"),
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", help="The address to listen on; beyond this machine a token is asked for."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")
+    ] = 7070,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="URL",
+            help="A running `ingot serve` for the playground; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_actions: Annotated[
+        bool,
+        typer.Option(
+            "--allow-actions", help="Let who has the token promote and roll back versions."
+        ),
+    ] = False,
+) -> int:
+    """All runs of a folder in a browser: a table, curves over each other, what differs, data,
+    samples, the registry, and a playground for served models.
+    """
+    from ingot.ui.server import serve_ui
+
+    serve_ui(folder, host=host, port=port, acts=allow_actions, models=model or [])
+    return 0

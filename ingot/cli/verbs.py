@@ -6,30 +6,36 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ingot.base.environment import ranks
-from ingot.base.errors import EXIT_DONE, EXIT_KEEP, IngotError, WrongInput
+from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.reports import VerbOutcome, read_record
-from ingot.cli.arguments import read_recipe
+from ingot.base.reports import VerbOutcome
+from ingot.cli.arguments import with_paths
 from ingot.cli.console import show_report
+from ingot.cli.output import print_json
+from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
-from ingot.pipeline.incremental import check_step, run_step
-from ingot.pipeline.steps import STEPS, step_named
+from ingot.pipeline.incremental import run_step
+from ingot.pipeline.steps import step_named
+from ingot.report.results import RESULTS, RunResult
 
 
-def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False) -> int:
+def do_step(
+    verb: str, arguments: list[str], *, again: bool, debug: bool = False, as_json: bool = False
+) -> int:
     """Run one step of the recipe unless nothing changed; prints its result on stdout and returns
     its exit code.
     """
+    more = [*(["--debug"] if debug else []), *(["--json"] if as_json else [])]
     recipe, step = read_recipe(arguments, verb), step_named(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
-        options = [*(["--again"] if again else []), *(["--debug"] if debug else [])]
+        options = [*(["--again"] if again else []), *more]
         return subprocess.run(
             [elsewhere, "-m", "ingot", verb, *arguments, *options], check=False
         ).returncode
@@ -40,7 +46,7 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
             " use it, or set launch.nodes=1"
         )
     if step.distributed and launch.processes > 1 and not is_rank():
-        options = [*([AGAIN[verb]] if again else []), *(["--debug"] if debug else [])]
+        options = [*([AGAIN[verb]] if again else []), *more]
         job = Job(
             verb, (verb, *arguments, *options), launch.processes, environment=launch.variables
         )
@@ -48,12 +54,17 @@ def do_step(verb: str, arguments: list[str], *, again: bool, debug: bool = False
     done: list[VerbOutcome] = []
 
     def do() -> VerbOutcome:
-        with _shown(verb, recipe):
+        # Tables that a verb shows while it works are messages beside the one JSON object.
+        out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+        with _shown(verb, recipe), out:
             done.append(DO[verb](recipe, again))
         return done[0]
 
     record = run_step(step, recipe, do, STAMPS, again=again)
-    if ranks().is_main:
+    if ranks().is_main and as_json:
+        result = RESULTS[verb].read(recipe.folder, record, unchanged=not done)
+        print_json(verb, **vars(result))
+    elif ranks().is_main:
         if verb == "evaluate" and not done:
             show_report(recipe.folder)
         print(f"{verb}: {record.result}; see {record.where}")
@@ -117,31 +128,34 @@ def is_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def do_all(arguments: list[str], *, fresh: bool, debug: bool) -> int:
+def do_all(
+    arguments: list[str], *, fresh: bool, debug: bool, checked: bool = False, as_json: bool = False
+) -> int:
+    """Run all steps. What the steps need that are not done is checked once, by `ingot launch run`
+    where that started this (`checked`).
+    """
     from ingot.cli.check import check, read_checked
     from ingot.pipeline.local import print_summary, run
 
+    arguments = with_paths(arguments)
     recipe, values = read_checked(arguments, "run")
     prepare_environment(recipe)
-    if verbs := _to_do(recipe):
-        check(recipe, values, verbs)
-    print_summary(recipe, run(recipe, arguments, STAMPS, fresh=fresh, debug=debug))
+
+    def before(verbs: Sequence[str]) -> None:
+        if not checked:
+            check(recipe, values, verbs)
+
+    done = run(recipe, arguments, STAMPS, before=before, fresh=fresh, debug=debug)
+    if not as_json:
+        print_summary(recipe, done)
+        return EXIT_DONE
+    here = recipe.folder
+    steps = {
+        record.step: RESULTS[record.step].read(here, record, unchanged=record.step in done.skipped)
+        for record in done.records
+    }
+    print_json("run", **vars(RunResult(here.root, here.reports / "index.html", steps)))
     return EXIT_DONE
-
-
-def _to_do(recipe: Recipe) -> list[str]:
-    """The steps from the first one that is missing or outdated; their requirements are checked."""
-    for number, step in enumerate(STEPS):
-        record = read_record(recipe.folder.steps, step.verb)
-        try:
-            record = record and check_step(step, recipe, STAMPS).record
-        except IngotError:  # such as a missing source, which `check` reports
-            record = None
-        if record is None:
-            return [step.verb for step in STEPS[number:]]
-        if record.exit_code == EXIT_KEEP:
-            break
-    return []
 
 
 def _ingest(recipe: Recipe, again: bool) -> VerbOutcome:
@@ -159,7 +173,11 @@ def _prepare(recipe: Recipe, again: bool) -> VerbOutcome:
 def _train(recipe: Recipe, again: bool) -> VerbOutcome:
     from ingot.train.trainer import train
 
-    return train(recipe, fresh=again)
+    if recipe.parallel.degrees == "given" and recipe.train.micro_batch != "auto":
+        return train(recipe, fresh=again)
+    from ingot.plan.automatic import SearchingPlanner
+
+    return train(recipe, fresh=again, planner=SearchingPlanner())
 
 
 def _evaluate(recipe: Recipe, again: bool) -> VerbOutcome:

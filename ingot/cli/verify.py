@@ -12,6 +12,9 @@ import typer
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
 from ingot.base.progress import say
+from ingot.cli.completion import complete_arguments
+from ingot.cli.output import AsJson as ResultAsJson
+from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
     from ingot.verify.layout import LayoutProof, LayoutResult
@@ -25,60 +28,60 @@ verify = typer.Typer(
 Recipes = Annotated[
     list[str],
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
+        metavar="RECIPE... KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),
 ]
 
 
-@verify.command(epilog="Example: ingot verify tokenizer recipes/quickstart.yaml")
-def tokenizer(recipe: Recipes) -> int:
+@verify.command(epilog="Example: ingot verify tokenizer quickstart")
+def tokenizer(recipe: Recipes, as_json: ResultAsJson = False) -> int:
     """Fast encoders against the reference on your documents, round trip, special tokens."""
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
     from ingot.verify.tokenizer import verify_tokenizer
 
-    return _shown(verify_tokenizer(read_recipe(recipe)))
+    return _shown("tokenizer", verify_tokenizer(read_recipe(recipe)), as_json=as_json)
 
 
-@verify.command(epilog="Example: ingot verify data recipes/quickstart.yaml")
-def data(recipe: Recipes) -> int:
+@verify.command(epilog="Example: ingot verify data quickstart")
+def data(recipe: Recipes, as_json: ResultAsJson = False) -> int:
     """Every checksum and count of the ingested and prepared data."""
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
     from ingot.verify.data import verify_data
 
-    return _shown(verify_data(read_recipe(recipe)))
+    return _shown("data", verify_data(read_recipe(recipe)), as_json=as_json)
 
 
-@verify.command(epilog="Example: ingot verify export recipes/quickstart.yaml")
-def export(recipe: Recipes) -> int:
+@verify.command(epilog="Example: ingot verify export quickstart")
+def export(recipe: Recipes, as_json: ResultAsJson = False) -> int:
     """The exported model of a trained run against its checkpoint, transformers, PEFT and the
     server, token by token.
     """
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
     from ingot.verify.export import verify_export
 
-    return _shown(verify_export(read_recipe(recipe)))
+    return _shown("export", verify_export(read_recipe(recipe)), as_json=as_json)
 
 
-@verify.command(epilog="Example: ingot verify resume recipes/quickstart.yaml")
-def resume(recipe: Recipes) -> int:
+@verify.command(epilog="Example: ingot verify resume quickstart")
+def resume(recipe: Recipes, as_json: ResultAsJson = False) -> int:
     """A few steps of the recipe in one go, against the same killed twice and resumed: metrics,
     weights, optimizer, bit for bit.
 
     Needs prepared data. Trains on this machine as `ingot train` does, in a folder of its own inside
     the run folder, which goes afterwards.
     """
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
     from ingot.verify.resume import verify_resume
 
-    return _shown(verify_resume(read_recipe(recipe)))
+    return _shown("resume", verify_resume(read_recipe(recipe)), as_json=as_json)
 
 
 @verify.command(
     epilog=(
-        "Example: ingot verify layout recipes/quickstart.yaml --layouts"
-        " 'shard=2,tensor=2;pipeline=2,virtual=2'"
+        "Example: ingot verify layout quickstart --layouts 'shard=2,tensor=2;pipeline=2,virtual=2'"
     )
 )
 def layout(
@@ -94,6 +97,7 @@ def layout(
             show_default=False,
         ),
     ] = None,
+    as_json: ResultAsJson = False,
 ) -> int:
     """The recipe made small, trained in many layouts on this CPU: losses, gradient norms and
     weights against one process.
@@ -101,18 +105,30 @@ def layout(
     Needs prepared data. Degrees of the recipe's own layout are divided until 8 processes suffice;
     `auto` counts as 2.
     """
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
     from ingot.verify.layout import verify_layout
 
-    return _compared(verify_layout(read_recipe(recipe), layouts))
+    return _compared(verify_layout(read_recipe(recipe), layouts), as_json=as_json)
 
 
-def _compared(proof: LayoutProof) -> int:
+def _compared(proof: LayoutProof, *, as_json: bool) -> int:
     """Print the table on stdout; 0 if every possible layout matches one process."""
+    if as_json:
+        layouts = [
+            {
+                "layout": one.layout.name,
+                "processes": one.layout.processes,
+                "holds": one.holds,
+                "difference": one.difference,
+                "summary": one.summary,
+            }
+            for one in proof.findings
+        ]
+        print_json("verify layout", title=proof.title, holds=proof.holds, layouts=layouts)
+        return EXIT_DONE if proof.holds else EXIT_FAILED
     from rich.table import Table
     from rich.text import Text
 
-    from ingot.base.errors import EXIT_DONE, EXIT_FAILED
     from ingot.cli.console import console
 
     table = Table(
@@ -170,12 +186,14 @@ def _differences(one: LayoutResult) -> list[str]:
     )
 
 
-def _shown(proof: Proof) -> int:
+def _shown(verb: str, proof: Proof, *, as_json: bool) -> int:
     """Print the table on stdout; 0 if the proof holds."""
+    if as_json:
+        print_json(f"verify {verb}", title=proof.title, holds=proof.holds, checks=proof.checks)
+        return EXIT_DONE if proof.holds else EXIT_FAILED
     from rich.table import Table
     from rich.text import Text
 
-    from ingot.base.errors import EXIT_DONE, EXIT_FAILED
     from ingot.cli.console import console
 
     table = Table("check", "", "what was found", title=proof.title, title_justify="left")
@@ -203,7 +221,8 @@ if TYPE_CHECKING:
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RECIPE.yaml... KEY=VALUE...",
+        metavar="RECIPE... KEY=VALUE...",
+        autocompletion=complete_arguments,
         help="Recipe files and overrides; later ones win.",
         show_default=False,
     ),
@@ -275,13 +294,13 @@ def bench(
     """Tokens a second, share of the peak and memory, by number of processes, micro-batch and number
     format.
     """
-    from ingot.cli.arguments import read_recipe
+    from ingot.config.load import read_recipe
 
     if calibrate:
         return _calibrate(arguments, devices, into)
     if not arguments:
         raise WrongInput(
-            "bench needs a recipe, such as recipes/quickstart.yaml; or --calibrate, which measures"
+            "bench needs a recipe, such as quickstart; or --calibrate, which measures"
             " this device for `ingot plan`"
         )
     recipe = read_recipe(arguments)

@@ -1,14 +1,23 @@
-"""The registry of extension points ("doors"): every built-in kind, and where its code is.
+"""Doors: extension points for named kinds (objectives, optimizers, places, ...), and the table of
+every built-in kind with its dotted path.
 
 A new kind is one new file and one line here; nothing registers itself on import. Other packages add
-kinds by entry points in the group `ingot.plugins`; see docs/EXTENDING.md.
+kinds by entry points in the group `ingot.plugins`, which are read only when a kind is not built in
+or when kinds are listed; see docs/EXTENDING.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from ingot.base.doors import Door
+from ingot.base.errors import WrongInput
 
 BUILT_IN: dict[str, dict[str, str]] = {
     # Settings (ingot.config.sections.objective.ObjectiveSettings); `objective.kind`.
@@ -16,6 +25,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "pretrain": "ingot.config.sections.objective:PretrainSettings",
         "sft": "ingot.config.sections.objective:SFTSettings",
         "dpo": "ingot.config.sections.objective:DPOSettings",
+        "ipo": "ingot.config.sections.objective:IPOSettings",
+        "simpo": "ingot.config.sections.objective:SimPOSettings",
+        "orpo": "ingot.config.sections.objective:ORPOSettings",
+        "kto": "ingot.config.sections.objective:KTOSettings",
+        "reward": "ingot.config.sections.objective:RewardModelSettings",
+        "grpo": "ingot.config.sections.grpo:GRPOSettings",
         "distill": "ingot.config.sections.objective:DistillSettings",
         "seq2seq": "ingot.config.sections.objective:Seq2SeqSettings",
         "classify": "ingot.config.sections.objective:ClassifySettings",
@@ -24,12 +39,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "optimizer": {
         "adamw": "ingot.config.sections.training:AdamW",
         "sgd": "ingot.config.sections.training:SGD",
+        "muon": "ingot.config.sections.training:Muon",
     },
     # Settings (ingot.config.sections.training.ScheduleSettings); `train.schedule.kind`.
     "schedule": {
         "cosine": "ingot.config.sections.training:CosineSchedule",
         "linear": "ingot.config.sections.training:LinearSchedule",
         "constant": "ingot.config.sections.training:ConstantSchedule",
+        "wsd": "ingot.config.sections.training:WSDSchedule",
     },
     # Kinds of sources (ingot.data.sources.kind.SourceKind) by the scheme in `data.train[].source`,
     # such as `hf` in `hf:NAME`. A path has no scheme.
@@ -38,7 +55,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "wikipedia": "ingot.data.sources.wikipedia:WikipediaSource",
         "bigquery": "ingot.data.sources.bigquery:BigQuerySource",
         "megatron": "ingot.data.sources.megatron:MegatronSource",
-        "builtin": "ingot.data.sources.local_files:StandardLibrary",
+        "builtin": "ingot.data.sources.local_files:BuiltIn",
     },
     # Settings (ingot.config.sections.data.CleaningSettings); `data.clean.steps[].kind`. ingot's own
     # steps are knobs of `data.clean`.
@@ -50,7 +67,22 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "choice": "ingot.config.sections.evaluation:ChoiceTask",
         "rouge": "ingot.config.sections.evaluation:RougeTask",
         "classification": "ingot.config.sections.evaluation:ClassificationTask",
+        "preference": "ingot.config.sections.evaluation:PreferenceTask",
+        "reward": "ingot.config.sections.evaluation:RewardTask",
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
+    },
+    # Settings (ingot.config.sections.rewards.RewardSettings); the `kind` of each of a list of
+    # rewards.
+    "reward": {
+        "exact": "ingot.config.sections.rewards:ExactReward",
+        "numeric": "ingot.config.sections.rewards:NumericReward",
+        "regex": "ingot.config.sections.rewards:RegexReward",
+        "json_schema": "ingot.config.sections.rewards:JsonSchemaReward",
+        "length": "ingot.config.sections.rewards:LengthReward",
+        "classifier": "ingot.config.sections.rewards:ClassifierReward",
+        "python": "ingot.config.sections.rewards:PythonReward",
+        "http": "ingot.config.sections.rewards:HttpReward",
+        "code": "ingot.config.sections.rewards:CodeReward",
     },
     # Settings (ingot.config.sections.deployment.GateSettings); `gate.kind`.
     "gate": {"metric": "ingot.config.sections.deployment:MetricGate"},
@@ -67,10 +99,26 @@ BUILT_IN: dict[str, dict[str, str]] = {
     # Members of the native decoder family (ingot.config.family.FamilyMember) by `model_type` of a
     # Hugging Face configuration.
     "family": {
-        "llama": "ingot.config.family:LLAMA",
-        "mistral": "ingot.config.family:MISTRAL",
-        "qwen2": "ingot.config.family:QWEN2",
-        "qwen3": "ingot.config.family:QWEN3",
+        "llama": "ingot.config.families:LLAMA",
+        "mistral": "ingot.config.families:MISTRAL",
+        "ministral3": "ingot.config.families:MINISTRAL3",
+        "qwen2": "ingot.config.families:QWEN2",
+        "qwen3": "ingot.config.families:QWEN3",
+        "gemma3_text": "ingot.config.families:GEMMA3",
+        "olmo2": "ingot.config.families:OLMO2",
+        "olmo3": "ingot.config.families:OLMO3",
+        "smollm3": "ingot.config.families:SMOLLM3",
+        "granite": "ingot.config.families:GRANITE",
+        "phi3": "ingot.config.families:PHI3",
+        "glm4": "ingot.config.families:GLM4",
+        "exaone4": "ingot.config.families:EXAONE4",
+        "seed_oss": "ingot.config.families:SEED_OSS",
+        "mixtral": "ingot.config.mixtures:MIXTRAL",
+        "qwen3_moe": "ingot.config.mixtures:QWEN3_MOE",
+        "gpt_oss": "ingot.config.mixtures:GPT_OSS",
+        "minimax_m2": "ingot.config.mixtures:MINIMAX_M2",
+        "glm4_moe": "ingot.config.mixtures:GLM4_MOE",
+        "olmoe": "ingot.config.mixtures:OLMOE",
     },
     # Launchers (ingot.launch.job.Launcher), called with the recipe; `launch.kind`. For `local`,
     # what starts the processes of a job on this machine.
@@ -87,12 +135,112 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Door -> kind -> dotted path `module:attribute`."""
 
+
+GROUP = "ingot.plugins"
+"""The group of entry points; the name of each is `DOOR.KIND`, such as `objective.slic`."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One extension point: its name, and the dotted path `module:attribute` of each
+    built-in kind.
+    """
+
+    name: str
+    built_in: Mapping[str, str] = field(hash=False)
+
+    def find(self, kind: str) -> Any | None:
+        """The object registered for a kind, imported now; None if neither ingot nor an installed
+        package provides it.
+
+        Raises:
+            WrongInput: an installed package provides it, but it cannot be imported.
+        """
+        if kind in self.built_in:
+            return load_dotted(self.built_in[kind])
+        entry = self.installed().get(kind)
+        return None if entry is None else _load_entry(entry)
+
+    def load(self, kind: str, knob: str) -> Any:
+        """The object registered for the kind that the knob `knob` names.
+
+        Raises:
+            WrongInput: there is no such kind (the nearest one is suggested), or its package cannot
+                be imported.
+        """
+        found = self.find(kind)
+        if found is None:
+            raise WrongInput(f"{knob} is {kind!r}; it should be {self.expected(kind)}")
+        return found
+
+    def kinds(self) -> list[str]:
+        """All kinds: the built-in ones, then those of installed packages."""
+        return [*self.built_in, *self.installed()]
+
+    def expected(self, kind: str) -> str:
+        """`one of 'a', 'b'`, with the likely intended one for an unknown kind."""
+        kinds = self.kinds()
+        if not kinds:
+            return "a kind that an installed package brings, and none brings any"
+        near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.6)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        return "one of " + ", ".join(f"'{each}'" for each in kinds) + hint
+
+    def package_of(self, kind: str) -> str | None:
+        """`NAME VERSION` of the installed package that provides a kind; None for a built-in one."""
+        entry = None if kind in self.built_in else self.installed().get(kind)
+        dist = None if entry is None else entry.dist
+        return None if dist is None else f"{dist.name} {dist.version}"
+
+    def installed(self) -> dict[str, EntryPoint]:
+        """The kinds that other packages provide. A built-in kind cannot be replaced."""
+        found: dict[str, EntryPoint] = {}
+        for entry in _entries(tuple(sys.path)):
+            door, _, kind = entry.name.partition(".")
+            if door != self.name or kind in self.built_in:
+                continue
+            if kind in found and found[kind].value != entry.value:
+                raise WrongInput(
+                    f"two installed packages bring {entry.name}: {found[kind].value} and"
+                    f" {entry.value}; uninstall one of them"
+                )
+            found[kind] = entry
+        return found
+
+
+@functools.cache
+def _entries(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """All entry points of the group, read once per `sys.path`."""
+    return tuple(entry_points(group=GROUP))
+
+
+def _load_entry(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        package = "an installed package" if entry.dist is None else entry.dist.name
+        raise WrongInput(
+            f"{entry.name} = {entry.value} of {package} cannot be imported"
+            f" ({type(error).__name__}: {error}); mend or reinstall the package"
+        ) from error
+
+
+def load_dotted(path: str) -> Any:
+    """The attribute that `package.module:attribute` names."""
+    module, _, attribute = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
+
+
 OBJECTIVES = Door("objective", BUILT_IN["objective"])
 OPTIMIZERS = Door("optimizer", BUILT_IN["optimizer"])
 SCHEDULES = Door("schedule", BUILT_IN["schedule"])
 SOURCES = Door("source", BUILT_IN["source"])
 CLEANING = Door("clean", BUILT_IN["clean"])
 TASKS = Door("task", BUILT_IN["task"])
+REWARDS = Door("reward", BUILT_IN["reward"])
 GATES = Door("gate", BUILT_IN["gate"])
 TEMPLATES = Door("template", BUILT_IN["template"])
 FAMILIES = Door("family", BUILT_IN["family"])

@@ -1,8 +1,8 @@
-"""The native decoder family as configurations: how its members differ, and the defaults of keys
-missing in `config.json`.
+"""The native decoder family as configurations: how its members differ, and the sizes that a
+`config.json` of one of them means.
 
-The defaults are transformers' own for each model type, so that a sparse `config.json` means the
-same model in both. No torch.
+The members are rows of `ingot/config/families.py` and `mixtures.py`; rotary positions are read in
+`ingot/config/rotary.py`. No torch.
 """
 
 from __future__ import annotations
@@ -10,75 +10,92 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import FAMILIES
+from ingot.config.experts import ExpertKeys, ExpertsConfig, read_experts, sparse_layers
+from ingot.config.model_types import REFUSED_DECODERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROTARY = ("rope_scaling", "rope_parameters")
+
+
+class LayerNorms(NamedTuple):
+    """Where a layer has norms, each by its name in the files of the family; None: none there."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+BEFORE = LayerNorms()
 
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """One member of the native decoder family: how it differs from the others.
+    """One member of the native decoder family: how it differs from Llama.
 
     A new member is one such object and one row in `ingot.config.doors.BUILT_IN["family"]`, under
-    the `model_type` of its Hugging Face configuration. `None` for a bias: as the configuration's
-    `attention_bias` says.
+    the `model_type` of its Hugging Face configuration. A bias is there or not, or as the named key
+    of the configuration says.
     """
 
     description: str
     """The models of this type, for users."""
-    positions: int = 2048
-    kv_heads: int | None = None
-    """None: as many as query heads."""
-    head_dim: int | None = None
-    """None: the hidden size divided by the heads."""
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    may_bias_mlp: bool = False
-    qk_norm: bool = False
-    """Queries and keys are normalised per head."""
-    window: int | None = None
-    """The default sliding window if `config.json` gives none; None: no window."""
-    window_switch: bool = False
-    """Windows apply only if `use_sliding_window` is set, and from layer `max_window_layers` on."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The meaning of keys that a `config.json` leaves out: those of transformers' class."""
+    qkv_bias: bool | str = "attention_bias"
+    output_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    norms: LayerNorms = BEFORE
+    norm_offset: float = 0.0
+    """Added to the weight of each norm."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Queries and keys are normalised: per head, or over the width of all heads."""
+    qk_norm_if: str | None = None
+    """The key of the configuration that says whether they are; None: they are."""
+    further_layers: tuple[str, ...] = ()
+    """Keys of the number of layers after the last one, which predict further tokens. Files may hold
+    them; they are neither read nor trained nor written."""
+    windows: Literal["none", "all", "switch", "pattern", "unrotated"] = "none"
+    """Layers with a sliding window: all; from layer `max_window_layers` on if `use_sliding_window`
+    is set; all but every `sliding_window_pattern`th; those without rotary positions."""
+    rotary: Literal["all", "windowed", "listed"] = "all"
+    """Layers with rotary positions: all; where there are windows, only layers that have one; those
+    that `no_rope_layers` lists with a 1."""
+    thetas: Mapping[str, float] | None = None
+    """The default rotary base of each layer type, if their rotary positions differ."""
+    scalings: tuple[str, ...] | None = None
+    """The kinds of rotary scaling that the type has; None: every supported one."""
+    share: float | None = None
+    """The default share of a head that is rotated; None: all of it, and nothing else is known."""
+    rotated: str | None = None
+    """The key of the number of rotated channels of a head: another spelling of the share."""
+    interleaved: bool = False
+    """Adjacent channels are rotated with each other, not the two halves of a head."""
+    sinks: bool = False
+    """Each head has a score that takes part in the softmax and has no value."""
+    query_growth: bool = False
+    """Queries grow with their position (`llama_4_scaling_beta`)."""
+    embedding_root: bool = False
+    """Embeddings are multiplied by the square root of the width."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules of a layer whose files hold several of ours, one after the other by rows."""
+    experts: ExpertKeys | None = None
+    """How `config.json` describes the experts of its sparse layers; None: all layers are dense."""
+    reads: frozenset[str] = frozenset()
+    """Keys of `config.json` that only some members have, and that are read for this one."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of `config.json` that must have one of these values if given."""
 
+    def norm_of_heads(self, values: Mapping[str, Any]) -> Literal["none", "head", "full"]:
+        """`qk_norm` of a configuration with its defaults."""
+        return "none" if self.qk_norm_if and not values.get(self.qk_norm_if) else self.qk_norm
 
-LLAMA = FamilyMember(
-    "Llama 1, 2, 3, 3.1, 3.2, 3.3, SmolLM2 and others of the same architecture",
-    may_bias_mlp=True,
-    fixed={"sliding_window": (None,)},
-)
-MISTRAL = FamilyMember(
-    "Mistral 7B with and without sliding window, Nemo and others of the same architecture",
-    positions=131_072,
-    kv_heads=8,
-    qkv_bias=False,
-    output_bias=False,
-    window=4096,
-)
-QWEN2 = FamilyMember(
-    "Qwen 2 and 2.5 (biases on queries, keys and values)",
-    positions=32_768,
-    kv_heads=32,
-    qkv_bias=True,
-    output_bias=False,
-    window=4096,
-    window_switch=True,
-)
-QWEN3 = FamilyMember(
-    "Qwen 3, dense (normed queries and keys)",
-    positions=32_768,
-    kv_heads=32,
-    head_dim=128,
-    qk_norm=True,
-    window=4096,
-    window_switch=True,
-)
+    def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration with the defaults of what it leaves out."""
+        return {**self.defaults, **config}
 
 
 def is_native(model_type: Any) -> bool:
@@ -101,6 +118,11 @@ def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyM
     family: FamilyMember | None = FAMILIES.find(model_type)
     if family is None:
         known = FAMILIES.kinds()
+        if lacking := REFUSED_DECODERS.get(model_type):
+            raise WrongInput(
+                f"{where}: model_type `{model_type}` is not supported: {lacking} missing here; take"
+                " another model (`ingot show models`)"
+            )
         near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.0)[0]
         raise WrongInput(
             f"{where}: model_type `{model_type}` is not supported, only {', '.join(known)}"
@@ -109,10 +131,56 @@ def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyM
     return family
 
 
+# Keys of `config.json` that every member reads or checks, and those without effect on a decoder.
+_READ = """
+model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings rms_norm_eps
+hidden_act initializer_range tie_word_embeddings rope_theta rope_scaling rope_parameters
+partial_rotary_factor attention_bias mlp_bias attention_dropout sliding_window layer_types
+pretraining_tp quantization_config use_mrope
+"""
+_INERT = """
+architectures auto_map bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id
+unk_token_id decoder_start_token_id dtype torch_dtype transformers_version use_cache
+cache_implementation id2label label2id num_labels problem_type is_encoder_decoder is_decoder
+add_cross_attention cross_attention_hidden_size tie_encoder_decoder return_dict
+return_dict_in_generate output_attentions output_hidden_states output_scores torchscript
+use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward finetuning_task
+task_specific_params tokenizer_class prefix suppress_tokens begin_suppress_tokens
+forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty bad_words_ids
+early_stopping do_sample temperature top_k top_p typical_p min_length max_length num_beams
+num_beam_groups num_return_sequences diversity_penalty length_penalty repetition_penalty
+no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values is_llama_config
+transformers.js_config model_name name unsloth_fixed unsloth_version attn_implementation
+"""
+
+
+def refuse_unknown_keys(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a key that this code does not know: it may change what the model computes.
+
+    A key that is null or false is taken to be off. Raises WrongInput.
+    """
+    family = family_of(config, where)
+    known = {*_READ.split(), *_INERT.split(), *family.reads, *family.fixed}
+    known |= {*family.further_layers, *filter(None, [family.qk_norm_if, family.rotated])}
+    if family.experts is not None:
+        known |= family.experts.reads
+    for key, value in config.items():
+        if key in known or key.startswith("_") or value is None or value is False:
+            continue
+        raise WrongInput(
+            f"{where}: `{key}` ({value!r}) is not known for model_type"
+            f" `{config.get('model_type')}` and may change what the model computes; set"
+            f" model.config.{key}=null if it does not, or choose another model"
+        )
+
+
 @dataclass(frozen=True)
 class DecoderSizes:
     """The sizes that determine a decoder's tensors and compute. `windows`: for each layer how many
-    tokens back a query attends to, itself included; None: all.
+    tokens back a query attends to, itself included; None: all. `norms`, `sinks`: weights of a
+    layer's norms and sinks. `sparse`: for each layer whether `experts` take the place of its
+    feed-forward.
     """
 
     vocab: int
@@ -127,8 +195,11 @@ class DecoderSizes:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    norms: int
+    sinks: int
     windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None
+    sparse: tuple[bool, ...]
 
 
 def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
@@ -140,44 +211,90 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
         WrongInput: a `model_type` that is not native, or contradictory windows.
     """
     family = family_of(config, where)
+    values = family.filled(config)
     heads, layers, hidden = (
-        int(config["num_attention_heads"]),
-        int(config["num_hidden_layers"]),
-        int(config["hidden_size"]),
+        int(values["num_attention_heads"]),
+        int(values["num_hidden_layers"]),
+        int(values["hidden_size"]),
     )
-    bias = bool(config.get("attention_bias", False))
+    kv_heads = int(values.get("num_key_value_heads") or heads)
+    head_dim = int(values.get("head_dim") or hidden // max(heads, 1))
+    mixture = family.experts
+    normed = {"none": 0, "head": 2 * head_dim, "full": (heads + kv_heads) * head_dim}
+
+    def has(bias: bool | str) -> bool:
+        return bool(values.get(bias, False)) if isinstance(bias, str) else bias
+
     return DecoderSizes(
-        vocab=int(config["vocab_size"]),
+        vocab=int(values["vocab_size"]),
         hidden=hidden,
-        feed_forward=int(config["intermediate_size"]),
+        feed_forward=int(values["intermediate_size"]),
         layers=layers,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads", family.kv_heads) or heads),
-        head_dim=int(config.get("head_dim") or family.head_dim or hidden // max(heads, 1)),
-        positions=int(config.get("max_position_embeddings", family.positions)),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=family.may_bias_mlp and bool(config.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
-        windows=_windows(config, family, layers, where),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        positions=_positions(values),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=has(family.qkv_bias),
+        output_bias=has(family.output_bias),
+        mlp_bias=has(family.mlp_bias),
+        norms=hidden * sum(name is not None for name in family.norms)
+        + normed[family.norm_of_heads(values)],
+        sinks=heads if family.sinks else 0,
+        windows=_windows(values, family, layers, where),
+        experts=None if mixture is None else read_experts(values, mixture, where),
+        sparse=(False,) * layers if mixture is None else sparse_layers(values, mixture, where),
     )
+
+
+def _positions(values: Mapping[str, Any]) -> int:
+    """Positions that a row may have. LongRoPE takes other frequencies for rows longer than those of
+    the original model, by the longest row of a batch: a result would depend on the batch, so that
+    such rows are not offered.
+    """
+    positions = int(values.get("max_position_embeddings", 2048))
+    for rope in (values.get("rope_scaling"), values.get("rope_parameters")):
+        if isinstance(rope, Mapping) and "short_factor" in rope:
+            before = values.get("original_max_position_embeddings") or rope.get(
+                "original_max_position_embeddings"
+            )
+            positions = min(positions, int(before or positions))
+    return positions
+
+
+def rotary_layers(values: Mapping[str, Any], family: FamilyMember, where: str) -> tuple[bool, ...]:
+    """Which layers have rotary positions, of a configuration with its defaults."""
+    layers = int(values["num_hidden_layers"])
+    if family.rotary == "windowed" and values.get("sliding_window") is not None:
+        return tuple(window is not None for window in _windows(values, family, layers, where))
+    listed = values.get("no_rope_layers") if family.rotary == "listed" else [1] * layers
+    if listed is None:
+        every = int(values["no_rope_layer_interval"])
+        listed = [(layer + 1) % every for layer in range(layers)]
+    if len(listed) != layers:
+        raise WrongInput(
+            f"{where}: no_rope_layers names {len(listed)} layers, num_hidden_layers is {layers};"
+            " give both in model.config"
+        )
+    return tuple(bool(rotated) for rotated in listed)
 
 
 def _windows(
-    config: Mapping[str, Any], family: FamilyMember, layers: int, where: str
+    values: Mapping[str, Any], family: FamilyMember, layers: int, where: str
 ) -> tuple[int | None, ...]:
-    window, types = config.get("sliding_window", family.window), config.get("layer_types")
-    if family.window is None or (
-        family.window_switch and not config.get("use_sliding_window", False)
+    window, types = values.get("sliding_window"), values.get("layer_types")
+    if family.windows == "none" or (
+        family.windows in ("switch", "unrotated") and not values.get("use_sliding_window", False)
     ):
         window = None
     if window is not None and int(window) < 1:
         raise WrongInput(
             f"{where}: sliding_window is {window}; it must be at least 1, or null for none"
         )
-    first = int(config.get("max_window_layers", 28)) if family.window_switch else 0
-    usual = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    if window is None or types is not None:
+        usual = [FULL] * layers if window is None else [SLIDING] * layers
+    else:
+        usual = _usual_types(values, family, layers, where)
     types = usual if types is None else list(types)
     if unknown := sorted({str(name) for name in types} - {FULL, SLIDING}):
         raise WrongInput(
@@ -194,77 +311,30 @@ def _windows(
             f"{where}: layer_types has {SLIDING}, but there is no window; set sliding_window (and"
             " use_sliding_window where there is one)"
         )
-    if not family.window_switch and types != usual:
+    if family.windows in ("none", "all") and types != usual:
         raise WrongInput(
-            f"{where}: layer_types mixes windows, which model_type `{config.get('model_type')}`"
+            f"{where}: layer_types mixes windows, which model_type `{values.get('model_type')}`"
             " does not; take layer_types out"
         )
     return tuple(int(window) if window is not None and name == SLIDING else None for name in types)
 
 
-def rope_values(config: Mapping[str, Any], where: str = "model.config") -> dict[str, Any]:
-    """Normalise both spellings of rotary positions: `rope_parameters` (transformers 5), and
-    `rope_theta` beside `rope_scaling` (earlier).
-
-    Raises:
-        WrongInput: both are given and contradict each other; readers differ in which one wins.
-    """
-    spellings = [dict(config.get(name) or {}) for name in ROTARY]
-    if nested := [
-        key
-        for spelling in spellings
-        for key, value in spelling.items()
-        if isinstance(value, Mapping)
-    ]:
-        raise WrongInput(
-            f"{where}: rotary positions that differ by layer ({', '.join(nested)}) are not"
-            " supported; choose another model"
-        )
-    for spelling in spellings:
-        if spelling:
-            spelling["rope_type"] = spelling.get("rope_type") or spelling.get("type") or "default"
-            spelling.pop("type", None)
-    values: dict[str, Any] = {}
-    for spelling in (*spellings, {"rope_theta": config.get("rope_theta")}):
-        for key, value in spelling.items():
-            if value is not None and values.setdefault(key, value) != value:
-                raise WrongInput(
-                    f"{where}: {key} is both {values[key]!r} and {value!r} in rope_theta,"
-                    " rope_scaling and rope_parameters; give it in rope_parameters alone"
-                )
-    return {"rope_type": "default", "rope_theta": 10_000.0, **values}
-
-
-def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with some values changed, and with the values that depend on them.
-
-    Rotary positions may be changed in either spelling and come out in one; the base is kept unless
-    it is changed too. Changing the width or number of heads adjusts the head size, changing the
-    number of layers adjusts `layer_types`.
-    """
-    made = {**config, **changes}
-    new = {name: changes[name] for name in ("rope_theta", *ROTARY) if name in changes}
-    if new:
-        before = rope_values(config)
-        if new.keys() == {"rope_theta"}:
-            values = {**before, **new}
-        elif any(
-            "rope_theta" in (part or {}) for part in (new, *(new.get(name) for name in ROTARY))
-        ):
-            values = rope_values(new)
-        else:
-            values = {**rope_values(new), "rope_theta": before["rope_theta"]}
-        made = {key: value for key, value in made.items() if key not in ("rope_theta", *ROTARY)} | {
-            "rope_parameters": values
-        }
-    if "head_dim" not in changes and {"hidden_size", "num_attention_heads"} & changes.keys():
-        made.pop("head_dim", None)
-    types, layers = made.get("layer_types"), made.get("num_hidden_layers")
-    if (
-        types
-        and "layer_types" not in changes
-        and "num_hidden_layers" in changes
-        and isinstance(layers, int)
-    ):
-        made["layer_types"] = [types[0]] * layers if len(set(types)) == 1 else types[:layers]
-    return made
+def _usual_types(
+    values: Mapping[str, Any], family: FamilyMember, layers: int, where: str
+) -> list[str]:
+    """The types of layers with a window, where `layer_types` does not name them."""
+    windowed = [True] * layers
+    if family.windows == "switch":
+        first = int(values.get("max_window_layers", 28))
+        windowed = [layer >= first for layer in range(layers)]
+    elif family.windows == "pattern":
+        every = values["sliding_window_pattern"]
+        if not isinstance(every, int):
+            raise WrongInput(
+                f"{where}: sliding_window_pattern {every!r} without layer_types is not supported,"
+                " only a number; give layer_types"
+            )
+        windowed = [(layer + 1) % every != 0 for layer in range(layers)]
+    elif family.windows == "unrotated":
+        windowed = [not rotated for rotated in rotary_layers(values, family, where)]
+    return [SLIDING if here else FULL for here in windowed]

@@ -11,9 +11,18 @@ import typing
 from typing import Any
 
 from ingot.base.errors import differing
-from ingot.config.doors import FAMILIES, OBJECTIVES, OPTIMIZERS, SCHEDULES, TASKS, packages_of
+from ingot.config.doors import (
+    FAMILIES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    REWARDS,
+    SCHEDULES,
+    TASKS,
+    packages_of,
+)
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
+from ingot.config.sections.loop import RouterSettings
 
 TRAINING_KNOBS = (
     "seed",
@@ -45,7 +54,19 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     """Knob -> value, flat, for comparison and for naming changes."""
     chosen = recipe.select(TRAINING_KNOBS)
     del chosen["model"]["unproved"]  # a permission, without effect on results
+    if recipe.model.quantize is None:
+        del chosen["model"]["quantize"]  # as runs of earlier versions have it
+    else:
+        del chosen["model"]["quantize"]["merge_into"]  # of the export
+    if (lora := chosen["model"]["lora"]) is not None:
+        for knob, plain in (("kind", "lora"), ("init", "kaiming")):
+            if lora[knob] == plain:
+                del lora[knob]  # as runs of earlier versions have it
+    if not chosen["train.optimizer"].get("groups", True):
+        del chosen["train.optimizer"]["groups"]  # as runs of earlier versions have it
     chosen["data.pack"] = recipe.pack
+    if recipe.data.truncate != "right":
+        chosen["data.truncate"] = recipe.data.truncate
     if recipe.data.skip:
         chosen["data.skip"] = [list(span) for span in recipe.data.skip]
     if recipe.data.window is not None:
@@ -58,6 +79,13 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.train.skip.spike is not None:
         chosen.update(recipe.select(("train.skip.spike",)))
+    if (experts := recipe.train.experts) != RouterSettings():
+        chosen["train.experts"] = experts.model_dump()
+    average = recipe.train.average
+    if average is not None and average.kind == "ema":
+        chosen["train.average.decay"] = average.decay
+        if recipe.train.early_stop is not None:
+            chosen["train.average.evaluate"] = average.evaluate
     if (early_stop := recipe.train.early_stop) is not None:
         # Only with early stopping does evaluation affect training.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
@@ -70,7 +98,8 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         (SCHEDULES, recipe.train.schedule.kind),
         (FAMILIES, str(recipe.model.config.get("model_type", ""))),
     )
-    return chosen | packages_of(kinds)
+    rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
+    return chosen | packages_of((*kinds, *rewards))
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

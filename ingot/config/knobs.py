@@ -1,4 +1,6 @@
-"""The list of all knobs with type, default and docstring, derived from the settings classes."""
+"""The list of all knobs with type, default and docstring, derived from the settings classes, and
+those of a recipe that are not at their defaults.
+"""
 
 from __future__ import annotations
 
@@ -176,3 +178,24 @@ def _type_name(annotation: Any) -> str:
     return {"str": "text", "bool": "true | false", "int": "integer", "float": "number"}.get(
         name, name
     )
+
+
+def changed_values(section: BaseModel) -> dict[str, Any]:
+    """The values of a section that are not its defaults, and where a kind was chosen, the kind;
+    loading them gives the same section.
+    """
+    found: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if field.is_required() or value != field.get_default(call_default_factory=True):
+            found[name] = _changed(value, section.model_dump(mode="json", include={name})[name])
+    return found
+
+
+def _changed(value: Any, dumped: Any) -> Any:
+    if isinstance(value, BaseModel):
+        kind = {"kind": dumped["kind"]} if "kind" in dumped else {}
+        return kind | changed_values(value)
+    if isinstance(value, list):
+        return [_changed(each, shown) for each, shown in zip(value, dumped, strict=True)]
+    return dumped

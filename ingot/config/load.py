@@ -1,5 +1,5 @@
-"""Loads a validated recipe from files, environment and command line; every error names the place of
-the value.
+"""Loads a validated recipe from files, environment and command line (recipe files and `key=value`
+overrides, in any order); every error names the place of the value.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ingot.base.environment import read_dotenv
+from ingot.base.environment import holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
+from ingot.config.knobs import all_knobs, changed_values, nearest_knob
 from ingot.config.recipe import Recipe
+from ingot.config.shipped import resolve, suggestion, tell_names
 from ingot.config.values import (
     MISSING,
     KeyPath,
@@ -42,6 +45,7 @@ STEP_KNOBS = {
 """The knobs of `launch` that a step of `pipeline.steps` can override, and their names there."""
 LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
 """Stand-ins for required sections when the recipe's own cannot be read."""
+_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -58,6 +62,64 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into recipe files and overrides. `name=value` is an override, unless a file
+    of that name exists.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if _OVERRIDE.match(argument) and not os.path.isfile(argument) else files).append(
+            argument
+        )
+    return files, overrides
+
+
+def read_recipe(arguments: Sequence[str], verb: str | None = None) -> Recipe:
+    """The recipe, for `verb` if given (see `load_recipe`). Raises WrongInput if there is no recipe
+    file among the arguments, or if they are invalid.
+    """
+    return read_with_origins(arguments, verb)[0]
+
+
+def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tuple[Recipe, Values]:
+    """The recipe, and its raw values with the places that set them. Raises as `read_recipe`."""
+    files, overrides = split_arguments(arguments)
+    _check_values_given(files)
+    if not files:
+        raise WrongInput(
+            "no recipe is given; name one, such as quickstart (`ingot recipes` lists them)"
+        )
+    if named := [file for file in files if not (os.path.isfile(file) and Path(file).suffix)]:
+        tell_names(named)
+    raw = read_values(files, overrides, environ=os.environ, dotenv=Path(".env"), verb=verb)
+    recipe = checked(raw)
+    if verb is not None and "LOCAL_RANK" not in os.environ:
+        for name in recipe.launch.environment:
+            if holds_secret(name):
+                say(
+                    f"warning: launch.environment.{name} looks like a secret, and is written into"
+                    " recipe.yaml and the scripts of jobs; remove it, export it, and name it in"
+                    " launch.secrets (ssh, Slurm) or in cloud.secrets"
+                )
+    return recipe, raw
+
+
+def _check_values_given(files: Sequence[str]) -> None:
+    """Raises WrongInput for a knob's name among the recipe files: its value is missing."""
+    for name in files:
+        if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)*", name) and not os.path.exists(name):
+            known = {knob.plain for knob in all_knobs()}
+            if name in known:
+                raise WrongInput(f"`{name}` has no value; write `{name}=VALUE`")
+            if name.partition(".")[0] in {path.partition(".")[0] for path in known if "." in path}:
+                near = nearest_knob(name, name.rpartition(".")[0])
+                if Path(name).suffix not in (".yaml", ".yml", ".json"):
+                    raise WrongInput(
+                        f"`{name}` is no recipe and no knob; did you mean `{near}=VALUE`?"
+                    )
 
 
 def load_recipe(
@@ -138,7 +200,7 @@ def read_values(
         _type_into_steps(values, path, value, where, verb)
 
     for file in files:
-        _merge_file(values, Path(file))
+        _merge_file(values, Path(file) if os.path.isfile(file) else resolve(file)[0])
     from_dotenv = read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}
     for place, variables in ((f"{dotenv}: ", from_dotenv), ("$", environ)):
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
@@ -189,10 +251,12 @@ def _type_into_steps(
         set_value(values, ("pipeline", "steps", verb, knob), value, where)
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The complete resolved recipe as YAML; loading it gives the same recipe."""
-    values = recipe.model_dump(mode="json")
-    if not recipe.trains_tokenizer:
+def dump_recipe(recipe: Recipe, *, changed: bool = False) -> str:
+    """The complete resolved recipe as YAML, or only what differs from the defaults; loading it
+    gives the same recipe.
+    """
+    values = changed_values(recipe) if changed else recipe.model_dump(mode="json")
+    if not changed and not recipe.trains_tokenizer:
         del values["tokenizer"]["vocab_size"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -212,7 +276,7 @@ def _merge_file(values: Values, path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise WrongInput(f"recipe {path} does not exist; check the path") from None
+        raise WrongInput(f"recipe {path} does not exist; {suggestion(path)}") from None
     except IsADirectoryError:
         raise WrongInput(f"recipe {path} is a folder; give the recipe.yaml in it") from None
     except UnicodeDecodeError as error:

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.family import overridden
-from ingot.config.model_types import PROVED, UNFIT, HFKind, installed_types
+from ingot.config.model_types import PROVED, READS_LAST, UNFIT, HFKind, installed_types
 from ingot.config.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.recipe import Recipe
+from ingot.config.rotary import overridden
 from ingot.config.sections.objective import Documents
-from ingot.config.sections.training import Model
+from ingot.config.sections.training import ModelSettings
 
 ModelKind = Literal["decoder", "seq2seq", "encoder"]
 
@@ -27,10 +27,11 @@ KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "text": "decoder",
     "chat": "decoder",
     "preference": "decoder",
+    "rated": "decoder",
     "pair": "seq2seq",
     "labelled": "encoder",
 }
-"""The kind of model for each kind of document."""
+"""The kind of model that gives each kind of document a probability."""
 
 CONFIG, META = "config.json", "params.json"
 _MAY_BE_LEFT_OUT = (
@@ -38,6 +39,30 @@ _MAY_BE_LEFT_OUT = (
     *("pad_token_id", "decoder_start_token_id"),
 )
 """Keys that may be set although the configuration lacks them."""
+
+
+def trained_kind(recipe: Recipe) -> ModelKind:
+    """The kind of model that a recipe trains."""
+    return "encoder" if recipe.objective.scores_chats else KIND_FOR_DOCUMENTS[recipe.documents]
+
+
+def check_trained_type(recipe: Recipe, values: Mapping[str, Any], where: str) -> None:
+    """Check the `model_type` of a model of transformers' that the recipe trains.
+
+    Raises:
+        WrongInput: as `check_model_type`; or it has no score that is read at the last token, which
+            the objective trains.
+    """
+    kind = trained_kind(recipe)
+    if kind == "decoder":
+        return
+    model_type = check_model_type(values, kind, where, unproved=recipe.model.unproved)
+    if recipe.objective.scores_chats and model_type not in READS_LAST:
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` has no score at a text's last token, which"
+            f" objective.kind {recipe.objective.kind} trains; take a decoder, such as `llama` or"
+            " `qwen2`"
+        )
 
 
 def check_model_type(
@@ -108,10 +133,38 @@ def model_config(folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
-    return config
+    return language_config(config)
 
 
-def source_folder(model: Model) -> Path | None:
+_LANGUAGE_PARTS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+"""Types of the language part of a multimodal model, and the class of that part alone."""
+
+
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language part, if a configuration describes a multimodal model
+    (Gemma 3, Mistral 3); its other parts are not supported.
+    """
+    text = config.get("text_config")
+    if config.get("model_type") not in ("gemma3", "mistral3") or not isinstance(text, dict):
+        return config
+    usual = "gemma3_text" if config["model_type"] == "gemma3" else "mistral"
+    kind = str(text.get("model_type", usual))
+    outer = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {
+        **{key: config[key] for key in outer if key in config},
+        **text,
+        **{key: config[key] for key in ids if key in config},
+        "model_type": kind,
+        "architectures": [_LANGUAGE_PARTS.get(kind, "")],
+    }
+
+
+def source_folder(model: ModelSettings) -> Path | None:
     """The folder of `model.source`, downloaded from the hub if necessary; None for a preset.
 
     Raises:
@@ -153,7 +206,7 @@ def _unknown_source(source: str, knob: str) -> WrongInput:
     return WrongInput(f"{knob} {source} is neither {known}; {action}")
 
 
-def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
+def source_config(model: ModelSettings, folder: Path | None) -> dict[str, Any]:
     """The Hugging Face configuration of the source, overridden by `model.config`."""
     config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
     unknown = [key for key in model.config if key not in config and key not in _MAY_BE_LEFT_OUT]
@@ -165,7 +218,7 @@ def source_config(model: Model, folder: Path | None) -> dict[str, Any]:
     return overridden(config, model.config)
 
 
-def starts_random(model: Model, folder: Path | None) -> bool:
+def starts_random(model: ModelSettings, folder: Path | None) -> bool:
     """Whether training starts from random weights. Raises WrongInput if weights are requested of a
     preset.
     """
@@ -192,7 +245,7 @@ def check_lengths(recipe: Recipe, positions: int, written: int | None = None) ->
             )
 
 
-def check_lora(model: Model, *, random: bool) -> None:
+def check_lora(model: ModelSettings, *, random: bool) -> None:
     """Raises WrongInput if an adapter is configured for a model with random weights."""
     if model.lora is not None and random:
         raise WrongInput(

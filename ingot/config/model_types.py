@@ -97,6 +97,14 @@ BEHIND_PADDING = _names(
 """Encoders whose position ids start after the one of padding."""
 ENDS_AT_EOS = ("bart", "mbart", "mvp", "plbart", "t5", "mt5", "umt5")
 """Classifiers that read a text's class at its last `eos`; every text of a batch must have one."""
+READS_LAST = _names(
+    "llama mistral qwen2 qwen3 gpt2 gpt-sw3 gpt_bigcode gpt_neo gpt_neox gptj opt bloom mpt falcon "
+    "gemma gemma2 gemma3_text phi phi3 olmo olmo2 olmo3 starcoder2 stablelm persimmon helium glm "
+    "glm4 smollm3 seed_oss exaone4 ministral3 arcee diffllama biogpt openai-gpt nemotron"
+)
+"""Decoders that classify by a head `score` on the hidden state of a text's last token: the
+rightmost one whose id is not that of padding.
+"""
 FROM_THE_RIGHT = ("xlnet",)
 """Classifiers that read the class at a row's last place: padding comes before the text."""
 WRAPS = ("mbart", "plbart")
@@ -131,3 +139,36 @@ def _tables() -> dict[str, dict[str, str]]:
                 and isinstance(value.value, str)
             }
     return tables
+
+
+_EXPERTS = "its mixture of experts is"
+_LATENT = "its multi-head latent attention (compressed keys and values) is"
+_DELTA = "its layers of linear attention (gated delta rule) and gated attention outputs are"
+_MAMBA = "its state-space layers (Mamba) are"
+REFUSED_DECODERS: dict[str, str] = {
+    **dict.fromkeys(_names("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"), _DELTA),
+    **dict.fromkeys(
+        _names("deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 mistral4 glm4_moe_lite longcat_flash"),
+        _LATENT,
+    ),
+    **dict.fromkeys(
+        _names(
+            "qwen2_moe minimax granitemoe phimoe"
+            " exaone_moe llama4 llama4_text dots1 ernie4_5_moe hunyuan_v1_moe"
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(
+        _names("gemma4 gemma4_text"),
+        "its norm of values, shared keys and values, proportional rotary positions and layer"
+        " scalars are",
+    ),
+    **dict.fromkeys(
+        _names("gemma3n gemma3n_text"), "its per-layer inputs and alternating updates are"
+    ),
+    **dict.fromkeys(_names("gemma2"), "its softcap of attention scores is"),
+    **dict.fromkeys(
+        _names("mamba mamba2 jamba bamba falcon_h1 nemotron_h granitemoehybrid zamba2"), _MAMBA
+    ),
+}
+"""Decoders that people ask for and that are not supported: what is missing for them."""

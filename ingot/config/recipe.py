@@ -11,7 +11,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
 from ingot.config.section import Section
 from ingot.config.sections.checkpoint import Checkpoint, Resume, Track
-from ingot.config.sections.data import Data, Pack
+from ingot.config.sections.data import Data, Pack, truncations
 from ingot.config.sections.deployment import (
     Chaos,
     Cloud,
@@ -22,16 +22,18 @@ from ingot.config.sections.deployment import (
     Serve,
     StepPlace,
 )
-from ingot.config.sections.evaluation import ClassificationTask, Evaluate, LossTask, Task
+from ingot.config.sections.evaluation import Evaluate, Task, default_tasks
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
+from ingot.config.sections.loop import RouterSettings, seconds_of
 from ingot.config.sections.objective import Documents, Objective, PretrainSettings
-from ingot.config.sections.training import Model, TokenizerSettings, Train, seconds_of
+from ingot.config.sections.training import ModelSettings, TokenizerSettings, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
     "text": ("cut", "best_fit", "none"),
     "chat": ("best_fit", "none"),
     "preference": ("none",),
+    "rated": ("none",),
     "pair": ("none",),
     "labelled": ("none",),
 }
@@ -51,7 +53,7 @@ class Recipe(Section):
     """Seeds initial weights, data order and sampling."""
     output: str = "runs"
     """Folder that run folders are made in."""
-    model: Model = Model()
+    model: ModelSettings = ModelSettings()
     """Which model is trained, and what it starts from."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     """How text becomes ids."""
@@ -127,29 +129,63 @@ class Recipe(Section):
                 "tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a"
                 " tokenizer"
             )
-        if self.data.pack not in ("auto", *PACKS[self.documents]):
+        if self.data.pack not in ("auto", *self._packs):
             raise ValueError(
                 f"data.pack {self.data.pack} is not for objective.kind {self.objective.kind}; set"
-                f" it to {' or '.join(PACKS[self.documents])}"
+                f" it to {' or '.join(self._packs)}"
+            )
+        if self.data.truncate not in truncations(self.documents):
+            raise ValueError(
+                f"data.truncate {self.data.truncate} is not for objective.kind"
+                f" {self.objective.kind}; set it to {' or '.join(truncations(self.documents))}"
             )
         if self.data.megatron_prefix is not None and self.documents != "text":
             raise ValueError(
                 f"data.megatron_prefix {self.data.megatron_prefix} is for texts, which Megatron's"
                 f" tools read; remove it for objective.kind {self.objective.kind}"
             )
-        self._check_parallel()
+        self.check_parallel()
+        self._check_update()
+        self.objective.check_recipe(self)
         return self
 
-    def _check_parallel(self) -> None:
-        """Refuse meshes that are impossible whatever the model's sizes."""
+    def _check_update(self) -> None:
+        """Refuse optimizers and averages that do not fit what is trained and kept."""
+        average = self.train.average
+        if average is not None and average.kind == "last":
+            if self.checkpoint.keep < average.checkpoints:
+                raise ValueError(
+                    f"train.average needs the newest {average.checkpoints} checkpoints, and"
+                    f" checkpoint.keep keeps {self.checkpoint.keep}; raise checkpoint.keep"
+                )
+            if self.checkpoint.best is not None:
+                raise ValueError(
+                    "train.average.kind last exports the mean of the newest checkpoints, and"
+                    " checkpoint.best another one; remove one of them, or set kind to ema"
+                )
+        if self.model.lora is not None and self.train.experts != RouterSettings():
+            raise ValueError(
+                "train.experts is about routers, which are a part of the frozen base under"
+                " model.lora; remove train.experts"
+            )
+        if self.model.lora is not None and self.train.optimizer.kind == "muon":
+            raise ValueError(
+                "train.optimizer.kind muon makes the updates of whole matrices orthogonal, and"
+                " model.lora trains two thin factors of each; set kind to adamw"
+            )
+
+    def check_parallel(self) -> None:
+        """Raises ValueError for a mesh that is impossible whatever the model's sizes."""
         parallel, lora = self.parallel, self.model.lora
+        if self.model.quantize is not None:
+            self.model.quantize.check_recipe(self)
         beyond = {
             name: getattr(parallel, name)
-            for name in ("tensor", "pipeline", "context")
+            for name in ("tensor", "pipeline", "context", "expert")
             if getattr(parallel, name) > 1
         }
         shared = ", ".join(f"parallel.{name}={degree}" for name, degree in beyond.items())
-        if beyond and self.documents in ("pair", "labelled"):
+        if beyond and not self.objective.native:
             raise ValueError(
                 f"{shared}: the models of objective.kind {self.objective.kind} are shared by"
                 " replicate and shard only; set parallel.shard instead"
@@ -159,14 +195,8 @@ class Recipe(Section):
                 f"parallel.pipeline: the loss of objective.kind {self.objective.kind} needs all of"
                 " a row at once and cannot be staged; use shard or tensor instead"
             )
-        odd = next(
-            (
-                f"train.{knob}"
-                for knob in ("sample_every", "evaluate_tasks")
-                if getattr(self.train, knob)
-            ),
-            None,
-        )
+        whole_rows = ("sample_every", "evaluate_tasks")
+        odd = next((f"train.{knob}" for knob in whole_rows if getattr(self.train, knob)), None)
         if odd and parallel.pipeline > 1:
             raise ValueError(
                 f"{odd} is not possible with parallel.pipeline, whose ranks hold a part of the"
@@ -187,12 +217,12 @@ class Recipe(Section):
                 f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or"
                 " parallel.context; set it to 0"
             )
-        if self.memory.offload.weights and parallel.shard == 1:
+        if self.memory.offload.weights and (parallel.degrees, parallel.shard) == ("given", 1):
             raise ValueError(
                 "memory.offload.weights is done by sharding; set parallel.shard above 1, or"
                 " memory.offload.optimizer instead"
             )
-        if self.precision.float8 != "none" and self.documents in ("pair", "labelled"):
+        if self.precision.float8 != "none" and not self.objective.native:
             raise ValueError(
                 "precision.float8 is for decoders, not for the models of objective.kind"
                 f" {self.objective.kind}; set it to none"
@@ -262,12 +292,8 @@ class Recipe(Section):
     @property
     def tasks(self) -> list[Task]:
         """The evaluations: `evaluate.tasks`, or the defaults if it is empty."""
-        if not self.data.holds_out:
-            return self.evaluate.tasks
-        return self.evaluate.tasks or [
-            LossTask(),
-            *([ClassificationTask(kind="classification")] if self.documents == "labelled" else []),
-        ]
+        defaults = default_tasks(self.objective) if self.data.holds_out else []
+        return [task.resolved(self.objective) for task in self.evaluate.tasks or defaults]
 
     def missing_held_out(self, verb: str) -> list[tuple[str, str]]:
         """The uses of held-out documents by `verb` when none are held out: a message and its knob
@@ -301,14 +327,23 @@ class Recipe(Section):
     @property
     def pack(self) -> Pack:
         """How documents become rows: `data.pack` with `auto` resolved."""
-        return PACKS[self.documents][0] if self.data.pack == "auto" else self.data.pack
+        return self._packs[0] if self.data.pack == "auto" else self.data.pack
 
     @property
-    def pack_held_out(self) -> Pack:
-        """How held-out documents become rows: texts are always cut from the stream, so that each
-        token is measured once.
+    def _packs(self) -> tuple[Pack, ...]:
+        return ("none",) if self.objective.samples_answers else PACKS[self.documents]
+
+    @property
+    def row_plan(self) -> str:
+        """What tables of rows are named after: `pack`, and `data.truncate` if it is not `right`."""
+        return self.pack + ("" if self.data.truncate == "right" else f"-{self.data.truncate}")
+
+    @property
+    def held_out_row_plan(self) -> str:
+        """The same of held-out documents: texts are always cut from the stream, so that each token
+        is measured once.
         """
-        return "cut" if self.documents == "text" else self.pack
+        return "cut" if self.documents == "text" else self.row_plan
 
     def at(self, verb: str) -> Recipe:
         """The recipe with `launch` overridden by `pipeline.steps` for one step."""

@@ -20,8 +20,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ingot.base.doors import Door, load_dotted
 from ingot.base.errors import WrongInput
+from ingot.config.doors import Door, load_dotted
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

@@ -96,14 +96,24 @@ def container_of(recipe: Recipe) -> EndpointContainer:
             )
         case _:
             # The image's entry point runs `ingot serve`; its arguments are knobs.
-            changed = serve.model_dump(include=set(_LIMITS), exclude_defaults=True)
+            changed = serve.model_dump(include=set(SERVER_ARGUMENTS), exclude_defaults=True)
             settings = (
                 f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
             )
             return EndpointContainer(serve.image, (), (f"serve.engine={serve.engine}", *settings))
 
 
-_LIMITS = ("max_body_bytes", "max_tokens", "max_queue", "max_batch", "any_template")
+SERVER_ARGUMENTS = (
+    "cors",
+    "max_body_bytes",
+    "max_tokens",
+    "max_queue",
+    "max_batch",
+    "any_template",
+    "pack",
+    "tool_call_parser",
+)
+"""Knobs of `serve` that our own server in a container is given as arguments."""
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -139,6 +149,11 @@ def vllm_arguments(
         "--disable-uvicorn-access-log",
         "--shutdown-timeout",
         str(FINISH_S),
+        *(
+            ("--enable-auto-tool-choice", "--tool-call-parser", serve.tool_call_parser)
+            if serve.tool_call_parser
+            else ()
+        ),
     )
 
 
@@ -181,7 +196,7 @@ def triton_repository(
         "folder": model,
         **{
             key: str(getattr(serve, key)).lower()
-            for key in ("max_batch", "max_queue", "max_tokens", "any_template")
+            for key in ("max_batch", "max_queue", "max_tokens", "any_template", "pack")
         },
     }
     config = _PBTXT.format(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import degrees_of, first_few
 from ingot.config.family import DecoderSizes, sizes
 from ingot.config.sections.layout import MemorySettings, Parallel
+from ingot.config.sections.loop import RouterSettings
 from ingot.config.sections.training import Train
-
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The axes of the device mesh, outermost to innermost: ranks adjacent in `tensor` have adjacent
-numbers.
-"""
 
 FLOAT8_MULTIPLE = 16
 """Kernels require matrix sides that are multiples of this."""
@@ -23,63 +20,6 @@ KNOWN_LAYERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "bert", "robe
 """transformers' model types whose layers are plain attention and two feed-forward matrices, with no
 sharing.
 """
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """The degree of each axis of the mesh."""
-
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.data * self.pipeline * self.context * self.tensor
-
-    @property
-    def data(self) -> int:
-        """Number of data-parallel ranks, or groups of ranks, each with its own share of the
-        batch.
-        """
-        return self.replicate * self.shard
-
-    def told(self) -> str:
-        """`shard 2 x tensor 2`; empty for one process."""
-        return " x ".join(f"{axis} {degree}" for axis, degree in asdict(self).items() if degree > 1)
-
-
-def degrees_of(parallel: Parallel, world: int) -> Degrees:
-    """The degrees of a mesh of `world` processes, with `auto` resolved. Raises WrongInput with what
-    would fit.
-    """
-    given = {axis: value for axis in AXES if (value := getattr(parallel, axis)) != "auto"}
-    if "shard" not in given:
-        given.setdefault("replicate", 1)
-    product = math.prod(given.values())
-    asked = (
-        " x ".join(f"parallel.{axis} {value}" for axis, value in given.items() if value > 1)
-        or "parallel.replicate 1"
-    )
-    free = next((axis for axis in ("replicate", "shard") if axis not in given), None)
-    if free is None and product != world:
-        raise WrongInput(
-            f"{asked} needs {product} processes, {world} {_are(world)} running; start {product}, or"
-            " set parallel.replicate to auto"
-        )
-    if world % product:
-        more = -(-world // product) * product
-        raise WrongInput(
-            f"{asked} takes {product} processes a copy, which does not divide {world}; start {more}"
-            " processes, or lower a degree"
-        )
-    return Degrees(**given, **({free: world // product} if free else {}))
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 @dataclass(frozen=True)
@@ -118,7 +58,7 @@ def batch_plan(train: Train, parallel: Parallel, world: int, found: int = 1) -> 
             for n in (data - distance, data + distance)
             if train.global_batch % n == 0
         )
-        over = "processes" if data == world else f"{data} shares of the batch ({degrees.told()})"
+        over = "processes" if data == world else f"{data} shares of the batch ({degrees.text()})"
         what = f"{world} {over}" if data == world else over
         raise WrongInput(
             f"train.global_batch {train.global_batch} does not divide over {what}; {near} would fit"
@@ -159,6 +99,12 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
     """
     shard = degrees_of(parallel, world).shard
     read = sizes(config)
+    if read.experts is not None and parallel.tensor > 1:
+        raise WrongInput(
+            f"parallel.tensor {parallel.tensor} does not split a mixture of experts; set it to 1,"
+            " and parallel.shard to more"
+        )
+    _check_experts(parallel, None if read.experts is None else read.experts.count)
     wanted = [
         ("tensor", parallel.tensor, count, what)
         for count, what in (
@@ -178,7 +124,7 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
             fits = [n for n in range(1, count + 1) if count % n == 0]
             raise WrongInput(
                 f"parallel.{axis} {degree} does not divide the model's {count} {what};"
-                f" {_some(fits)} would"
+                f" {first_few(fits)} would"
             )
     if parallel.context > 1 and seq_len % (2 * parallel.context):
         raise WrongInput(
@@ -209,7 +155,45 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
         raise WrongInput(
             f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with"
             f" parallel.tensor {parallel.tensor}) nor the width of {read.hidden};"
-            f" {_some([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would"
+            f" {first_few([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would"
+        )
+
+
+def check_routers(settings: RouterSettings, config: Mapping[str, Any] | None) -> None:
+    """Check that a decoder of this configuration (None: another kind of model) has what
+    `train.experts` is about.
+
+    Raises:
+        WrongInput: no experts, or no correction bias that its files could hold.
+    """
+    given = [name for name, value in settings.model_dump().items() if value]
+    if not given:
+        return
+    experts = None if config is None else sizes(config).experts
+    if config is None or experts is None:
+        raise WrongInput(
+            f"train.experts.{given[0]} is about the experts of a mixture, and the model has none;"
+            " remove it"
+        )
+    if settings.bias_rate and not experts.corrected:
+        raise WrongInput(
+            f"train.experts.bias_rate {settings.bias_rate:g} trains a bias that chooses experts,"
+            f" and files of model_type `{config.get('model_type')}` cannot hold one, so that the"
+            " exported model would choose others; set train.experts.aux_loss instead"
+        )
+
+
+def _check_experts(parallel: Parallel, count: int | None) -> None:
+    """Check `parallel.expert` for a model with so many experts in a layer; None: with none."""
+    if parallel.expert > 1 and count is None:
+        raise WrongInput(
+            f"parallel.expert {parallel.expert} shares the experts of a mixture, and the model has"
+            " none; set it to 1"
+        )
+    if count is not None and count % parallel.expert:
+        raise WrongInput(
+            f"parallel.expert {parallel.expert} does not divide the model's {count} experts;"
+            f" {first_few([n for n in range(1, count + 1) if count % n == 0])} would"
         )
 
 
@@ -264,10 +248,6 @@ def check_float8_fits(kind: str, lengths: Mapping[str, int], adapted: bool) -> N
             )
 
 
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
-
-
 def total_steps(train: Train, rows: int, seq_len: int) -> int:
     """The number of optimizer steps given by `steps`, `epochs` or `tokens` for `rows` training rows
     of `seq_len` tokens.
@@ -279,26 +259,35 @@ def total_steps(train: Train, rows: int, seq_len: int) -> int:
     return max(1, math.floor((train.epochs or 1.0) * rows / train.global_batch))
 
 
-def parameter_count(config: Mapping[str, Any]) -> int:
-    """Number of weights of a native decoder with this Hugging Face configuration."""
+def parameter_count(config: Mapping[str, Any], *, active: bool = False) -> int:
+    """Number of weights of a native decoder with this Hugging Face configuration; `active`: of
+    those that one token meets, which of a layer's experts are only the chosen ones.
+    """
     read = sizes(config)
     embeddings = read.vocab * read.hidden * (1 if read.tied else 2)
     queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
-    biases = (
-        read.qkv_bias * (queries + 2 * keys)
-        + read.output_bias * read.hidden
-        + read.mlp_bias * (2 * read.feed_forward + read.hidden)
-    )
-    norms = 2 * read.hidden + read.qk_norm * 2 * read.head_dim
-    return embeddings + read.layers * (_matrices(read) + biases + norms) + read.hidden
+    biases = read.qkv_bias * (queries + 2 * keys) + read.output_bias * read.hidden
+    in_mlp = read.mlp_bias * (2 * read.feed_forward + read.hidden) * read.sparse.count(False)
+    vectors = biases + read.norms + read.sinks
+    if read.experts is not None and read.experts.swiglu is not None:
+        taken = read.experts.chosen if active else read.experts.count
+        vectors += read.experts.count + taken * (2 * read.experts.width + read.hidden)
+    layers = _matrices(read, active=active) + read.layers * vectors + in_mlp
+    return embeddings + layers + read.hidden
 
 
-def lora_parameters(config: Mapping[str, Any], rank: int) -> int:
-    """Number of weights of a rank-`rank` adapter on every linear layer of such a decoder."""
+def lora_parameters(config: Mapping[str, Any], rank: int, *, dora: bool = False) -> int:
+    """Number of weights of a rank-`rank` adapter on every linear layer of such a decoder; of a
+    mixture of experts on those of attention. `dora`: with a magnitude for each output.
+    """
     read = sizes(config)
     queries, keys = read.heads * read.head_dim, read.kv_heads * read.head_dim
-    sides = 4 * read.hidden + 2 * queries + 2 * keys + 3 * (read.hidden + read.feed_forward)
-    return rank * read.layers * sides
+    sides = read.layers * (4 * read.hidden + 2 * queries + 2 * keys)
+    outputs = read.layers * (read.hidden + queries + 2 * keys)
+    if read.experts is None:
+        sides += read.layers * 3 * (read.hidden + read.feed_forward)
+        outputs += read.layers * (read.hidden + 2 * read.feed_forward)
+    return rank * sides + (outputs if dora else 0)
 
 
 def least_parameters(config: Mapping[str, Any]) -> int:
@@ -324,13 +313,13 @@ def least_parameters(config: Mapping[str, Any]) -> int:
 def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
     """Floating-point operations of forward and backward for one token.
 
-    6 per matrix weight (including the head, excluding the embedding lookup), plus 12 * heads * head
-    size per layer and token attended to: seq_len / 2 on average, since causal attention is half of
-    the full square (the formula of PaLM, appendix B, for the causal half only), and fewer in a
-    layer with a sliding window.
+    6 per matrix weight that a token meets (including the head, excluding the embedding lookup),
+    plus 12 * heads * head size per layer and token attended to: seq_len / 2 on average, since
+    causal attention is half of the full square (the formula of PaLM, appendix B, for the causal
+    half only), and fewer in a layer with a sliding window.
     """
     read = sizes(config)
-    matrices = read.layers * _matrices(read) + read.vocab * read.hidden
+    matrices = _matrices(read, active=True) + read.vocab * read.hidden
     return 6.0 * matrices + 12.0 * read.heads * read.head_dim * sum(
         _seen(seq_len, window) for window in read.windows
     )
@@ -344,9 +333,18 @@ def _seen(seq_len: int, window: int | None) -> float:
     return reach * (2 * seq_len - reach + 1) / (2 * seq_len) - 0.5
 
 
-def _matrices(read: DecoderSizes) -> int:
-    """Number of weights in the seven matrices of one layer."""
+def _matrices(read: DecoderSizes, *, active: bool) -> int:
+    """Number of weights in the matrices of all layers; `active`: without experts that a token does
+    not take.
+    """
+    attention = read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads)
+    dense, sparse = 3 * read.hidden * read.feed_forward, 0
+    if read.experts is not None:
+        experts = read.experts
+        width = (experts.chosen if active else experts.count) * experts.width + experts.shared
+        sparse = read.hidden * (experts.count + 3 * width)
     return (
-        read.hidden * read.head_dim * 2 * (read.heads + read.kv_heads)
-        + 3 * read.hidden * read.feed_forward
+        read.layers * attention
+        + read.sparse.count(False) * dense
+        + read.sparse.count(True) * sparse
     )

@@ -18,6 +18,10 @@ from ingot.config.knobs import all_knobs, kinds_of, nearest_knob
 
 KeyPath = tuple[str | int, ...]
 MISSING = object()
+AUTOMATIC = (("parallel",), "auto")
+"""The one word that stands for a section, so that a later `parallel.reshard=false` does not replace
+it.
+"""
 T = TypeVar("T")
 
 
@@ -67,7 +71,7 @@ def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
             )
         above = (*above, key)
         if len(above) == len(path):
-            tree[key] = value
+            tree[key] = {"degrees": value} if (above, value) == AUTOMATIC else value
             break
         inner = tree[key] if isinstance(tree, list) else tree.get(key)
         if not isinstance(inner, dict | list):
@@ -119,10 +123,10 @@ def explain_errors(error: ValidationError, values: Values) -> str:
     lines: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
         head, wanted, tail = _explain_one(detail, values)
-        told = lines.setdefault((head, tail), [])
-        if wanted not in told:
-            told.append(wanted)  # a knob of several types is reported once, with all accepted types
-    return "\n".join(head + ", or ".join(told) + tail for (head, tail), told in lines.items())
+        ways = lines.setdefault((head, tail), [])
+        if wanted not in ways:
+            ways.append(wanted)  # a knob of several types is reported once, with all accepted types
+    return "\n".join(head + ", or ".join(ways) + tail for (head, tail), ways in lines.items())
 
 
 def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:

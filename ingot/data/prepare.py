@@ -285,7 +285,7 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
     folder, seq_len, how, target_len = (
         _being_made(recipe.folder.columns),
         recipe.data.seq_len,
-        recipe.pack,
+        recipe.row_plan,
         recipe.data.target_len,
     )
     if how != "cut":
@@ -304,7 +304,7 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
     rows = open_rows(
         folder, "train", seq_len, pack=how, pad_last=False, target_len=target_len, by_part=by_part
     )
-    if len(rows) < recipe.train.global_batch:
+    if len(rows) < recipe.objective.rows_of(recipe.train.global_batch):
         less = f"less than one train.global_batch={recipe.train.global_batch}; add documents, or "
         if isinstance(rows, Samples):
             words = (

@@ -5,8 +5,9 @@ in every run and on every engine.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Literal
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
@@ -18,16 +19,24 @@ Split = Literal["train", "validation"]
 @dataclass(frozen=True)
 class Shares:
     """The share of training documents that is held out, and the share of the rest that is trained
-    on; by hash of `doc_id`.
+    on; by hash of `doc_id`, or for what is held out of what `group` finds at its beginning.
     """
 
     validation: float | None
     fraction: float
+    group: str | None = None
 
     @classmethod
     def of(cls, data: Data) -> Shares:
-        share = data.validation.fraction if isinstance(data.validation, ValidationShare) else None
-        return cls(share, data.fraction)
+        if not isinstance(data.validation, ValidationShare):
+            return cls(None, data.fraction)
+        return cls(data.validation.fraction, data.fraction, data.validation.group)
+
+    def identity(self) -> dict[str, Any]:
+        """What the splits depend on; without `group` as before there were groups, so that what was
+        prepared earlier still counts.
+        """
+        return {name: value for name, value in asdict(self).items() if name != "group" or value}
 
     def split(self, source_split: Split, doc_id: str) -> Split | None:
         """The split of a document of a training or validation source; None for no split.
@@ -35,11 +44,17 @@ class Shares:
         """
         if source_split == "validation":
             return "validation"
-        if self.validation is not None and chosen(doc_id, "validation", self.validation):
+        if self.validation is not None and chosen(
+            self._group_of(doc_id), "validation", self.validation
+        ):
             return "validation"
         return (
             "train" if self.fraction >= 1.0 or chosen(doc_id, "fraction", self.fraction) else None
         )
+
+    def _group_of(self, doc_id: str) -> str:
+        found = re.match(self.group, doc_id) if self.group else None
+        return doc_id if found is None else found[found.re.groups and 1] or doc_id
 
 
 def chosen(doc_id: str, purpose: str, share: float) -> bool:

@@ -25,6 +25,7 @@ from ingot.config.model_source import (
 )
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.columns.manifest import prepared_for
 from ingot.data.splits import check_held_out
 from ingot.evaluate.baselines import baselines, check_baselines
@@ -78,7 +79,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         files_folder = base_folder(folder) if is_adapter(folder) else folder
         tokenizer = load_tokenizer(files_folder)
         _check_belongs(recipe, files_folder, tokenizer)
-        ends_turn = stop_tokens(tokenizer) if recipe.documents in ("chat", "preference") else []
+        ends_turn = stop_tokens(tokenizer) if recipe.documents in CHAT_TEMPLATED else []
         eos = eos_ids(files_folder, tokenizer.special.eos).union(ends_turn)
         base = _base_folder(recipe, folder, mesh)
         if other := _label_mismatch(recipe, files_folder):
@@ -282,7 +283,7 @@ def _summary(report: EvaluationReport, recipe: Recipe) -> str:
         if bits is not None and perplexity is not None
         else []
     )
-    gated = recipe.gate.metrics(recipe.documents)
+    gated = recipe.gate.metrics(recipe.objective.judged)
     others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
     if not parts and not others:
         others = list(report.metrics)[:2]

@@ -1,5 +1,5 @@
 """Generates texts for many prompts, distributed over ranks: greedily, or by beam search for models
-with an encoder.
+with an encoder; the completions of a recipe's own prompts may be sampled.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.evaluate.distribute import by_length, gather_texts, rank_share
 from ingot.evaluate.subject import EvalModel, EvalModelInfo
 from ingot.models.device import computing_in
 from ingot.models.generation.generator import Generator
-from ingot.models.generation.request import Request, check_request
+from ingot.models.generation.request import GREEDY, Completion, Request, check_request
+from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, check_seq2seq_request
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.models import Encoder
@@ -80,6 +82,23 @@ def generate_answers(subject: EvalModel, requests: Sequence[Request], title: str
     )
 
 
+def generate_finished(
+    subject: EvalModel, requests: Sequence[Request], title: str
+) -> list[tuple[str, bool]]:
+    """`generate_answers`, and whether each answer ended by itself."""
+    found = _generate_distributed(
+        subject,
+        [len(request.prompt) for request in requests],
+        MICRO_BATCHES_AT_ONCE,
+        title,
+        lambda group: [
+            None if one.finish == "error" else f"{one.finish == 'stop':d}{one.text}"
+            for one in _completions(subject, [requests[number] for number in group])
+        ],
+    )
+    return [(text[1:], text[:1] == "1") for text in found]
+
+
 def _generate_distributed(
     subject: EvalModel,
     lengths: Sequence[int],
@@ -109,14 +128,20 @@ def _generate_distributed(
 
 
 def generate_on_this_rank(
-    subject: EvalModel, prompts: Sequence[Sequence[int]], max_tokens: int, beams: int = 1
+    subject: EvalModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    beams: int = 1,
+    sampling: Sampling = GREEDY,
 ) -> list[str | None]:
     """`generate_texts` for one batch on this rank only; None where the model's numbers are not
     finite.
     """
     model = subject.model
     if isinstance(model, Decoder):
-        return _decoder_answers(subject, [Request(prompt, max_tokens) for prompt in prompts])
+        return _decoder_answers(
+            subject, [Request(prompt, max_tokens, sampling) for prompt in prompts]
+        )
     if isinstance(model, Encoder):
         raise WrongInput(
             f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
@@ -124,7 +149,7 @@ def generate_on_this_rank(
     with computing_in(subject.compute, subject.device):
         found = answer_batch(
             model,
-            [Seq2SeqRequest(prompt, max_tokens, beams=beams) for prompt in prompts],
+            [Seq2SeqRequest(prompt, max_tokens, sampling, beams=beams) for prompt in prompts],
             subject.eos,
         )
     return [
@@ -134,6 +159,11 @@ def generate_on_this_rank(
 
 
 def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[str | None]:
+    found = _completions(subject, requests)
+    return [None if answer.finish == "error" else answer.text for answer in found]
+
+
+def _completions(subject: EvalModel, requests: Sequence[Request]) -> list[Completion]:
     generator = Generator(
         subject.decoder,
         eos=subject.eos,
@@ -141,8 +171,7 @@ def _decoder_answers(subject: EvalModel, requests: Sequence[Request]) -> list[st
         max_rows=subject.recipe.evaluate.micro_batch,
     )
     with computing_in(subject.compute, subject.device):
-        found = generator.run(requests)
-    return [None if answer.finish == "error" else answer.text for answer in found]
+        return generator.run(requests)
 
 
 def check_prompts(
@@ -172,18 +201,19 @@ def encode_sample(tokenizer: Tokenizer, prompt: str, recipe: Recipe) -> list[int
     """Ids of a prompt for a decoder: a user's turn, through the chat template, where the model
     learns from chats.
     """
-    if recipe.documents in ("chat", "preference") and tokenizer.template is not None:
+    if recipe.documents in CHAT_TEMPLATED and tokenizer.template is not None:
         return tokenizer.encode_chat([{"role": "user", "content": prompt}])
     return tokenizer.encode_prompt(prompt)
 
 
 def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[str, str]]:
     """`{"prompt": ..., "completion": ...}` for each prompt, with at most `evaluate.sample_tokens`
-    tokens; on this rank only.
+    tokens, drawn at `evaluate.temperature`; on this rank only.
     """
     if not prompts:
         return []
-    max_tokens = subject.recipe.evaluate.sample_tokens
+    knobs = subject.recipe.evaluate
+    sampling = Sampling(knobs.temperature, seed=subject.recipe.seed)
     if subject.kind == "decoder":
         encoded = [encode_sample(subject.tokenizer, prompt, subject.recipe) for prompt in prompts]
     else:
@@ -191,6 +221,8 @@ def complete_prompts(subject: EvalModel, prompts: Sequence[str]) -> list[dict[st
     return [
         {"prompt": prompt, "completion": text or ""}
         for prompt, text in zip(
-            prompts, generate_on_this_rank(subject, encoded, max_tokens), strict=True
+            prompts,
+            generate_on_this_rank(subject, encoded, knobs.sample_tokens, sampling=sampling),
+            strict=True,
         )
     ]

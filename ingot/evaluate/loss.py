@@ -196,6 +196,8 @@ class SampleLosses:
     """The size of the decoded targets; 0 for class labels."""
     rejected_nats: Floats
     rejected_targets: Floats
+    ratings: Floats
+    """Of rated answers 1 for good ones; 0 for all else."""
 
     @property
     def margins(self) -> Floats:
@@ -213,7 +215,7 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
         subject.recipe.documents == "preference",
         subject.recipe.documents != "labelled",
     )
-    table = np.zeros((count, 5), np.float64)
+    table = np.zeros((count, 6), np.float64)
     for batch, values in score_samples(subject, rows, count, title, CrossEntropy().token):
         live = batch.rows >= 0
         nats = values.reshape(len(batch.labels), -1).cpu().double().sum(dim=1)
@@ -233,6 +235,7 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
         columns += (
             [nats[second], targets[second]] if preference else [torch.zeros(len(live)).double()] * 2
         )
+        columns += [batch.ratings if len(batch.ratings) else torch.zeros(len(live))]
         table[batch.rows[live].numpy()] = torch.stack(columns, dim=1)[live].numpy()
     sums = SampleLosses(*sum_over_ranks(table, subject.mesh).T)
     empty = (
@@ -257,10 +260,11 @@ def score_samples(
     """
     mesh, micro_batch = subject.mesh, subject.recipe.evaluate.micro_batch
     mine = range(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
+    batches: Iterable[Batch] = fixed_batches(rows, mine, micro_batch)
+    if rows.kind == "rated":
+        batches = (batch.side(0) for batch in batches)
     with subject.progress(title, count, "samples") as progress:
-        for number, batch in enumerate(
-            subject.until_stopped(fixed_batches(rows, mine, micro_batch)), start=1
-        ):
+        for number, batch in enumerate(subject.until_stopped(batches), start=1):
             on_device = batch.to(subject.device, non_blocking=True)
             # A row that is one document needs no mask; decided on the host, where the batch still
             # is.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ingot.base.doors import lazy_import
+from ingot.base.lazy import lazy_import
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.base.storage import atomic_file
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -21,8 +21,8 @@ from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.evaluate.tasks import open_task
 from ingot.models.device import Compute
-from ingot.objectives.forward import PipelinedBatches, forward
-from ingot.objectives.protocol import Objective
+from ingot.objectives.forward import PipelinedBatches, first_pass, forward
+from ingot.objectives.protocol import Objective, TwoPassObjective
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
@@ -60,10 +60,19 @@ def validation_losses(
         # each of them, and a pipeline needs several micro-batches.
         size = MICRO_BATCHES_PER_STAGE * mesh.pipeline.world if isinstance(model, Pipeline) else 1
         passes = math.ceil(math.ceil(count / data.world) / (micro_batch * size))
-        batches = itertools.chain(
-            fixed_batches(rows, mine, micro_batch),
-            itertools.repeat(_batch_without_targets(rows, micro_batch)),
-        )
+
+        def all_batches() -> Iterator[Batch]:
+            """Of as many batches as all ranks have; the last ones of some have no targets."""
+            yield from fixed_batches(rows, mine, micro_batch)
+            yield from itertools.repeat(_batch_without_targets(rows, micro_batch))
+
+        batches = all_batches()
+        if isinstance(objective, TwoPassObjective):
+            before = itertools.islice(all_batches(), passes)
+            total = first_pass(model, objective, before, compute, device, sharing)
+            # Every row is a target, and `mesh.losses` adds up those of whole rows.
+            objective.finish_first_pass(mesh.losses.all_sum(total) / count)
+            batches = map(objective.second_rows, batches)
         for _ in range(passes):
             if should_stop():
                 raise EvaluationInterrupted

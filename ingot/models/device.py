@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ingot.base.environment import processor_name
+
 Compute = Literal["fp32", "bf16"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = (
@@ -79,6 +81,18 @@ def resolve_compute(asked: Literal["auto", "fp32", "bf16"], device: torch.device
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "fp32" if device.type == "cpu" else "bf16"
+
+
+def fast_compute(asked: Literal["auto", "fp32", "bf16"], device: torch.device) -> Compute:
+    """What `auto` means where bf16 is precise enough: bf16 if the device is fast in it."""
+    if asked != "auto":
+        return asked
+    kind = kernel_type(device)
+    if kind != "cpu":
+        # A device for which is planned is not here to be asked.
+        return "bf16" if kind != device.type else resolve_compute("auto", device)
+    can = torch.cpu.get_capabilities()
+    return "bf16" if can.get("avx512_bf16") or can.get("amx_bf16") else "fp32"
 
 
 @contextlib.contextmanager
@@ -164,6 +178,13 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
+def device_record(device: torch.device) -> dict[str, str | int]:
+    """What a run's events say of a rank's device: its type, its name, threads of a CPU."""
+    if device.type == "cpu":
+        return {"type": "cpu", "name": processor_name(), "threads": torch.get_num_threads()}
+    return {"type": device.type, "name": device_name(device), "threads": 0}
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process in bytes: on the device, or of the process itself on a CPU."""
     if device.type == "cuda":
@@ -208,6 +229,12 @@ def keep_freed_memory() -> None:
             (_M_TOP_PAD, 2**26),
         ):
             libc.mallopt(option, value)
+
+
+def return_freed_memory() -> None:
+    """Return the pages of freed blocks to the system. Does nothing with another C library."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def use_all_cores(local_world: int) -> None:

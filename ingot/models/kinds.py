@@ -5,6 +5,7 @@ a folder and listing the tensors to export work the same for all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
+from ingot.base.progress import say
+from ingot.config.model_content import QUANTIZE, read_lineage
 from ingot.config.model_source import ModelKind, kind_of, model_config
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
@@ -20,8 +23,16 @@ from ingot.models.hf import folder as folders
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import hf_weights, load_hf_model
 from ingot.models.hf.models import Encoder, Seq2Seq
-from ingot.models.hf.tensor_names import LORA_A, LORA_B
+from ingot.models.hf.tensor_names import (
+    LORA_LEAVES,
+    expert_pieces,
+    joined,
+    pieces_shape,
+    stored_pieces,
+)
+from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import named_weights
 
 AnyModel = Decoder | Seq2Seq | Encoder
 
@@ -84,28 +95,34 @@ def _with_adapter(
     adapter: Path, device: torch.device, dtype: torch.dtype | None, *, check: bool
 ) -> AnyModel:
     base, classes = base_folder(adapter), class_count(adapter)
+    if quantize := (read_lineage(adapter) or {}).get(QUANTIZE):
+        say(
+            f"{adapter} was trained beside its base in {quantize.get('kind')}: beside {base} as it"
+            " is, it is another model (`ingot verify export` tells how far off)"
+        )
     model: AnyModel
     if classes is None or kind_of(model_config(base)) == "encoder":
         model = open_model(base, device=device, check=check)
     else:
         # The base has no classifier: the adapter brings the head, and PEFT's layout does not store
-        # the names of its classes.
-        config = read_hf_config(
-            model_config(base),
-            "encoder",
-            str(base),
-            labels=[str(label) for label in range(classes)],
-            unproved=True,
-        )
+        # the names of its classes. A score of ours is read where a text ends, whatever the base
+        # pads with.
+        values = model_config(base)
+        scores = (read_lineage(adapter) or {}).get("objective") == "reward"
+        if scores and values.get("pad_token_id") is None:
+            values["pad_token_id"] = 0
+        labels = [str(label) for label in range(classes)]
+        config = read_hf_config(values, "encoder", str(base), labels=labels, unproved=True)
+        config = replace(config, reads_last_place=scores)
         model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0, check=check)
     load_adapter(model, adapter, merge=True, check=check)
     return model.to(dtype or torch.float32).eval()
 
 
-def exported_weights(
+def model_weights(
     model: AnyModel, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of an exported model by Hugging Face's name, adapters merged, one at a time.
+    """Every weight of a model by its own name, adapters merged, one at a time.
 
     `tensors`: the weights by those names, in the model's order, if the model is on `meta`.
     """
@@ -114,11 +131,36 @@ def exported_weights(
     return merged_weights(model, tensors)
 
 
-def exported_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that `exported_weights` yields, known without the weights."""
-    own = model.named_parameters() if isinstance(model, Decoder) else hf_weights(model)
+def exported_weights(
+    model: AnyModel, tensors: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same as the tensors of Hugging Face's files: those that a family's files hold as one are
+    joined, stacked experts taken apart.
+    """
+    config = model.config
+    if not isinstance(config, DecoderConfig):
+        yield from model_weights(model, tensors)
+        return
+    for name, tensor in joined(model_weights(model, tensors), config.fused, torch.cat):
+        experts = expert_pieces(name, tuple(tensor.shape), config.experts)
+        yield from ((stored, piece.of(tensor)) for stored, piece in experts)
+        if not experts:
+            yield name, tensor
+
+
+def model_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that `model_weights` yields, known without the weights."""
+    own = named_weights(model) if isinstance(model, Decoder) else hf_weights(model)
     return {
         name: tuple(tensor.shape)
         for name, tensor in own
-        if name.rpartition(".")[2] not in (LORA_A, LORA_B)
+        if name.rpartition(".")[2] not in LORA_LEAVES
     }
+
+
+def exported_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that `exported_weights` yields, known without the weights."""
+    if not isinstance(model.config, DecoderConfig):
+        return model_shapes(model)
+    pieces = stored_pieces(model_shapes(model), model.config)
+    return {stored: pieces_shape(held) for stored, held in pieces.items()}

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import TypeIs
 
 from ingot.models.native.decoder import Decoder
@@ -36,15 +38,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def shard_slices(tensor: Tensor) -> Slices:
-    """The position of this rank's shard in the whole tensor, a slice for each dimension."""
+def shard_slices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> Slices:
+    """The position in the whole tensor, a slice for each dimension, of this rank's shard, or of
+    that of the rank at `coordinate` of the tensor's mesh.
+    """
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    mesh = tensor.device_mesh
+    here = list(mesh.get_coordinate() or ()) if coordinate is None else list(coordinate)
+    with _disable_current_modes():  # it computes with tensors, which must have contents
+        shape, offset = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, here, tensor.placements
+        )
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
@@ -63,6 +70,25 @@ def shard_like(like: Tensor, local: Tensor) -> Tensor:
         tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype),
     )
     return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def whole_sum(tensor: Tensor) -> Tensor:
+    """A sum whose parts the ranks of a mesh have, added up; rows that they share stay shared."""
+    if not is_dtensor(tensor) or not any(one.is_partial() for one in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(
+        placements=[Replicate() if one.is_partial() else one for one in tensor.placements]
+    )
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything that the files of a decoder hold: its parameters, tied ones once, and the buffers
+    that training changes without a gradient.
+    """
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -108,11 +134,24 @@ def normal_rows(seed: int, name: str, first: int, rows: int, columns: int) -> np
 
 
 def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
-    """Fill a matrix `[rows, columns]`, or this rank's shard of it, in place, a block of rows at a
+    """Fill a matrix `[rows, columns]`, or each of a stack `[N, rows, columns]`, or this rank's
+    shard of it, in place.
+    """
+    here, (*stack, rows, columns) = local_tensor(parameter), shard_slices(parameter)
+    width = parameter.shape[-1]
+    if not stack:
+        _fill_matrix(here, rows, columns, width, seed, name, std)
+        return
+    for place, number in enumerate(range(stack[0].start, stack[0].stop)):
+        _fill_matrix(here[place], rows, columns, width, seed, f"{name}.{number}", std)
+
+
+def _fill_matrix(
+    here: Tensor, rows: slice, columns: slice, width: int, seed: int, name: str, std: float
+) -> None:
+    """Fill the given rows and columns of a matrix that is `width` wide, a block of rows at a
     time.
     """
-    here, (rows, columns) = local_tensor(parameter), shard_slices(parameter)
-    width = parameter.shape[1]
     block = max(1, BLOCK_ELEMENTS // width)
     for first in range(rows.start, rows.stop, block):
         count = min(block, rows.stop - first)
@@ -122,11 +161,14 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int) -> None:
-    """Initialise every parameter: matrices normal with the configuration's `initializer_range`,
-    norms 1, biases 0.
+    """Initialise every weight: matrices normal with the configuration's `initializer_range`, each
+    expert's its own, norms such that they multiply by 1, biases and sinks 0.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
+    for name, parameter in named_weights(model):
+        if not parameter.is_floating_point():
+            continue  # a matrix kept as bytes: `init_packed`
+        if parameter.ndim >= 2 and not name.endswith("bias"):
             fill_normal(parameter, seed, name, model.config.initializer_range)
         else:
-            local_tensor(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
+            norm = 1.0 - model.config.norm_offset
+            local_tensor(parameter).fill_(0.0 if name.endswith(("bias", "sinks")) else norm)

@@ -12,12 +12,13 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.config.model_source import (
-    KIND_FOR_DOCUMENTS,
     ModelKind,
     check_lengths,
+    check_trained_type,
     source_config,
     source_folder,
     starts_random,
+    trained_kind,
 )
 from ingot.config.model_types import RELATIVE, WRAPS
 from ingot.config.recipe import Recipe
@@ -29,6 +30,10 @@ from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import allocate, init_weights, is_sharded
+from ingot.models.quantized import init_packed
+
+SCORE = "score"
+"""The name of a reward model's only output."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,10 @@ def resolve_model_spec(
     A randomly initialised model gets one embedding per id, at least `least`.
 
     Raises:
-        WrongInput: another kind of model than the objective needs, rows longer than the model's
-            positions, or more ids than the model has embeddings.
+        WrongInput: another kind or type of model than the objective needs, rows longer than the
+            model's positions, or more ids than the model has embeddings.
     """
-    kind, source = KIND_FOR_DOCUMENTS[recipe.documents], recipe.model.source
+    kind, source = trained_kind(recipe), recipe.model.source
     folder = source_folder(recipe.model)
     random = starts_random(recipe.model, folder)
     values = source_config(recipe.model, folder)
@@ -67,8 +72,11 @@ def resolve_model_spec(
     if kind == "decoder":
         config = DecoderConfig.from_hf(values, f"model.source {source}")
     else:
-        if kind == "encoder" and values.get("pad_token_id") is None:
-            # Decoders that classify are told apart from padding by its id, and often name none.
+        check_trained_type(recipe, values, f"model.source {source}")
+        scores = recipe.objective.scores_chats
+        if kind == "encoder" and (scores or values.get("pad_token_id") is None):
+            # Decoders that classify are told apart from padding by its id, and often name none. A
+            # tokenizer that is prepared for scores pads with what no chat holds.
             pad = special.get("pad") if special.get("pad") is not None else special.get("eos")
             values |= {} if pad is None else {"pad_token_id": pad}
         start = _learnt_start(values, special) if kind == "seq2seq" else {}
@@ -77,10 +85,10 @@ def resolve_model_spec(
             values,
             kind,
             f"model.source {source}",
-            labels=recipe.labels,
+            labels=[SCORE] if scores else recipe.labels,
             unproved=recipe.model.unproved,
         )
-        config = replace(config, learnt_start=start)
+        config = replace(config, learnt_start=start, reads_last_place=scores)
     written = config.target_positions if isinstance(config, HFConfig) else None
     check_lengths(recipe, config.max_position_embeddings, written)
     if ids > config.vocab_size:
@@ -168,6 +176,7 @@ def materialize_model(
         return
     if spec.folder is None or spec.random:
         init_weights(model, seed)
+        init_packed(model, seed, model.config.initializer_range)
     else:
         load_weights(model, spec.folder, share)
 

@@ -4,7 +4,7 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from ingot.data.batches.loader import Batch
 from ingot.models.device import Compute, computing_in
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE
-from ingot.objectives.protocol import Objective, RowSharing
+from ingot.objectives.protocol import Objective, RowSharing, TwoPassObjective
 
 
 def forward(
@@ -47,6 +47,28 @@ def forward(
             extras,
         )
     return reduce_values(objective, values, on_device, sharing)
+
+
+def first_pass(
+    module: nn.Module,
+    objective: TwoPassObjective,
+    batches: Iterable[Batch],
+    compute: Compute,
+    device: torch.device,
+    sharing: RowSharing | None = None,
+) -> Tensor:
+    """The sum of an objective's first pass over this rank's micro-batches; without gradients, in
+    evaluation mode. Every rank must have equally many.
+    """
+    first, was_training = objective.first_pass(), module.training
+    total = torch.zeros((), device=device)
+    module.eval()
+    with torch.no_grad():
+        for batch in batches:
+            rows = objective.first_rows(batch)
+            total += forward(module, first, rows, compute, device, sharing)[0]
+    module.train(was_training)
+    return total
 
 
 def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -78,6 +78,30 @@ class Objective(Protocol):
         """The loss summed over the targets of a micro-batch, and sums of
         further metrics by name, without gradient.
         """
+        ...
+
+
+@runtime_checkable
+class TwoPassObjective(Objective, Protocol):
+    """An objective with a term of the whole global batch, which is known only after a first pass
+    over all of its micro-batches. It is summed over all ranks before any loss is computed, so that
+    no split of the batch changes it.
+    """
+
+    def first_pass(self) -> Objective:
+        """What is computed in the first pass, without gradients: its loss is what is summed."""
+        ...
+
+    def first_rows(self, batch: Batch) -> Batch:
+        """The rows that the first pass computes."""
+        ...
+
+    def second_rows(self, batch: Batch) -> Batch:
+        """The rows that the loss is computed of."""
+        ...
+
+    def finish_first_pass(self, mean: Tensor) -> None:
+        """Take the mean over the targets of the global batch, a scalar on the training device."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Applies every wrapper in one order: pipeline stages, float8, tensor parallelism, context
-parallelism, recomputation, activation offload, compilation, then sharding or data parallelism.
+parallelism, expert parallelism, recomputation, activation offload, compilation, then sharding or
+data parallelism.
 
 Stages come first: each is then wrapped as a whole model would be. Tensor parallelism changes the
 parameters of a layer, so it precedes the rest. Recomputation is inside the compiled region and the
@@ -31,7 +32,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
 from ingot.parallel.pipeline import Pipeline, local_stages, tied_across_stages
 from ingot.parallel.recompute import recompute_layers
-from ingot.parallel.shard import is_fsdp, layers, shard_weights
+from ingot.parallel.shard import is_fsdp, layers, shard_weights, spread_experts
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -40,6 +41,9 @@ def compile_layers(model: nn.Module) -> None:
     """Compile the layers of a model, or of a pipeline stage, when they are first called; parameter
     names do not change.
     """
+    # The routers of a mixture note which experts were chosen. Without this, layers that note
+    # something and are recomputed would silently not be compiled.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     keep_compiled()
     for layer in layers(model):
         layer.compile()
@@ -96,6 +100,8 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
             model.make_attn_fns = context_attention(
                 how.parallel.context_by, mesh.context.group, mesh.context.rank, mesh.context.world
             )
+        if mesh.experts is not None:
+            spread_experts(model, mesh.experts["expert"])
     recompute_layers(model, how.memory.recompute)
     if how.memory.offload.activations:
         offload_activations(model)
@@ -106,6 +112,7 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
         shard_weights(
             model,
             spread["replicate", "shard"],
+            experts=None if mesh.experts is None else mesh.experts["replicate", "shard"],
             reshard=how.parallel.reshard and how.parallel.schedule != "zero_bubble",
             compute=TYPES[how.compute] if native else None,
             reduce=TYPES[how.precision.reduce],
@@ -126,7 +133,8 @@ def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:
     gradients have the dtype of their weights, which DDP handles.
     """
     narrow = isinstance(model, Decoder) and how.compute != "fp32"
-    if mesh.degrees.shard * mesh.degrees.tensor * mesh.degrees.pipeline > 1:
+    degrees = mesh.degrees
+    if degrees.shard * degrees.tensor * degrees.pipeline * degrees.expert > 1:
         return mesh.replicas.world > 1 or narrow
     return narrow or how.precision.reduce != "fp32" or how.precision.master == "stochastic"
 

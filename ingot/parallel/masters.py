@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
+from ingot.models.native.experts import Router
 from ingot.models.parameters import is_dtensor, local_tensor, shard_like
 from ingot.parallel.mesh import Mesh
 
@@ -52,7 +53,8 @@ class Master:
 
 
 class Masters:
-    """All trained parameters of a model.
+    """All trained parameters of a model, and routers that were taken out of training, which have no
+    gradient: a checkpoint holds them too, so that no rank has to look for them elsewhere.
 
     Args:
         model: already allocated, initialised and wrapped.
@@ -74,21 +76,28 @@ class Masters:
         stochastic: bool = False,
         on_host: float = 0.0,
     ) -> None:
-        self.mesh, self.stochastic, self._shared, self._model, self._working = (
-            mesh,
-            stochastic,
-            frozenset(shared),
-            model,
-            working,
-        )
+        self.mesh, self.model, self.stochastic = mesh, model, stochastic
+        self._shared, self._working = frozenset(shared), working
+        kept = {
+            name: router
+            for name, router in model.named_modules()
+            if isinstance(router, Router) and (router.is_frozen or router.weight.requires_grad)
+        }
+        self.buffers: dict[str, Tensor] = {
+            f"{name}.{buffer}": value
+            for name, router in kept.items()
+            for buffer, value in router.named_buffers()
+        }
+        """What is trained without a gradient: correction biases, whole on each rank."""
         trained = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad or name.removesuffix(".weight") in kept
         }
-        host_names = _first_share(trained, on_host)
+        self.on_host = _first_share(trained, on_host)
+        """Names of the parameters whose masters are on the host."""
         self._masters = [
-            self._of(name, parameter, exact=not stochastic, on_host=name in host_names)
+            self._of(name, parameter, exact=not stochastic, on_host=name in self.on_host)
             for name, parameter in trained.items()
         ]
         self.work_in(working)
@@ -119,8 +128,8 @@ class Masters:
         if dtype is None:
             return
         masters = {id(master.parameter): master.tensor for master in self._masters}
-        for parameter in self._model.parameters():
-            if not is_dtensor(parameter):
+        for parameter in self.model.parameters():
+            if not is_dtensor(parameter) and parameter.is_floating_point():
                 parameter.data = masters.get(id(parameter), parameter).data.to(dtype)
 
     @property
@@ -186,10 +195,17 @@ class Masters:
         for master in self._masters:
             if master.tensor is not master.parameter:
                 here = local_tensor(master.parameter.detach())
-                same = here.data_ptr() == master.tensor.data_ptr()
-                if not same or here.device != master.tensor.device:
+                if not _share_memory(here, master.tensor):
                     here.copy_(master.tensor)
             master.parameter.grad = master.tensor.grad = None
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a size lie in the same place; known without asking for addresses,
+    which tensors without contents do not have.
+    """
+    storages = {tensor.untyped_storage()._cdata for tensor in (one, other)}
+    return len(storages) == 1 and one.storage_offset() == other.storage_offset()
 
 
 def _full_gradient(parameter: nn.Parameter) -> Tensor:

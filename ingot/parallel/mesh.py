@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ingot.base.environment import Ranks, ranks
+from ingot.config.degrees import AXES, Degrees, degrees_of
 from ingot.config.sections.layout import Parallel
-from ingot.config.shape import AXES, Degrees, degrees_of
 from ingot.models.device import backend, keep_freed_memory, pick_device, use_all_cores
 
 T = TypeVar("T")
@@ -42,6 +42,10 @@ class Mesh:
     weights: DeviceMesh | None = None
     """Mesh with the axes `pipeline, replicate, shard, tensor` for sharded weights; None for one
     process.
+    """
+    experts: DeviceMesh | None = None
+    """The same for the weights of experts: `pipeline, replicate, shard, expert, tensor`; None if no
+    ranks share experts.
     """
 
     @property
@@ -96,6 +100,11 @@ class Mesh:
     def replicas(self) -> Mesh:
         """The ranks over which gradients are summed: axes replicate, shard and context."""
         return self.part("replicas")
+
+    @property
+    def stage(self) -> Mesh:
+        """The ranks that hold the same layers, whole or in shards: all axes but pipeline."""
+        return self.part("stage")
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -168,6 +177,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",),
     "losses": ("pipeline", "replicate", "shard", "context"),
     "replicas": ("replicate", "shard", "context"),
+    "stage": ("replicate", "shard", "context", "tensor"),
 }
 """The parts of a mesh, by the axes along which their ranks differ."""
 
@@ -209,6 +219,8 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
         size = math.prod(grid.shape[place] for place in along)
         if size == here.world > 1:
             parts[name] = Mesh(here, device, group=dist.group.WORLD)
+        elif name == "stage" and degrees.tensor == 1 and size > 1:
+            parts[name] = parts["replicas"]
         elif size > 1:
             parts[name] = _part(
                 here, device, np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
@@ -216,7 +228,15 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
     if degrees.pipeline > 1:
         columns = grid.reshape(degrees.pipeline, -1).T
         parts["ends"] = _part(here, device, columns[:, [0, -1]])
-    return Mesh(here, device, degrees, None, parts, _weights(device, degrees))
+    return Mesh(
+        here,
+        device,
+        degrees,
+        None,
+        parts,
+        None if degrees.world == 1 else _weights(device, degrees),
+        None if degrees.expert == 1 else _experts(device, degrees),
+    )
 
 
 def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
@@ -236,22 +256,36 @@ def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
     return mine
 
 
-def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh | None:
-    """The mesh for sharded weights. Ranks of the context axis count as further shards where weights
-    are sharded, else as further replicas.
+def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh:
+    """The mesh for sharded weights."""
+    copies = degrees.data * degrees.context // degrees.shards
+    return _device_mesh(
+        device,
+        pipeline=degrees.pipeline,
+        replicate=copies,
+        shard=degrees.shards,
+        tensor=degrees.tensor,
+    )
+
+
+def _experts(device: torch.device, degrees: Degrees) -> DeviceMesh:
+    """The mesh for the weights of experts: neighbours along replicate, shard and context share
+    them, and what is left of shards and replicas has copies.
     """
-    if degrees.world == 1:
-        return None
-    copies, shards = (
-        (degrees.replicate, degrees.shard * degrees.context)
-        if degrees.shard > 1
-        else (degrees.replicate * degrees.context, 1)
+    shards = degrees.expert_shards
+    copies = degrees.data * degrees.context // (degrees.expert * shards)
+    return _device_mesh(
+        device,
+        pipeline=degrees.pipeline,
+        replicate=copies,
+        shard=shards,
+        expert=degrees.expert,
+        tensor=degrees.tensor,
     )
-    mesh = init_device_mesh(
-        device.type,
-        (degrees.pipeline, copies, shards, degrees.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
+
+
+def _device_mesh(device: torch.device, **axes: int) -> DeviceMesh:
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
         _never_free(group)
     return mesh

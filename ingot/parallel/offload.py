@@ -130,7 +130,7 @@ class LayerOffload:
                 *(_memory(local_tensor(parameter)) for parameter in self._layer.parameters()),
             }
         if (
-            type(mine) not in (Tensor, nn.Parameter)
+            hasattr(mine, "__tensor_flatten__")  # of several tensors
             or mine.nbytes < SMALL_BYTES
             or _memory(mine) in self._stays_on_device
         ):
@@ -175,4 +175,7 @@ class LayerOffload:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """What tells storages apart that are held; unlike their addresses, also where tensors have no
+    contents.
+    """
+    return int(tensor.untyped_storage()._cdata)

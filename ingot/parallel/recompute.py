@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 from ingot.base.errors import WrongInput
 from ingot.config.model_source import ModelKind
 from ingot.config.sections.layout import Recompute
-from ingot.models.adapters.lora import LoRAState, lora_state
+from ingot.models.adapters.layer import LoRAState
+from ingot.models.adapters.lora import lora_state
 from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.decoder import Decoder, run_in_order
 from ingot.parallel.shard import stacks
@@ -52,6 +53,10 @@ KEPT = (
 """Operators whose results `selective` keeps: matrix products with their sums over ranks, and
 attention, by their names on CPUs and accelerators.
 """
+CHOOSING = "aten::topk"
+"""The operator that chooses experts. Always kept: scores that are computed again may differ in
+their last bits, and a token between two near ones would go another way in backward.
+"""
 
 
 def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
@@ -73,7 +78,14 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
         use_reentrant=False,
         preserve_rng_state=not isinstance(model, Decoder),
     )
-    if knobs.method == "uniform" and knobs.layers > 1:
+    runs = knobs.method == "uniform" and knobs.layers > 1
+    mixture = isinstance(model, Decoder) and model.config.experts is not None
+    if mixture or (knobs.kind == "selective" and not runs):
+        policy = keep_choices if knobs.kind == "full" else keep_matmuls
+        checkpoint_fn = partial(
+            checkpoint_fn, context_fn=partial(create_selective_checkpoint_contexts, policy)
+        )
+    if runs:
         check_runs(
             (
                 "decoder"
@@ -87,10 +99,6 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
         assert isinstance(model, Decoder)
         model.run_layers = partial(checkpoint_in_runs, checkpoint_fn, knobs.layers)
         return
-    if knobs.kind == "selective":
-        checkpoint_fn = partial(
-            checkpoint_fn, context_fn=partial(create_selective_checkpoint_contexts, keep_matmuls)
-        )
     made: dict[type, type] = {}
     for stack in stacks(model):
         for layer in stack[: knobs.layers if knobs.method == "block" else None]:
@@ -136,10 +144,19 @@ def _checkpoint(
 
 def keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy of `selective`: save the operators in `KEPT`, recompute the others."""
+    return _policy(operator, (*KEPT, CHOOSING))
+
+
+def keep_choices(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of `full` for a mixture of experts: save nothing but which were chosen."""
+    return _policy(operator, (CHOOSING,))
+
+
+def _policy(operator: Any, kept: Sequence[str]) -> CheckpointPolicy:
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else ""
     return (
         CheckpointPolicy.MUST_SAVE
-        if name.partition(".")[0] in KEPT
+        if name.partition(".")[0] in kept
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
 

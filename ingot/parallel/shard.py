@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ingot.base.errors import WrongInput
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.experts import Experts
 from ingot.models.parameters import is_dtensor
+from ingot.parallel.experts import RankExchange
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -37,6 +41,7 @@ def shard_weights(
     compute: torch.dtype | None,
     reduce: torch.dtype,
     offload: bool = False,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Shard a model in place. Each layer is a unit that is gathered when it is used; all remaining
     parameters are one unit, gathered once a step.
@@ -48,6 +53,8 @@ def shard_weights(
         compute: dtype in which weights are gathered; None for their own.
         reduce: dtype in which gradients are summed.
         offload: keep this rank's shards in host memory.
+        experts: the mesh of the ranks that hold the same experts, with the same axes; None: all
+            ranks do.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -65,25 +72,23 @@ def shard_weights(
         if offload
         else OffloadPolicy()
     )
-    placement = _placement(mesh["shard"].size())
+    unit = partial(fully_shard, mp_policy=policy, offload_policy=waiting)
+    if experts is not None:
+        # Units of their own, within that of their layer: their gradients come from the rows of all
+        # ranks of the expert axis, and are summed over the others only.
+        placement = _expert_placement(experts["shard"].size())
+        for mixture in (one for one in model.modules() if isinstance(one, Experts)):
+            unit(
+                mixture,
+                mesh=experts,
+                reshard_after_forward=reshard,
+                shard_placement_fn=placement,
+            )
+    whole = partial(unit, mesh=mesh, shard_placement_fn=_placement(mesh["shard"].size()))
     for layer in layers(model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=waiting,
-            shard_placement_fn=placement,
-        )
+        whole(layer, reshard_after_forward=reshard)
     # A head tied to the embedding must be in one unit with it; the root's unit is freed last.
-    fully_shard(
-        model,
-        mesh=mesh,
-        reshard_after_forward=False,
-        mp_policy=policy,
-        offload_policy=waiting,
-        shard_placement_fn=placement,
-    )
+    whole(model, reshard_after_forward=False)
     for method in ("hidden", "logits", "project") if isinstance(model, Decoder) else ():
         register_fsdp_forward_method(model, method)
     for module in model.modules():
@@ -126,5 +131,36 @@ def _placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
         ):
             return Shard(1) if parameter.ndim > 1 else None
         return None
+
+    return of
+
+
+def spread_experts(model: Decoder, mesh: DeviceMesh) -> None:
+    """Give each rank of `mesh` its share of the experts of a model, or of a pipeline stage of it
+    (on `meta`), in place. Raises WrongInput if they do not divide.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for module in (one for one in model.modules() if isinstance(one, Experts)):
+        if module.count % mesh.size():
+            raise WrongInput(
+                f"parallel.expert {mesh.size()} does not divide the {module.count} experts of a"
+                " layer; lower it"
+            )
+        for name, parameter in module.named_parameters(recurse=False):
+            share = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(
+                name, nn.Parameter(share, requires_grad=parameter.requires_grad)
+            )
+        module.exchange = RankExchange(mesh.get_group())
+
+
+def _expert_placement(shards: int) -> Callable[[nn.Parameter], Shard]:
+    """Shard whole experts, or the first side of each that divides."""
+    from torch.distributed.tensor import Shard
+
+    def of(parameter: nn.Parameter) -> Shard:
+        held = (parameter.to_local() if is_dtensor(parameter) else parameter).shape
+        return Shard(next((dim for dim, size in enumerate(held) if size % shards == 0), 0))
 
     return of

@@ -8,6 +8,8 @@ sequence. Embedding and head are split along the vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,9 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ingot.models.native.decoder import Block, Decoder
+from ingot.models.native.decoder import Block, Decoder, RMSNorm
 from ingot.models.native.head import LogitsView, VocabularyHead
-from ingot.parallel.collectives import sum_backward, sum_forward
+from ingot.parallel.collectives import sum_backward, sum_both, sum_forward
 
 
 class VocabParallelView(LogitsView):
@@ -57,8 +59,8 @@ class VocabParallelView(LogitsView):
         found = self._logits.gather(-1, place.where(here, 0)[:, None])[:, 0]
         return sum_forward(torch.where(here, found, 0.0), self._group)
 
-    def log_probability(self, labels: Tensor) -> Tensor:
-        return self.gather(labels) - self.logsumexp()
+    def log_probability(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        return self.gather(labels) / temperature - self._logsumexp(self._logits / temperature)
 
     def log_probabilities(self, temperature: float = 1.0) -> Tensor:
         softened = self._logits / temperature
@@ -125,7 +127,13 @@ class ColumnParallelLinear(ColwiseParallel):
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute(
-            module, device_mesh, weight=Shard(0), bias=Shard(0), lora_A=Replicate(), lora_B=Shard(0)
+            module,
+            device_mesh,
+            weight=Shard(0),
+            bias=Shard(0),
+            lora_A=Replicate(),
+            lora_B=Shard(0),
+            lora_magnitude=Shard(0),
         )
 
 
@@ -140,7 +148,30 @@ class RowParallelLinear(RowwiseParallel):
             bias=Replicate(),
             lora_A=Shard(1),
             lora_B=Replicate(),
+            lora_magnitude=Replicate(),
         )
+
+
+class WidthParallelNorm(ParallelStyle):
+    """A norm over the outputs of a layer that is split by columns: each rank has a part of the
+    width, and the sum of squares is that of all ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm)
+        width = module.weight.shape[0]
+        distribute(module, device_mesh, weight=Shard(0))
+        module.forward = partial(_norm_of_parts, module, device_mesh.get_group(), width)  # type: ignore[method-assign]
+        return module
+
+
+def _norm_of_parts(norm: RMSNorm, group: dist.ProcessGroup, width: int, x: Tensor) -> Tensor:
+    """x `[B, T, N]`, this rank's part of the width, normalised by the mean square of all parts."""
+    wide, weight = x.float(), norm.weight
+    squares = sum_both(wide.square().sum(dim=-1, keepdim=True), group)  # [B, T, 1]
+    held = weight.to_local() if isinstance(weight, DTensor) else weight
+    scaled = wide * (squares / width + norm.eps).rsqrt()
+    return (scaled * (held.float() + norm.offset)).to(x.dtype)
 
 
 class ShardedNorm(SequenceParallel):
@@ -179,14 +210,21 @@ def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, P
         "mlp.down_proj": RowParallelLinear(output_layouts=between),
     }
     if layer.self_attn.q_norm is not None:
-        # One weight is shared by the heads of all ranks.
+        # Per head, one weight is shared by the heads of all ranks.
         plan |= {
-            f"self_attn.{name}": ShardedNorm(sequence_dim=HEADS, use_local_output=True)
+            f"self_attn.{name}": (
+                ShardedNorm(sequence_dim=HEADS, use_local_output=True)
+                if layer.self_attn.norms_heads
+                else WidthParallelNorm()
+            )
             for name in ("q_norm", "k_norm")
         }
     if sequence:
-        inputs = {"self_attn": 5, "mlp": 1}
-        plan |= {"input_layernorm": ShardedNorm(), "post_attention_layernorm": ShardedNorm()}
+        inputs, norms = {"self_attn": 5, "mlp": 1}, layer.norms
+        before = (norms.before_attention, norms.before_mlp)
+        after = (norms.after_attention, norms.after_mlp)
+        plan |= {name: ShardedNorm() for name in before if name is not None}
+        plan |= {name: ShardedNorm(use_local_output=True) for name in after if name is not None}
         plan |= {
             name: PrepareModuleInput(
                 input_layouts=(between, *[None] * (count - 1)),

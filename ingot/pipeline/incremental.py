@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,16 +18,17 @@ from typing import Any
 import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
-from ingot.base.lock import folder_lock
-from ingot.base.markers import canonical_json, fingerprint
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, read_record, write_record
+from ingot.base.runfolder import RunFolder, folder_lock
 from ingot.base.runlog import record_event
 from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.pipeline.steps import PipelineStep, upstream_steps
+from ingot.report.living import keep_page, renew_page, show_page
 
 DATA_STEPS = ("ingest", "prepare")
 NOT_DONE = "not done yet"
@@ -98,6 +100,7 @@ def run_step(
         if found.record is not None and not again:
             if is_main:
                 say(f"{step.verb}: unchanged, {found.record.result}")
+                renew_page(run, run.steps / f"{step.verb}.json")
             return found.record
         check_data_is_current(step, recipe)
         if is_main:
@@ -109,23 +112,53 @@ def run_step(
             with contextlib.suppress(FileNotFoundError):
                 (run.steps / f"{step.verb}.json").unlink()
                 fsync_folder(run.steps)
-        began = time.monotonic()
-        with _recording_failure(step, recipe) if is_main else contextlib.nullcontext():
-            outcome = work()
-        record = PipelineStepRecord(
-            step.verb,
-            fingerprint(found.reads),
-            outcome.outputs,
-            round(time.monotonic() - began, 3),
-            outcome.result,
-            outcome.where,
-            found.reads,
-            outcome.files,
-            outcome.exit_code,
-        )
-        if is_main:
-            write_record(run.steps, record)
-        return record
+        with page_kept(run, step.verb) if is_main else contextlib.nullcontext():
+            return _recorded(step, recipe, work, found)
+
+
+@contextlib.contextmanager
+def page_kept(run: RunFolder, verb: str) -> Iterator[None]:
+    """While entered, the page of the run says that `verb` is at work, and shows a training as it
+    goes; afterwards it says how that ended.
+    """
+    over = threading.Event()
+    page = threading.Thread(target=keep_page, args=(run, verb, over), daemon=True)
+    # Only training is long and logs as it goes. Other verbs fork, which no thread should live to
+    # see.
+    if verb == "train":
+        page.start()
+    else:
+        show_page(run, verb)
+    try:
+        yield
+    finally:
+        over.set()
+        if verb == "train":
+            page.join()
+        show_page(run)
+
+
+def _recorded(
+    step: PipelineStep, recipe: Recipe, work: Callable[[], VerbOutcome], found: StepCheck
+) -> PipelineStepRecord:
+    """Do the work and keep its record."""
+    is_main, began = ranks().is_main, time.monotonic()
+    with _recording_failure(step, recipe) if is_main else contextlib.nullcontext():
+        outcome = work()
+    record = PipelineStepRecord(
+        step.verb,
+        fingerprint(found.reads),
+        outcome.outputs,
+        round(time.monotonic() - began, 3),
+        outcome.result,
+        outcome.where,
+        found.reads,
+        outcome.files,
+        outcome.exit_code,
+    )
+    if is_main:
+        write_record(recipe.folder.steps, record)
+    return record
 
 
 @contextlib.contextmanager
@@ -154,7 +187,7 @@ def step_inputs(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> d
         reads["outside"] = stamps[step.verb](recipe)
     reads |= {"ingot": ingot.__version__, "revision": step.revision}
     # Through JSON, as the stored record goes, so that the two compare equal.
-    plain: dict[str, Any] = json.loads(canonical_json(reads))
+    plain: dict[str, Any] = json.loads(json.dumps(reads, sort_keys=True, allow_nan=False))
     return plain
 
 

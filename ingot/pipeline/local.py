@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,25 @@ from ingot.base.errors import (
     EXIT_STOPPED,
     EXIT_WRONG_INPUT,
     Failed,
+    IngotError,
 )
-from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, file_sizes, read_record
+from ingot.base.runfolder import folder_lock
+from ingot.base.runlog import record_event
 from ingot.base.server import ask, running_server
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.config.serving import answered, question, triton_route
+from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.config.serving import answered, triton_question, triton_route
 from ingot.launch.job import Job
 from ingot.launch.places.local import JobExit, command, foreground
 from ingot.launch.run_job import job_of, run_job
 from ingot.launch.supervisor.supervise import supervise
 from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
 from ingot.pipeline.steps import STEPS, PipelineStep
-from ingot.report.page import write_page
+from ingot.report.living import show_page
 
 
 @dataclass
@@ -57,32 +60,50 @@ def run(
     arguments: Sequence[str],
     stamps: ExternalStamps,
     *,
+    before: Callable[[Sequence[str]], None] = lambda verbs: None,
     fresh: bool = False,
     debug: bool = False,
 ) -> PipelineResult:
     """Run all steps in order, each in a process of its own. `arguments` are recipe files and
     overrides as typed.
 
-    `fresh` starts training from step 0 if it has to run; `debug` makes the steps print tracebacks.
+    `before` is called once, with the verbs from the first step on that has to run, and may refuse
+    them; `fresh` starts training from step 0 if it has to run; `debug` makes the steps print
+    tracebacks.
 
     Raises:
         StepFailed: a step failed or was stopped; the same command continues from there.
         Failed: another `ingot run` holds this run folder.
     """
-    done = PipelineResult()
+    done, verbs = PipelineResult(), [step.verb for step in STEPS]
+    # Where there is no run folder yet, a refusal leaves none behind.
+    announced = not recipe.folder.root.exists()
+    if announced:
+        before(verbs)
     with folder_lock(recipe.folder.root, "run-lock"):
         for number, step in enumerate(STEPS, start=1):
-            found = check_step(step, recipe, stamps)
-            if found.record is not None:
-                record = found.record
+            try:
+                record = check_step(step, recipe, stamps).record
+            except IngotError:  # such as a missing source, which `before` tells with all else
+                if not announced:
+                    before(verbs[number - 1 :])
+                raise
+            if record is not None:
                 done.skipped.add(step.verb)
             else:
+                if not announced:
+                    before(verbs[number - 1 :])
+                    announced = True
                 say(f"[{number}/{len(STEPS)}] {step.verb}")
                 options = [
                     *(["--fresh"] if fresh and step.verb == "train" else []),
                     *(["--debug"] if debug else []),
                 ]
-                record = _execute(step, recipe, [*arguments, *options], stamps)
+                try:
+                    record = _execute(step, recipe, [*arguments, *options], stamps)
+                except BaseException:
+                    show_page(recipe.folder)  # its step took this process for still running
+                    raise
             done.records.append(record)
             if record.exit_code == EXIT_KEEP:
                 break
@@ -90,7 +111,7 @@ def run(
             len(done.skipped) < len(done.records)
             or not (recipe.folder.reports / "index.html").exists()
         ):
-            write_page(recipe.folder)
+            show_page(recipe.folder)
     return done
 
 
@@ -102,6 +123,9 @@ def _execute(
     ended = _launch_step(step, recipe, arguments)
     if ended.signum or ended.code not in (EXIT_DONE, EXIT_KEEP):
         code = ended.code or 128 + ended.signum
+        if code == 128 + signal.SIGKILL and step.verb != "train":  # it could not say so itself
+            cause = f"{step.verb}: it {_describe_exit(ended)}"
+            record_event(recipe.folder.events, "failure", cause=cause)
         raise StepFailed(f"{step.verb} {_describe_exit(ended)}", code)
     record = read_record(recipe.folder.steps, step.verb)
     if record is None:
@@ -192,14 +216,16 @@ def _serving_request(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     completion for other decoders, a prediction for sequence-to-sequence models and classifiers.
     """
     tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)
-    if recipe.documents in ("pair", "labelled"):
+    if not recipe.objective.native:
         return "/predict", {"instances": [recipe.serve.prompt]}
+    temperature = recipe.serve.prompt_temperature
+    sampling = {"max_tokens": tokens, "temperature": temperature}
+    if temperature:
+        sampling["seed"] = recipe.seed
     if recipe.serve.engine == "triton":
-        return triton_route(recipe.name), question(
-            "triton", recipe.name, recipe.serve.prompt, tokens
-        )
-    request = {"model": recipe.name, "max_tokens": tokens, "temperature": 0}
-    if recipe.documents in ("chat", "preference"):
+        return triton_route(recipe.name), triton_question(recipe.serve.prompt, sampling)
+    request: dict[str, Any] = {"model": recipe.name, **sampling}
+    if recipe.documents in CHAT_TEMPLATED:
         return "/v1/chat/completions", {
             **request,
             "messages": [{"role": "user", "content": recipe.serve.prompt}],

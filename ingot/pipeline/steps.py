@@ -17,6 +17,7 @@ from ingot.config.doors import CLEANING, GATES, SOURCES, TASKS, TEMPLATES, packa
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.serving import SERVER_ARGUMENTS
 
 Knobs = dict[str, Any]
 
@@ -81,19 +82,28 @@ def _prepare(recipe: Recipe) -> Knobs:
         knobs |= recipe.select(("data.target_len",))
     if recipe.pack != "cut":
         knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
+    if recipe.data.truncate != "right":
+        knobs |= recipe.select(("data.truncate",))
     if recipe.trains_tokenizer:
         knobs |= recipe.select(("tokenizer.vocab_size", "tokenizer.sample_bytes"))
     elif recipe.tokenizer.source is None:
         knobs |= recipe.select(("model.source", "model.revision"))
     if not isinstance(recipe.data.validation, list):
         knobs |= recipe.select(("data.validation.fraction",))
+        if recipe.data.validation.group is not None:
+            knobs |= recipe.select(("data.validation.group",))
     if recipe.data.megatron_prefix is not None:
         knobs |= recipe.select(("data.megatron_prefix",))
     return knobs
 
 
 def _train(recipe: Recipe) -> Knobs:
-    return training_identity(recipe) | recipe.select(("precision.export", "checkpoint.best"))
+    exported: tuple[str, ...] = ("precision.export", "checkpoint.best")
+    if recipe.train.average is not None:
+        exported += ("train.average",)
+    if recipe.model.quantize is not None:
+        exported += ("model.quantize.merge_into",)
+    return training_identity(recipe) | recipe.select(exported)
 
 
 def _evaluate(recipe: Recipe) -> Knobs:
@@ -112,9 +122,11 @@ def _evaluate(recipe: Recipe) -> Knobs:
     )
     if recipe.documents == "pair":
         knobs |= recipe.select(("data.target_len",))
-    knobs |= {"data.pack": recipe.pack_held_out}
+    knobs |= {"data.pack": recipe.held_out_row_plan}
     if recipe.evaluate.prompts:
         knobs |= recipe.select(("evaluate.sample_tokens",))
+        if recipe.evaluate.temperature:
+            knobs |= recipe.select(("evaluate.temperature", "seed"))
     if _evaluates_base(recipe) or recipe.evaluate.base:
         knobs |= recipe.select(("model.source", "model.revision"))
     return {"evaluate.tasks": tasks, **knobs, **packages_of(kinds)}
@@ -138,7 +150,7 @@ def _evaluated_folders(recipe: Recipe) -> list[str]:
 
 
 def _gate(recipe: Recipe) -> Knobs:
-    metric = getattr(recipe.gate.resolved(recipe.documents), "metric", None)
+    metric = getattr(recipe.gate.resolved(recipe.objective.judged), "metric", None)
     compared = {"gate.metric": metric} if metric else {}
     brought = packages_of([(GATES, recipe.gate.kind)])
     return recipe.select(("gate",)) | compared | brought | _registry(recipe)
@@ -166,11 +178,7 @@ def _container(recipe: Recipe) -> Knobs:
         "cloud.images.serve",
         "serve.engine",
         "serve.image",
-        "serve.max_body_bytes",
-        "serve.max_tokens",
-        "serve.max_queue",
-        "serve.max_batch",
-        "serve.any_template",
+        *(f"serve.{key}" for key in SERVER_ARGUMENTS),
     )
     return recipe.select(
         (*knobs, "serve.machine") if recipe.serve.engine in ("vllm", "triton") else knobs
@@ -179,7 +187,9 @@ def _container(recipe: Recipe) -> Knobs:
 
 def _serve(recipe: Recipe) -> Knobs:
     tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)  # the number requested
-    return recipe.select(("serve.engine", "serve.prompt")) | {"serve.prompt_tokens": tokens}
+    drawn = ("serve.prompt_temperature", "seed") if recipe.serve.prompt_temperature else ()
+    asked = recipe.select(("serve.engine", "serve.prompt", *drawn))
+    return asked | {"serve.prompt_tokens": tokens}
 
 
 def _deploy(recipe: Recipe) -> Knobs:

@@ -12,9 +12,10 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.hub import fetch_config
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.degrees import degrees_of
+from ingot.config.model_source import trained_kind
 from ingot.config.recipe import Recipe
-from ingot.config.shape import degrees_of, flops_per_token
+from ingot.config.shape import flops_per_token
 from ingot.plan.checks import PlanFinding, all_judgements
 from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
@@ -24,12 +25,17 @@ from ingot.plan.run_cost import RunCost, RunInputs, cost_of
 from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
 from ingot.plan.storage import ModelSize, formula_memory, model_size
 from ingot.plan.tracing.memory import RankMemory, plan_memory
-from ingot.plan.unknown import Told, Unknown
+from ingot.plan.unknown import Estimate, Unknown
 
 SCHEMA = 1
 COMPARED_WITH_GPU = False
 """Whether a plan for a GPU was ever held against one."""
 CALIBRATE = "`ingot bench --calibrate` there"
+FLEX = Range(1.0, 1.15, 1.5, "guessed")
+"""How much longer flex attention, which rows of several documents need, takes for the same work
+than flash attention: its authors measured 85 to 90 % of version 2's speed on an A100
+(https://pytorch.org/blog/flexattention/).
+"""
 RECORDED = ("model", "objective", "data", "train", "parallel", "memory", "precision")
 """The sections of a recipe that a plan is for."""
 
@@ -55,7 +61,7 @@ class RunPlan:
     recipe: Recipe
     place: PlannedPlace
     memory: tuple[RankMemory, ...] | Unknown
-    formula: Told
+    formula: Estimate
     step: StepSeconds | Unknown
     sample: LengthSample | Unknown
     size: ModelSize | None
@@ -79,13 +85,13 @@ def make_plan(
     config = with_vocabulary(recipe, model, sample)
     size = None if config is None else model_size(recipe, config)
     memory: tuple[RankMemory, ...] | Unknown = Unknown("`ingot plan`, which traces a step")
-    formula: Told = Unknown("the model's configuration")
+    formula: Estimate = Unknown("the model's configuration")
     if traced:
         memory = _memory(recipe, place, config, random=model.random)
         if isinstance(memory, Unknown) and config is not None and size is not None:
             formula = _formula(recipe, place, config, size)
-    step = _step(recipe, place, memory)
-    coefficients = _coefficients(place)
+    step = _step(recipe, place, memory, sample)
+    coefficients = known_coefficients(place)
     inputs = RunInputs(
         recipe,
         place,
@@ -182,7 +188,7 @@ def _configurations_only(recipe: Recipe, vocab_size: int | None) -> Recipe:
 
 def _formula(
     recipe: Recipe, place: PlannedPlace, config: Mapping[str, Any], size: ModelSize
-) -> Told:
+) -> Estimate:
     degrees = degrees_of(recipe.parallel, place.world)
     half = _compute(recipe, place) != "float32"
     return formula_memory(recipe, config, size, degrees, half=half)
@@ -198,7 +204,8 @@ def _compute(recipe: Recipe, place: PlannedPlace) -> str:
     return "bfloat16" if wanted == "bf16" else "float32"
 
 
-def _coefficients(place: PlannedPlace) -> Coefficients | None:
+def known_coefficients(place: PlannedPlace) -> Coefficients | None:
+    """What the devices of a place need for their work; None where nothing is known."""
     if place.device is not None:
         return coefficients_of(place.device, place.machine, place.processes)
     if place.type == "cpu" and place.kind == "local":
@@ -209,25 +216,31 @@ def _coefficients(place: PlannedPlace) -> Coefficients | None:
 
 
 def _step(
-    recipe: Recipe, place: PlannedPlace, memory: tuple[RankMemory, ...] | Unknown
+    recipe: Recipe,
+    place: PlannedPlace,
+    memory: tuple[RankMemory, ...] | Unknown,
+    sample: LengthSample | Unknown,
 ) -> StepSeconds | Unknown:
     if isinstance(memory, Unknown):
         return memory
     try:
-        return timed(recipe, place, memory)
+        return timed(recipe, place, memory, sample)
     except WrongInput as error:
         return Unknown(str(error))
 
 
 def timed(
-    recipe: Recipe, place: PlannedPlace, memory: Sequence[RankMemory]
+    recipe: Recipe,
+    place: PlannedPlace,
+    memory: Sequence[RankMemory],
+    sample: LengthSample | Unknown,
 ) -> StepSeconds | Unknown:
-    """The time of a step at a place.
+    """The time of a step at a place, over documents such as those of `sample`.
 
     Raises:
         WrongInput: nothing is known of a kernel that a rank calls.
     """
-    coefficients = _coefficients(place)
+    coefficients = known_coefficients(place)
     if coefficients is None and place.type == "cpu":
         return Unknown(f"what this processor does in a second: {CALIBRATE}")
     if coefficients is None:
@@ -239,12 +252,27 @@ def timed(
         virtual=parallel.virtual,
         zero_bubble=parallel.schedule == "zero_bubble",
         compiled=recipe.train.compile,
+        attended=_attended(recipe, place, sample),
     )
     return step_seconds([rank.trace for rank in memory], coefficients, layout)
 
 
+def _attended(recipe: Recipe, place: PlannedPlace, sample: LengthSample | Unknown) -> Range:
+    """What of causal attention is computed: on a GPU, blocks in which one document sees itself. A
+    CPU computes all of them, and masks.
+    """
+    is_decoder = trained_kind(recipe) == "decoder"
+    whole = Range.exactly(1.0, "measured")
+    masked = place.type == "cuda" and is_decoder and recipe.pack != "none"
+    if not masked or recipe.parallel.context > 1:
+        return whole
+    if isinstance(sample, Unknown):
+        return FLEX * Range(0.0, 1.0, 1.0, "guessed")
+    return FLEX * sample.columns["tokens"].attended
+
+
 def _flops(recipe: Recipe, config: Mapping[str, Any] | None) -> float | None:
-    if config is None or KIND_FOR_DOCUMENTS[recipe.documents] != "decoder":
+    if config is None or trained_kind(recipe) != "decoder":
         return None
     try:
         return flops_per_token(config, recipe.data.seq_len)
@@ -258,18 +286,18 @@ def _judge_memory(
     if isinstance(memory, Unknown):
         return [PlanFinding("not checked", "memory", f"whether it fits: needs {memory.needs}")]
     has, found = place.device_bytes, []
+    if any(rank.trace.crowded is not None for rank in memory):
+        message = (
+            "how evenly routers choose experts, which follows from what is read: likely is nearly"
+            " even, at most twice as many rows on a rank"
+        )
+        found.append(PlanFinding("not checked", "parallel.expert", message))
     if has is None:
         message = f"whether it fits: the memory of {place.device_name} is not known; --device NAME"
-        return [PlanFinding("not checked", "memory", message)]
+        return [*found, PlanFinding("not checked", "memory", message)]
     for rank in memory:
-        fit, offload = rank.fit(has), recipe.memory.offload
-        if fit == "fits":
-            continue
-        if offload.activations or offload.weights or offload.optimizer:
-            # Of what waits on the host nothing is known: it is counted on the device.
-            message = f"{rank.ranks}: with memory.offload a step takes less than is told here"
-            found.append(PlanFinding("not checked", "memory", message))
-        else:
+        fit = rank.fit(has)
+        if fit != "fits":
             message = f"{rank.ranks}: a step {fit} into {place.device_name}"
             found.append(PlanFinding("warning", "memory", message))
     return found
@@ -296,6 +324,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "name": plan.recipe.name,
         "knobs": plan.recipe.select(RECORDED),
         "place": place | {"world": plan.place.world},
+        "coefficients": _coefficients_json(plan.place),
         "compared_with_gpu": COMPARED_WITH_GPU,
         "weights": plain(plan.size),
         "memory": memory,
@@ -304,6 +333,20 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "data": plain(plan.sample),
         "run": cost,
         "findings": [asdict(finding) for finding in plan.findings],
+    }
+
+
+def _coefficients_json(place: PlannedPlace) -> dict[str, Any] | None:
+    """By what the times are told, so that a training can correct it."""
+    known = known_coefficients(place)
+    if known is None:
+        return None
+    return {
+        "name": known.name,
+        "origin": known.origin,
+        "date": known.date,
+        "basis": known.basis,
+        "learned": plain(known.learned),
     }
 
 

@@ -20,10 +20,11 @@ from ingot.base.progress import duration
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import time_limit_s
 from ingot.config.family import sizes
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.model_source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.launch import Machine
-from ingot.config.sections.training import AdamW
+from ingot.config.sections.objective import TWO_ROWS
+from ingot.config.sections.training import AdamSettings
 from ingot.plan.data_sample import LengthSample
 from ingot.plan.devices.types import device_of_machine
 from ingot.plan.place import GIB, PlannedPlace, installed_gpus
@@ -71,14 +72,17 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         f" than {own.limit:,}",
     )
     if sample.truncated or (sample.lost_targets or 0.0) > 0.0:
-        lost, told = sample.lost_targets, f"{sample.truncated:.1%} of the documents lose their end"
+        lost, message = (
+            sample.lost_targets,
+            f"{sample.truncated:.1%} of the documents lose their end",
+        )
         if lost is not None:
-            told += f", and {lost:.1%} of the trained tokens are cut away"
+            message += f", and {lost:.1%} of the trained tokens are cut away"
         much = max(sample.truncated if lost is None else lost, 0.0) > MUCH_LOST
         way = "; raise data.seq_len, or drop long documents" if much else ""
         if much and recipe.documents == "pair":
             way = "; raise data.seq_len or data.target_len"
-        yield PlanFinding("warning" if much else "known", "data.seq_len", told + way)
+        yield PlanFinding("warning" if much else "known", "data.seq_len", message + way)
     if sample.left_out > 0.0:
         much = sample.left_out > MUCH_LOST
         yield PlanFinding(
@@ -89,18 +93,18 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         )
     if sample.padding > 0.0:
         much = sample.padding > MUCH_PADDED
-        told = f"{sample.padding:.1%} of the positions are padding"
-        if KIND_FOR_DOCUMENTS[recipe.documents] != "decoder" or recipe.documents == "preference":
-            told += " at most: batches are only as long as their longest document"
+        message = f"{sample.padding:.1%} of the positions are padding"
+        if trained_kind(recipe) != "decoder" or recipe.documents in TWO_ROWS:
+            message += " at most: batches are only as long as their longest document"
             much = False
         else:
-            told += "; lower data.seq_len, or set data.pack to best_fit" if much else ""
-        yield PlanFinding("warning" if much else "known", "data.pack", told)
+            message += "; lower data.seq_len, or set data.pack to best_fit" if much else ""
+        yield PlanFinding("warning" if much else "known", "data.pack", message)
 
 
 def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[PlanFinding]:
     """Steps, epochs and warm-up."""
-    if rows is not None and rows.high < recipe.train.global_batch:
+    if rows is not None and rows.high < recipe.objective.rows_of(recipe.train.global_batch):
         yield PlanFinding(
             "warning",
             "train.global_batch",
@@ -148,7 +152,7 @@ def published_rates() -> dict[str, Any]:
 def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanFinding:
     """The learning rate beside those of published trainings of the same way and a similar size."""
     knob, optimizer = "train.optimizer.lr", recipe.train.optimizer
-    if not isinstance(optimizer, AdamW):
+    if not isinstance(optimizer, AdamSettings):
         return PlanFinding("not checked", knob, f"no published ones are known for {optimizer.kind}")
     if size is None:
         return PlanFinding("not checked", knob, "the model's size is not known")
@@ -164,14 +168,14 @@ def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanF
         return PlanFinding("not checked", knob, f"no published ones are known for {way} of {of}")
     low, high = min(near), max(near)
     between = f"{low[0]:g}" if low[0] == high[0] else f"{low[0]:g} to {high[0]:g}"
-    told = (
+    message = (
         f"{optimizer.lr:g}; published for {way} of about this size: {between}"
         f" ({_sources(source for _, source in near)})"
     )
     if low[0] / BELOW <= optimizer.lr <= high[0] * ABOVE:
-        return PlanFinding("known", knob, told)
+        return PlanFinding("known", knob, message)
     side = "above" if optimizer.lr > high[0] else "below"
-    return PlanFinding("warning", knob, f"{told}; this one is far {side} them")
+    return PlanFinding("warning", knob, f"{message}; this one is far {side} them")
 
 
 def _way(recipe: Recipe, *, random: bool) -> str:
@@ -211,7 +215,7 @@ def judge_pauses(recipe: Recipe, cost: RunCost) -> Iterator[PlanFinding]:
         yield PlanFinding(
             "warning",
             "launch.restarts",
-            f"{cost.restarts.told('{:,.1f}'.format)} restarts are expected, launch.restarts allows"
+            f"{cost.restarts.text('{:,.1f}'.format)} restarts are expected, launch.restarts allows"
             f" {recipe.launch.restarts}",
         )
     if isinstance(cost.total_s, Unknown):
@@ -245,7 +249,7 @@ def judge_place(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[
             "warning",
             "checkpoint.keep",
             f"data, checkpoints and model {surely} not fit on the disk:"
-            f" {together.told(_gb)} GB of {_gb(place.disk_bytes)} GB; lower checkpoint.keep, or"
+            f" {together.text(_gb)} GB of {_gb(place.disk_bytes)} GB; lower checkpoint.keep, or"
             " take a larger disk",
         )
     copy = cost.host_copy_bytes
@@ -254,7 +258,7 @@ def judge_place(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[
         yield PlanFinding(
             "warning",
             "checkpoint.asynchronous",
-            f"the copy of the state takes {copy.told(_gb)} GB of a node's {_gb(host)} GB of memory;"
+            f"the copy of the state takes {copy.text(_gb)} GB of a node's {_gb(host)} GB of memory;"
             " set checkpoint.asynchronous to false",
         )
     yield from _limits(recipe, place, cost)
@@ -279,7 +283,7 @@ def _limits(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[Plan
             "warning",
             knob,
             f"it {surely} the training after {duration(limit_s)}, which takes"
-            f" {cost.total_s.told(duration)}",
+            f" {cost.total_s.text(duration)}",
         )
 
 
@@ -296,13 +300,15 @@ def judge_server(
     each = 4 if recipe.precision.export == "fp32" else 2
     needed = Range(1.0, 1.1, 1.4, "modelled") * float(size.weights * each)
     needed = needed + _cache_bytes(recipe, config) * float(recipe.serve.max_batch)
-    told = f"{needed.told(_gb)} GB of {where}'s {_gb(memory)} GB, with {recipe.serve.max_batch}"
-    told += " requests at once"
+    message = f"{needed.text(_gb)} GB of {where}'s {_gb(memory)} GB, with {recipe.serve.max_batch}"
+    message += " requests at once"
     if needed.low > memory:
-        return PlanFinding("warning", knob, f"the model does not fit: {told}")
+        return PlanFinding("warning", knob, f"the model does not fit: {message}")
     if needed.high > memory:
-        return PlanFinding("warning", knob, f"the model may not fit: {told}; see serve.max_batch")
-    return PlanFinding("known", knob, told)
+        return PlanFinding(
+            "warning", knob, f"the model may not fit: {message}; see serve.max_batch"
+        )
+    return PlanFinding("known", knob, message)
 
 
 def _serving_memory(recipe: Recipe) -> tuple[float | None, str]:
@@ -324,7 +330,7 @@ def _cache_bytes(recipe: Recipe, config: Mapping[str, Any]) -> Range:
     """Keys and values of one request, in two bytes each: of a short answer, of a row of the
     training, of all positions.
     """
-    if KIND_FOR_DOCUMENTS[recipe.documents] != "decoder":
+    if trained_kind(recipe) != "decoder":
         return Range.exactly(0.0)
     try:
         read = sizes(config)

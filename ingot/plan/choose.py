@@ -18,13 +18,20 @@ from ingot.plan.assemble import (
     traceable,
     with_vocabulary,
 )
+from ingot.plan.data_sample import LengthSample
+from ingot.plan.layouts import ALL_FREE, Candidate, Freedom, SearchedLayout
 from ingot.plan.place import PlannedPlace
+from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunInputs, cost_of
-from ingot.plan.search import Judged, search
+from ingot.plan.search import Judged, most_rows, search
 from ingot.plan.seconds import StepSeconds
 from ingot.plan.storage import model_size
 from ingot.plan.tracing.memory import RankMemory
-from ingot.plan.unknown import Told, Unknown
+from ingot.plan.unknown import Estimate, Unknown
+
+
+class UnknownSeconds(WrongInput):
+    """What layouts would be compared by is not known."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,8 @@ class Option:
     """
 
     judged: Judged
-    seconds: Told
-    dollars: Told
+    seconds: Estimate
+    dollars: Estimate
     mark: str
 
 
@@ -55,6 +62,8 @@ class Choice:
     recipe: Recipe
     place: PlannedPlace
     options: list[Option]
+    perhaps: list[tuple[Candidate, Range]]
+    """What may fit, with the highest use of memory of a rank; the smallest first."""
     others: list[tuple[str, str]]
 
     @property
@@ -83,6 +92,7 @@ def choose(
     model: ModelKnown,
     devices: str | None,
     limits: Limits,
+    free: Freedom = ALL_FREE,
 ) -> Choice:
     """Search for the layouts of a recipe that is already resolved for training.
 
@@ -92,25 +102,20 @@ def choose(
     Raises:
         WrongInput: the place does not tell what its devices are, or nothing is known of the model.
     """
-    if place.device_bytes is None:
-        raise WrongInput(
-            f"the memory of {place.device_name} is not known; name what ranks run on with --device"
-        )
-    if model.config is None:
-        raise WrongInput("the model's configuration is not known; check model.source")
-    sample = data_sample(recipe, quick=True)
-    config = with_vocabulary(recipe, model, sample)
-    assert config is not None
-    asked = traceable(recipe, place, config["vocab_size"] if model.random else None)
+    has = _memory(place)
+    asked, config, sample = _asked(recipe, place, model)
     worlds = _worlds(devices, place)
 
     def seconds(changed: Recipe, world: int, memory: tuple[RankMemory, ...]) -> StepSeconds:
-        found = timed(changed, _of_size(place, world), memory)
+        try:
+            found = timed(changed, _of_size(place, world), memory, sample)
+        except WrongInput as error:
+            raise UnknownSeconds(str(error)) from None
         if isinstance(found, Unknown):
-            raise WrongInput(f"the time of a step is not known without {found.needs}")
+            raise UnknownSeconds(f"the time of a step is not known without {found.needs}")
         return found
 
-    result = search(asked, config, worlds, place.processes, place.type, place.device_bytes, seconds)
+    result = search(asked, config, worlds, place.processes, place.type, has, seconds, free)
     rows = None if isinstance(sample, Unknown) else sample.rows
     size, options = model_size(recipe, config), []
     for one in result.found:
@@ -129,7 +134,35 @@ def choose(
         mark = "-" if exceeds else "=" if one.is_tied(result.found[0]) else ""
         options.append(Option(one, cost.total_s, dollars, mark))
     options.sort(key=lambda one: one.mark == "-")
-    return Choice(recipe, place, options, result.others)
+    perhaps = [(one, max((r.peak for r in m), key=lambda p: p.high)) for one, m in result.perhaps]
+    return Choice(recipe, place, options, perhaps, result.others)
+
+
+def rows_that_fit(
+    recipe: Recipe, place: PlannedPlace, model: ModelKnown, layout: SearchedLayout, share: float
+) -> int | None:
+    """Rows of a micro-batch that surely fit into a share of the device's memory; None if none."""
+    return most_rows(_asked(recipe, place, model)[0], layout, place.type, _memory(place) * share)
+
+
+def _memory(place: PlannedPlace) -> Range:
+    if place.device_bytes is None:
+        raise WrongInput(
+            f"the memory of {place.device_name} is not known; name what ranks run on with --device"
+        )
+    return place.device_bytes
+
+
+def _asked(
+    recipe: Recipe, place: PlannedPlace, model: ModelKnown
+) -> tuple[Recipe, dict[str, Any], LengthSample | Unknown]:
+    """The recipe as it is traced, the configuration of the model to train, and of data."""
+    if model.config is None:
+        raise WrongInput("the model's configuration is not known; check model.source")
+    sample = data_sample(recipe, quick=True)
+    config = with_vocabulary(recipe, model, sample)
+    assert config is not None
+    return traceable(recipe, place, config["vocab_size"] if model.random else None), config, sample
 
 
 def choice_json(choice: Choice) -> dict[str, Any]:
@@ -139,7 +172,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
         "name": choice.recipe.name,
         "options": [
             {
-                "layout": one.judged.candidate.told(),
+                "layout": one.judged.candidate.text(),
                 "knobs": one.judged.candidate.overrides,
                 "peak_bytes": plain(one.judged.peak),
                 "step_s": plain(one.judged.step.total),
@@ -154,7 +187,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _exceeds(value: Told, limit: float | None) -> bool:
+def _exceeds(value: Estimate, limit: float | None) -> bool:
     """Whether it may be more than a limit; what is not known does not keep one."""
     return limit is not None and (isinstance(value, Unknown) or value.high > limit)
 

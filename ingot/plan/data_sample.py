@@ -19,6 +19,7 @@ from ingot.base.hub import ask_tokenizer
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import ValidationShare
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.batches.rows import open_rows
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix, token_dtype
 from ingot.data.columns.manifest import (
@@ -40,7 +41,7 @@ from ingot.data.raw.store import MANIFEST as RAW_MANIFEST
 from ingot.data.sample import TextSample, sample_sources
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
 from ingot.plan.ranges import Range
-from ingot.plan.unknown import Told, Unknown
+from ingot.plan.unknown import Estimate, Unknown
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.chat_templates import for_recipe, required_tokens
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
@@ -51,6 +52,8 @@ MOST_DOCUMENTS, MOST_BYTES = 256, 1_000_000
 QUICK = 5
 """Where a glance is enough, it is so much smaller."""
 MEASURED_PARTS = 64
+MASK_BLOCK = 128
+"""Tokens in a block of flex attention's mask."""
 PACKED_TEXT = Range(1.0, 2.5, 5.0, "guessed")
 """Bytes of text in a byte of a compressed file."""
 PLAIN_TEXT = Range(0.6, 0.9, 1.0, "guessed")
@@ -76,9 +79,13 @@ class ColumnLengths:
     longest: int
     longer: float
     beyond: float
+    attended: float
+    """Of what causal attention over full rows computes, the share that lies within documents, in
+    the blocks of a mask by which a GPU skips the rest.
+    """
 
     @classmethod
-    def of(cls, lengths: Lengths, limit: int) -> ColumnLengths:
+    def of(cls, lengths: Lengths, limit: int, *, cut: bool = False) -> ColumnLengths:
         low, median, high = np.percentile(lengths, (10, 50, 90)).tolist()
         over = np.maximum(lengths - limit, 0).sum()
         return cls(
@@ -90,7 +97,34 @@ class ColumnLengths:
             int(lengths.max()),
             float((lengths > limit).mean()),
             float(over / max(1, lengths.sum())),
+            _attended(lengths, limit, cut=cut),
         )
+
+
+def _attended(lengths: Lengths, limit: int, *, cut: bool) -> float:
+    """All blocks on the diagonal are computed. Beside it, a document that touches k blocks in a row
+    adds k (k - 1) / 2; it touches one more than the borders that it crosses, as many as its length
+    in blocks, rounded up or down. In a stream that is `cut` into rows of n blocks, two blocks at a
+    distance d lie in the same row with probability 1 - d / n.
+    """
+    block = min(MASK_BLOCK, limit)
+    blocks = limit / block
+
+    def beside(touched: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        within: npt.NDArray[Any] = touched * (touched - 1) / 2
+        if not cut:
+            return within
+        split = within - touched * (touched**2 - 1) / (6 * blocks)
+        longer = touched * (blocks - 1) / 2 - (blocks**2 - 1) / 6
+        return np.asarray(np.where(touched < blocks, split, longer))
+
+    # Where rows hold whole documents, longer ones fill rows, and their rest lies in another one.
+    whole, rest = (0, lengths) if cut else np.divmod(lengths, limit)
+    few, more = np.divmod(rest / block, 1.0)
+    added = (1 - more) * beside(few + 1) + more * beside(few + 2)
+    row = blocks * (blocks + 1) / 2
+    computed = float(np.sum(whole) * row + rest.sum() / block + added.sum())
+    return min(1.0, computed / (max(1.0, float(lengths.sum()) / limit) * row))
 
 
 @dataclass(frozen=True)
@@ -143,21 +177,23 @@ def _prepared(recipe: Recipe) -> LengthSample:
     measured = parts[:: max(1, len(parts) // MEASURED_PARTS)]
     columns = {
         name: ColumnLengths.of(
-            np.concatenate([_lengths(folder, name, number) for number in measured]), limit
+            np.concatenate([_lengths(folder, name, number) for number in measured]),
+            limit,
+            cut=recipe.pack == "cut",
         )
         for name, limit in limits.items()
     }
     documents, tokens = prepared.total("train", "documents"), prepared.total("train", "tokens")
     counts, padding = PackingCounts(), 0.0
     if recipe.pack != "cut":
-        packed = read_packed(folder, prepared, data.seq_len, recipe.pack, target_len)
+        packed = read_packed(folder, prepared, data.seq_len, recipe.row_plan, target_len)
         counts, padding = packed.counts["train"], packed.padding
     rows = open_rows(
         folder,
         "train",
         data.seq_len,
         pad_last=False,
-        pack=recipe.pack,
+        pack=recipe.row_plan,
         weights=[source.weight for source in data.train],
         target_len=data.target_len,
         by_part=data.window is not None,
@@ -169,7 +205,7 @@ def _prepared(recipe: Recipe) -> LengthSample:
         documents,
         columns,
         counts.truncated / max(1, documents),
-        (counts.lost + counts.untrained) / max(1, documents),
+        (counts.lost + counts.too_long + counts.untrained) / max(1, documents),
         None,
         padding,
         Range.exactly(len(rows), "measured"),
@@ -199,7 +235,8 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
     target_len = data.target_len if recipe.documents == "pair" else None
     limits = column_limits(recipe.documents, data.seq_len, target_len)
     columns = {
-        name: ColumnLengths.of(records.lengths[name], limit) for name, limit in limits.items()
+        name: ColumnLengths.of(records.lengths[name], limit, cut=recipe.pack == "cut")
+        for name, limit in limits.items()
     }
     counts, padding = _packed(recipe, records, tokenizer.vocab_size, target_len, columns)
     uncertain = Range(OWN_TOKENIZER[0], 1.0, OWN_TOKENIZER[1]) if not is_own else 1.0
@@ -217,8 +254,11 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         count,
         columns,
         counts.truncated / count,
-        (counts.lost + counts.untrained) / count,
-        0.0 if recipe.documents == "text" else _lost_targets(records, limits),
+        (counts.lost + counts.too_long + counts.untrained) / count,
+        # Of other ways to cut only `prepare` knows what is lost.
+        _lost_targets(records, limits)
+        if recipe.documents != "text" and data.truncate == "right"
+        else 0.0,
         padding,
         rows,
         tokens,
@@ -227,7 +267,7 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
     )
 
 
-def data_bytes(recipe: Recipe, sample: LengthSample | None) -> Told:
+def data_bytes(recipe: Recipe, sample: LengthSample | None) -> Estimate:
     """Room of ingested and prepared data: of the files that there are, else of what will be."""
     folder = recipe.folder.data
     if read_marker(recipe.folder.columns, "manifest.json") is not None:
@@ -235,7 +275,7 @@ def data_bytes(recipe: Recipe, sample: LengthSample | None) -> Told:
         return Range.exactly(float(sum(path.stat().st_size for path in files)), "measured")
     if sample is None or sample.tokens is None or sample.text_bytes is None:
         return Unknown("`ingot ingest`")
-    masks = 1 if recipe.documents in ("chat", "preference") else 0
+    masks = 1 if recipe.documents in CHAT_TEMPLATED else 0
     each = token_dtype(sample.vocab_size).itemsize + masks
     return sample.text_bytes * RAW_BYTES + sample.tokens * float(each)
 
@@ -275,9 +315,11 @@ def _packed(
             with ColumnWriter(prefix, dtype) as writer:
                 writer.append(values, records.lengths[name])
         if recipe.documents in ONE_PER_ROW:
-            alone = SingleRecordStage(folder, "rows", recipe.documents, seq_len, target_len)
+            alone = SingleRecordStage(
+                folder, "rows", recipe.documents, seq_len, target_len, recipe.data.truncate
+            )
             return alone.open()(("train", 0), _ignore).counts, _alone(columns)
-        stage = PackStage(folder, "rows", recipe.pack, seq_len, MASK in records.columns)
+        stage = PackStage(folder, "rows", recipe.row_plan, seq_len, MASK in records.columns)
         counts = stage.open()(("train", 0), _ignore).counts
     return counts, 1.0 - counts.tokens / max(1, counts.rows * seq_len)
 

@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import psutil
 from ingot.base.errors import WrongInput
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import hourly_price, hourly_price_of_tpu, price_table
+from ingot.config.automatic import StartDevices
 from ingot.config.recipe import Recipe
 from ingot.plan.devices.types import DeviceType, device_of_machine, device_of_tpu, device_type
 from ingot.plan.ranges import Range
@@ -84,7 +85,8 @@ def place_of(recipe: Recipe, device: str | None = None) -> PlannedPlace:
     """The place of a recipe that is already resolved for its verb (`Recipe.at`).
 
     Args:
-        device: `cpu`, or the type of device that the ranks run on, for places that do not tell.
+        device: `cpu`, or the type of device that the ranks run on, or of machine that has it, for
+            places that do not tell.
 
     Raises:
         WrongInput: there is no such device.
@@ -97,7 +99,30 @@ def place_of(recipe: Recipe, device: str | None = None) -> PlannedPlace:
         return _tpu(recipe)
     if kind == "local" and device is None:
         return _this_machine(recipe)
-    return _described(recipe, named, is_cpu=device == "cpu")
+    described = _described(recipe, named, is_cpu=device == "cpu")
+    is_machine = named is not None and device in named.machines
+    return replace(described, machine=device) if is_machine else described
+
+
+def place_of_start(recipe: Recipe, devices: StartDevices) -> PlannedPlace:
+    """The place of a training that has started, with the devices that its ranks found; the recipe
+    tells the network between its machines and its price.
+    """
+    described, cpu = place_of(recipe, "cpu"), devices.type == "cpu"
+    try:
+        device = None if cpu else device_type(devices.name)
+    except WrongInput:
+        device = described.device if described.type == devices.type else None
+    return replace(
+        described,
+        about=devices.text(),
+        nodes=devices.world // devices.per_node,
+        processes=devices.per_node,
+        type=devices.type,
+        device=device,
+        device_name=devices.name,
+        device_bytes=Range.exactly(float(devices.memory), "measured"),
+    )
 
 
 def _virtual_machines(recipe: Recipe) -> PlannedPlace:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Origin = Literal["measured", "modelled", "guessed"]
+Origin = Literal["measured", "learned", "modelled", "guessed"]
 """How a number is known, from best to worst.
 
 measured: on this machine or on this type of device, by this program.
+learned: corrected by what trainings on this type of device took (`ingot plan --learn`).
 modelled: computed from what is measured or stated by the vendor.
 guessed: general knowledge or another program's figures.
 """
@@ -86,7 +87,7 @@ class Range:
         """Whether it cannot be told which of the two is larger."""
         return self.low <= other.high and other.low <= self.high
 
-    def told(self, show: Callable[[float], str] = "{:.3g}".format) -> str:
+    def text(self, show: Callable[[float], str] = "{:.3g}".format) -> str:
         """For people: `0.61 (0.55 to 0.7)`, or `0.61` where there is no range to speak of."""
         likely, low, high = show(self.likely), show(self.low), show(self.high)
         return likely if low == likely == high else f"{likely} ({low} to {high})"

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import Every, seconds_of
-from ingot.config.shape import degrees_of, total_steps
+from ingot.config.sections.loop import Every, seconds_of
+from ingot.config.shape import total_steps
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range, largest
 from ingot.plan.storage import (
+    LISTED,
     RENDEZVOUS,
     VERIFIED,
     ModelSize,
@@ -29,7 +31,7 @@ from ingot.plan.storage import (
     spaces,
     tokens_of_row,
 )
-from ingot.plan.unknown import Told, Unknown, ends, mapped, over, plus, times
+from ingot.plan.unknown import Estimate, Unknown, ends, mapped, over, plus, times
 
 ON_DEMAND, SPOT = "on demand", "spot"
 """The ways to rent a machine."""
@@ -81,8 +83,8 @@ class RunInputs:
     place: PlannedPlace
     size: ModelSize | None
     rows: Range | None
-    step_s: Told
-    data_bytes: Told
+    step_s: Estimate
+    data_bytes: Estimate
     flops_per_token: float | None = None
     peak_flops: float | None = None
 
@@ -91,31 +93,31 @@ class RunInputs:
 class RunCost:
     """What a training comes to. Times in seconds, money in US dollars, energy in kWh."""
 
-    steps: Told
-    epochs: Told
-    tokens: Told
-    step_s: Told
-    tokens_per_s: Told
-    share_of_peak: Told
-    saves: Told
-    save_waits_s: Told
+    steps: Estimate
+    epochs: Estimate
+    tokens: Estimate
+    step_s: Estimate
+    tokens_per_s: Estimate
+    share_of_peak: Estimate
+    saves: Estimate
+    save_waits_s: Estimate
     """Of one save, what training waits for it."""
-    save_s: Told
+    save_s: Estimate
     """Of one save, until it is committed."""
-    evaluations: Told
-    evaluation_s: Told
-    start_s: Told
-    restarts: Told
-    restart_s: Told
+    evaluations: Estimate
+    evaluation_s: Estimate
+    start_s: Estimate
+    restarts: Estimate
+    restart_s: Estimate
     """What one restart costs: starting again, verifying, and the steps since the last save."""
-    total_s: Told
-    machine_hours: Told
-    money: Mapping[str, Told]
+    total_s: Estimate
+    machine_hours: Estimate
+    money: Mapping[str, Estimate]
     """By `on demand` and `spot`."""
-    energy_kwh: Told
-    host_copy_bytes: Told
+    energy_kwh: Estimate
+    host_copy_bytes: Estimate
     """Memory that saving takes of each node, as a copy of the state."""
-    checkpoint_bytes: Told
+    checkpoint_bytes: Estimate
     spaces: tuple[Space, ...]
     per_rank: tuple[PerRank, ...]
 
@@ -171,7 +173,7 @@ def cost_of(inputs: RunInputs) -> RunCost:
     )
 
 
-def planned_steps(recipe: Recipe, rows: Range | None) -> Told:
+def planned_steps(recipe: Recipe, rows: Range | None) -> Estimate:
     """Optimizer steps of the whole training."""
     train, seq_len = recipe.train, recipe.data.seq_len
     if train.steps is not None or train.tokens is not None:
@@ -185,7 +187,7 @@ def planned_steps(recipe: Recipe, rows: Range | None) -> Told:
     return Range(low, likely, high, rows.origin)
 
 
-def _epochs(steps: Told, rows: Range | None, batch: int) -> Told:
+def _epochs(steps: Estimate, rows: Range | None, batch: int) -> Estimate:
     if isinstance(steps, Unknown) or rows is None:
         return Unknown("`ingot prepare`, which counts the rows")
     if steps.low == steps.high:
@@ -195,7 +197,9 @@ def _epochs(steps: Told, rows: Range | None, batch: int) -> Told:
     return Range(passes[0], passes[1], passes[2], rows.origin)
 
 
-def occurrences(every: Every, steps: Told, rows: Range | None, batch: int, work_s: Told) -> Told:
+def occurrences(
+    every: Every, steps: Estimate, rows: Range | None, batch: int, work_s: Estimate
+) -> Estimate:
     """How often something happens that is due every so many steps, epochs or minutes."""
     if isinstance(every, int):
         return steps if isinstance(steps, Unknown) else mapped(steps, lambda n: n // every)
@@ -219,7 +223,7 @@ def evaluation_share(recipe: Recipe, world: int) -> Range:
     return found + passes * TASKS * float(len(recipe.train.evaluate_tasks))
 
 
-def _gap(work_s: Told, saves: Told) -> Told:
+def _gap(work_s: Estimate, saves: Estimate) -> Estimate:
     """Seconds of training between two saves."""
     if isinstance(work_s, Unknown) or isinstance(saves, Unknown):
         return work_s if isinstance(work_s, Unknown) else saves
@@ -234,10 +238,11 @@ def _start(recipe: Recipe, place: PlannedPlace, costs: tuple[PerRank, ...]) -> R
     return machines + PROCESS_START_S + compiling + meeting
 
 
-def _restart(start_s: Range, costs: tuple[PerRank, ...], gap_s: Told) -> Told:
+def _restart(start_s: Range, costs: tuple[PerRank, ...], gap_s: Estimate) -> Estimate:
     if isinstance(gap_s, Unknown):
         return gap_s
-    verify = sum((one.seconds for one in costs if one.what == VERIFIED), Range.exactly(0.0))
+    resume = (one.seconds for one in costs if one.what in (LISTED, VERIFIED))
+    verify = sum(resume, Range.exactly(0.0))
     return start_s + verify + gap_s * LOST
 
 
@@ -251,7 +256,9 @@ def _ends_a_second(place: PlannedPlace, *, spot: bool) -> Range:
     return rate / DAY_S
 
 
-def _whole(work_s: Told, start_s: Range, restart_s: Told, rate: Range) -> tuple[Told, Told]:
+def _whole(
+    work_s: Estimate, start_s: Range, restart_s: Estimate, rate: Range
+) -> tuple[Estimate, Estimate]:
     """Seconds of the whole run, and the restarts in them: the more of them, the longer it takes,
     and the more there are.
     """
@@ -268,7 +275,7 @@ def _whole(work_s: Told, start_s: Range, restart_s: Told, rate: Range) -> tuple[
     return whole, whole * rate
 
 
-def _money(place: PlannedPlace, way: str, total_s: Told) -> Told:
+def _money(place: PlannedPlace, way: str, total_s: Estimate) -> Estimate:
     """US dollars of the machines, rented this way; no disks, network and storage."""
     if not place.rented:
         return Unknown(f"what an hour of these machines costs you (launch.kind {place.kind})")
@@ -280,7 +287,7 @@ def _money(place: PlannedPlace, way: str, total_s: Told) -> Told:
     return times(total_s, Range.exactly(each / HOUR_S))
 
 
-def _share_of_peak(inputs: RunInputs, tokens_per_s: Told) -> Told:
+def _share_of_peak(inputs: RunInputs, tokens_per_s: Estimate) -> Estimate:
     if inputs.flops_per_token is None:
         return Unknown("a formula for this kind of model, which there is not")
     if inputs.peak_flops is None:
@@ -289,7 +296,7 @@ def _share_of_peak(inputs: RunInputs, tokens_per_s: Told) -> Told:
     return times(tokens_per_s, Range.exactly(each))
 
 
-def _energy(inputs: RunInputs, total_s: Told) -> Told:
+def _energy(inputs: RunInputs, total_s: Estimate) -> Estimate:
     device = inputs.place.device
     if device is None or device.power_w is None:
         return Unknown(f"the power of {inputs.place.device_name}, which is not known")

@@ -9,22 +9,22 @@ surely fits follows, and that one is traced again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.degrees import Degrees, degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.shape import (
-    Degrees,
-    batch_plan,
-    check_layout,
-    check_pipeline,
-    degrees_of,
-    lora_parameters,
-    parameter_count,
+from ingot.plan.layouts import (
+    ALL_FREE,
+    GIB,
+    Candidate,
+    Freedom,
+    SearchedLayout,
+    named,
+    possible_layouts,
+    powers,
 )
 from ingot.plan.ranges import Range
 from ingot.plan.seconds import StepSeconds
@@ -35,75 +35,9 @@ MOST_LAYOUTS = 6
 """Layouts that are traced for each number of devices: those that communicate least."""
 ENOUGH_TOKENS = 16_384
 """Tokens in a micro-batch of a rank beyond which a device computes no faster."""
-LONG_ROW = 32_768
-"""Tokens in a row from which sharing rows among ranks is considered."""
-RECOMPUTE = ("none", "selective", "full")
-OPTIMIZER_BYTES = 16
-"""Bytes for each trained parameter: float32 weight and gradient, two moments."""
-FROZEN_BYTES = 4
-GIB = 2**30
 
 Seconds = Callable[[Recipe, int, tuple[RankMemory, ...]], StepSeconds]
 """The time of a step of a recipe on so many devices."""
-
-
-class SearchedLayout(NamedTuple):
-    """Degrees of the axes on a number of devices."""
-
-    world: int
-    tensor: int
-    pipeline: int
-    context: int
-    shard: int
-
-    @property
-    def replicate(self) -> int:
-        return self.world // (self.tensor * self.pipeline * self.context * self.shard)
-
-    @property
-    def knobs(self) -> dict[str, int]:
-        """The axes with more than one rank, as knobs of `parallel`."""
-        degrees = {**self._asdict(), "replicate": self.replicate}
-        return {name: count for name, count in degrees.items() if name != "world" and count > 1}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with what is recomputed and the rows of a micro-batch."""
-
-    layout: SearchedLayout
-    recompute: str
-    micro_batch: int
-
-    @property
-    def overrides(self) -> list[str]:
-        """What makes a recipe this candidate, as typed on the command line."""
-        degrees = {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
-        return [
-            *(f"parallel.{axis}={count}" for axis, count in (degrees | self.layout.knobs).items()),
-            f"memory.recompute.kind={self.recompute}",
-            f"train.micro_batch={self.micro_batch}",
-        ]
-
-    def told(self) -> str:
-        """For people: `8 devices: shard 8, micro-batch 2, selective recomputation`."""
-        again = "no" if self.recompute == "none" else self.recompute
-        return f"{_named(self.layout)}, micro-batch {self.micro_batch}, {again} recomputation"
-
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with this candidate's knobs."""
-        degrees = {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, "context": 1}
-        parallel = recipe.parallel.model_copy(update=degrees | self.layout.knobs)
-        again = recipe.memory.recompute.model_copy(
-            update={"kind": self.recompute, "method": "uniform", "layers": 1}
-        )
-        return recipe.model_copy(
-            update={
-                "parallel": parallel,
-                "memory": recipe.memory.model_copy(update={"recompute": again}),
-                "train": recipe.train.model_copy(update={"micro_batch": self.micro_batch}),
-            }
-        )
 
 
 @dataclass(frozen=True)
@@ -131,9 +65,12 @@ class Judged:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates that fit, the fastest first, and why others lose: what, and the reason."""
+    """Candidates that surely fit, the fastest first; those that may fit, the smallest first; and
+    why others lose: what, and the reason.
+    """
 
     found: list[Judged]
+    perhaps: list[tuple[Candidate, tuple[RankMemory, ...]]]
     others: list[tuple[str, str]]
 
 
@@ -145,6 +82,7 @@ def search(
     kind: str,
     has: Range,
     seconds: Seconds,
+    free: Freedom = ALL_FREE,
 ) -> SearchResult:
     """Search on each number of devices of `worlds`, of which nodes have `per_node`.
 
@@ -157,19 +95,19 @@ def search(
     others: list[tuple[str, str]] = []
     layouts: list[SearchedLayout] = []
     for world in worlds:
-        fitting = list(_layouts(recipe, config, world, per_node, has, others))
+        fitting = list(possible_layouts(recipe, config, world, per_node, has, free, others))
         # Sharding alone communicates least where it is enough; then less of what waits.
         fitting.sort(key=lambda one: (one.tensor * one.pipeline * one.context, one.replicate))
         layouts += fitting[:MOST_LAYOUTS]
         others += [
-            (_named(layout), "not tried: it communicates more than those that were")
+            (named(layout), "not tried: it communicates more than those that were")
             for layout in fitting[MOST_LAYOUTS:]
         ]
     judged: list[Judged] = []
     waiting = layouts
     with Tracer() as tracer:
-        bench = _Bench(tracer, recipe, kind, has, others)
-        for again in RECOMPUTE:
+        bench = _Bench(tracer, recipe, kind, has, others, free)
+        for again in free.recompute:
             grown = bench.grown(waiting, again)
             judged += [
                 Judged(one, memory, seconds(one.of(recipe), one.layout.world, memory))
@@ -183,70 +121,20 @@ def search(
     for one in judged:
         faster = best.setdefault(one.candidate.layout, one)
         if faster is not one:
-            lost = f"{one.step.total.told()} s a step; faster is {faster.candidate.told()}"
-            others.append((one.candidate.told(), lost))
-    return SearchResult(list(best.values()), others)
+            lost = f"{one.step.total.text()} s a step; faster is {faster.candidate.text()}"
+            others.append((one.candidate.text(), lost))
+    perhaps = sorted(bench.perhaps.items(), key=lambda one: _peak(one[1]).high)
+    return SearchResult(list(best.values()), perhaps, others)
 
 
-def _layouts(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    world: int,
-    per_node: int,
-    has: Range,
-    others: list[tuple[str, str]],
-) -> Iterable[SearchedLayout]:
-    """The layouts of `world` devices that training accepts and whose weights, gradients and
-    optimizer alone leave room.
+def most_rows(recipe: Recipe, layout: SearchedLayout, kind: str, has: Range) -> int | None:
+    """The rows of a micro-batch that surely fit into `has` bytes, as far as more are faster; None
+    if none do.
     """
-    native = KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
-    # Tensor parallelism waits for every layer: within a node only.
-    tensor = _divisors(per_node) if native else [1]
-    # A pipeline is for what a node cannot hold: its stages lie in different nodes.
-    pipeline = _powers(max(1, world // per_node)) if native else [1]
-    context = _powers(per_node) if native and recipe.data.seq_len >= LONG_ROW else [1]
-    for t, p, c in itertools.product(tensor, pipeline, context):
-        data = world // (t * p * c)
-        if data == 0 or data * t * p * c != world:
-            continue
-        # Whole replicas; shards within a node, and replicas of nodes; shards over all.
-        for shard in sorted({1, min(data, max(1, per_node // (t * c))), data}):
-            if data % shard:
-                continue
-            layout = SearchedLayout(world, t, p, c, shard)
-            try:
-                _check(Candidate(layout, "none", 1).of(recipe), config, world, native=native)
-            except WrongInput as error:
-                others.append((_named(layout), str(error)))
-                continue
-            least = _least_bytes(recipe, config, layout) if native else 0
-            if least > has.high:
-                reason = f"weights, gradients and optimizer alone take {least / GIB:.1f} GiB a rank"
-                others.append((_named(layout), f"does not fit: {reason}"))
-                continue
-            yield layout
-
-
-def _check(recipe: Recipe, config: Mapping[str, Any], world: int, *, native: bool) -> None:
-    """Raises the WrongInput of training, if it refuses."""
-    batch_plan(recipe.train, recipe.parallel, world)
-    if native:
-        check_layout(recipe.parallel, world, config, recipe.data.seq_len)
-    dropout = recipe.model.lora.dropout if recipe.model.lora else 0.0
-    check_pipeline(recipe.parallel, recipe.memory, compiled=recipe.train.compile, dropout=dropout)
-    if recipe.train.compile and recipe.parallel.tensor > 1:
-        raise WrongInput("train.compile is not for parallel.tensor")
-
-
-def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayout) -> float:
-    weights = parameter_count(config)
-    lora = recipe.model.lora
-    trained = weights if lora is None else lora_parameters(config, lora.rank)
-    shards = layout.tensor * layout.pipeline * layout.shard
-    if layout.shard > 1:
-        shards *= layout.context
-    frozen = 0 if lora is None else weights * FROZEN_BYTES
-    return (trained * OPTIMIZER_BYTES + frozen) / shards
+    again = recipe.memory.recompute.kind
+    with Tracer() as tracer:
+        grown = _Bench(tracer, recipe, kind, has, []).grown([layout], again)
+    return max((one.micro_batch for one in grown), default=None)
 
 
 class _Bench:
@@ -259,9 +147,11 @@ class _Bench:
         kind: str,
         has: Range,
         others: list[tuple[str, str]],
+        free: Freedom = ALL_FREE,
     ) -> None:
         self._tracer, self._recipe, self._kind = tracer, recipe, kind
-        self._has, self._others = has, others
+        self._has, self._free, self._others = has, free, others
+        self.perhaps: dict[Candidate, tuple[RankMemory, ...]] = {}
 
     def grown(
         self, layouts: Sequence[SearchedLayout], again: str
@@ -269,7 +159,10 @@ class _Bench:
         """The candidates of these layouts that surely fit, with as many rows in a micro-batch as
         do.
         """
-        recipe, has = self._recipe, self._has
+        recipe, has, given = self._recipe, self._has, self._free.micro_batch
+        if given is not None:
+            all_given = [Candidate(layout, again, given) for layout in layouts]
+            return self._fitting(all_given, self._others)
         ones = self._fitting([Candidate(layout, again, 1) for layout in layouts], self._others)
         more = [replace(one, micro_batch=2) for one in ones if _enough(recipe, one.layout) >= 2]
         found, largest = dict(ones), []
@@ -283,9 +176,13 @@ class _Bench:
                 found[two] = memory
             if size > 2:
                 largest.append(replace(two, micro_batch=size))
-        for one, memory in self._fitting(largest, []).items():
-            del found[replace(one, micro_batch=2)]
-            found[one] = memory
+        while largest:  # memory does not always grow evenly: half of what did not fit may
+            fitting = self._fitting(largest, [])
+            for one, memory in fitting.items():
+                del found[replace(one, micro_batch=2)]
+                found[one] = memory
+            too_large = (one for one in largest if one not in fitting and one.micro_batch > 4)
+            largest = [replace(one, micro_batch=one.micro_batch // 2) for one in too_large]
         return found
 
     def _fitting(
@@ -297,8 +194,10 @@ class _Bench:
             if (fit := worst_fit(memory, has)) == "fits":
                 fitting[one] = memory
             else:
-                reason = f"{fit}: {_peak(memory).told(_gib)} of {_gib(has.likely)} GiB"
-                others.append((one.told(), reason))
+                if fit == "may not fit":
+                    self.perhaps[one] = memory
+                reason = f"{fit}: {_peak(memory).text(_gib)} of {_gib(has.likely)} GiB"
+                others.append((one.text(), reason))
         return fitting
 
     def _traced(
@@ -321,7 +220,7 @@ class _Bench:
             else:
                 memory = rank_memory(ranks, request.rank, trace, degrees, self._kind)
                 found.setdefault(one, []).append(memory)
-        others += [(one.told(), reason) for one, reason in refused.items()]
+        others += [(one.text(), reason) for one, reason in refused.items()]
         return {one: tuple(memory) for one, memory in found.items() if one not in refused}
 
 
@@ -339,7 +238,7 @@ def _enough(recipe: Recipe, layout: SearchedLayout) -> int:
 
 def _size_below(most: int, rows: int) -> int:
     """The largest power of two that is at most `most` and divides the rows evenly."""
-    return max(size for size in _powers(max(1, most)) if rows % size == 0)
+    return max(size for size in powers(max(1, most)) if rows % size == 0)
 
 
 def _peak(memory: Sequence[RankMemory]) -> Range:
@@ -348,17 +247,3 @@ def _peak(memory: Sequence[RankMemory]) -> Range:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"
-
-
-def _named(layout: SearchedLayout) -> str:
-    axes = " x ".join(f"{axis} {count}" for axis, count in layout.knobs.items())
-    return f"{layout.world} devices: {axes or 'one process'}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _powers(most: int) -> list[int]:
-    """Powers of two up to a number."""
-    return [2**power for power in range(most.bit_length())]

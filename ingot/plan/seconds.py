@@ -10,10 +10,10 @@ gradients may go on while the rank computes; all other communication waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ingot.plan.devices.coefficients import PRODUCTS, Coefficients
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import Range, worst
 from ingot.plan.tracing.records import Operator, RankTrace
 
 NOTHING = Range.exactly(0, "measured")
@@ -43,6 +43,8 @@ parallelism use torch's functional collectives and wait for them.
 """
 ZERO_BUBBLE = Range(0, 1 / 3, 2 / 3, "guessed")
 """What gradients of weights, computed late, leave of the bubble (Qi et al. 2023)."""
+CROWDED = 0.15
+"""How far from even towards the crowded trace the choices of routers likely bring a rank."""
 UNEVEN = Range(1, 1, 1.3, "guessed")
 """How much longer a bubble becomes where stages or micro-batches take unequal time."""
 
@@ -52,7 +54,8 @@ class StepLayout:
     """How the ranks of a job are laid out, as far as a step's time depends on it.
 
     ranks_per_node: ranks with neighbouring numbers that share a node. zero_bubble: whether the
-    pipeline's schedule is that one. compiled: whether `train.compile` is set.
+    pipeline's schedule is that one. compiled: whether `train.compile` is set. attended: how much of
+    causal attention's time attention takes, where documents that share a row do not see each other.
     """
 
     ranks_per_node: int = 1
@@ -60,6 +63,7 @@ class StepLayout:
     virtual: int = 1
     zero_bubble: bool = False
     compiled: bool = False
+    attended: Range = NOTHING + 1.0
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,24 @@ def step_seconds(
     Raises:
         WrongInput: nothing is known of a kernel that a rank calls.
     """
-    times = [_rank_seconds(rank, coefficients, layout) for rank in ranks]
+    times = [_with_crowding(rank, coefficients, layout) for rank in ranks]
     return max(times, key=lambda one: one.total.likely)
+
+
+def _with_crowding(rank: RankTrace, coefficients: Coefficients, layout: StepLayout) -> StepSeconds:
+    """Of ranks that share experts, between evenly chosen ones and those of the crowded trace."""
+    even = _rank_seconds(rank, coefficients, layout)
+    if rank.crowded is None:
+        return even
+    most = _rank_seconds(rank.crowded, coefficients, layout)
+
+    def between(name: str) -> Range:
+        one, other = getattr(even, name), getattr(most, name)
+        likely = one.likely + CROWDED * max(0.0, other.likely - one.likely)
+        return Range(one.low, likely, max(likely, one.high, other.high), "guessed")
+
+    changed = {one.name: between(one.name) for one in fields(StepSeconds) if one.name != "flops"}
+    return StepSeconds(**changed, flops=even.flops)
 
 
 def _rank_seconds(rank: RankTrace, coefficients: Coefficients, layout: StepLayout) -> StepSeconds:
@@ -158,7 +178,7 @@ class _Work:
         took = self._coefficients.kernel_seconds(operator)
         if self._layout.compiled and operator.kind not in PRODUCTS:
             took *= self._coefficients.compiled
-        return took
+        return took * self._layout.attended if operator.kind == "attention" else took
 
     def _communicate(self, operator: Operator, times: float) -> None:
         size, stride = operator.group
@@ -204,9 +224,7 @@ def _exposed(computing: Range, background: Range, share: Range) -> Range:
         left(background.low, computing.low, share.low),
         left(background.likely, computing.likely, share.likely),
         max(background.high * share.high, left(background.likely, computing.likely, share.likely)),
-        max((background.origin, share.origin), key=("measured", "modelled", "guessed").index)
-        if background.high
-        else "measured",
+        worst((background.origin, share.origin)) if background.high else "measured",
     )
 
 

@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.degrees import Degrees, degrees_of
+from ingot.config.model_source import trained_kind
 from ingot.config.recipe import Recipe
-from ingot.config.sections.training import SGD, AdamW
-from ingot.config.shape import (
-    Degrees,
-    batch_plan,
-    degrees_of,
-    least_parameters,
-    lora_parameters,
-    parameter_count,
-)
+from ingot.config.sections.objective import TWO_ROWS
+from ingot.config.sections.training import SGD, AdamW, Muon
+from ingot.config.shape import batch_plan, least_parameters, lora_parameters, parameter_count
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range
-from ingot.plan.unknown import Told, Unknown, plus, times
+from ingot.plan.unknown import Estimate, Unknown, plus, times
 
 DISK_BYTES_S = Range(0.15e9, 0.8e9, 3e9, "guessed")
 """What a node writes to its disk in a second: a network disk, an SSD, several of them."""
@@ -66,26 +61,33 @@ VERIFIED = "files that rank 0 verifies to resume"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Weights of the model, and how many of them are trained; a lower bound where not `exact`."""
+    """Weights of the model, and how many of them are trained, or of adapters at most; lower bounds
+    where not `exact`. `active`: those that one token meets; None: all of them, it is no mixture.
+    """
 
     weights: int
     trained: int
     exact: bool = True
+    active: int | None = None
 
 
 def model_size(recipe: Recipe, config: Mapping[str, Any]) -> ModelSize | None:
     """From a Hugging Face configuration with the size of the vocabulary that is trained; None if it
     lacks sizes.
     """
-    lora, is_decoder = recipe.model.lora, KIND_FOR_DOCUMENTS[recipe.documents] == "decoder"
+    lora, is_decoder = recipe.model.lora, trained_kind(recipe) == "decoder"
     try:
         weights = parameter_count(config) if is_decoder else least_parameters(config)
-        if lora is None:
-            return ModelSize(weights, weights, is_decoder)
-        if is_decoder:
-            whole = lora.targets == "all-linear"
-            return ModelSize(weights, lora_parameters(config, lora.rank), whole)
-        return ModelSize(weights, weights // 100, exact=False)
+        if not is_decoder:
+            trained = weights if lora is None else weights // 100
+            return ModelSize(weights, trained, exact=False)
+        active = parameter_count(config, active=True)
+        trained = (
+            weights
+            if lora is None
+            else lora_parameters(config, lora.rank, dora=lora.kind == "dora")
+        )
+        return ModelSize(weights, trained, active=None if active == weights else active)
     except (KeyError, TypeError, ValueError, WrongInput):
         return None
 
@@ -95,9 +97,13 @@ def state_bytes(recipe: Recipe) -> Range:
     float32.
     """
     weight = 2 if recipe.precision.master == "stochastic" else 4
+    if (average := recipe.train.average) is not None and average.kind == "ema":
+        weight += 4
     optimizer = recipe.train.optimizer
     if isinstance(optimizer, AdamW):
         return Range.exactly(weight + 8)
+    if isinstance(optimizer, Muon):  # matrices of layers have one moment, embeddings two
+        return Range(weight + 4, weight + 5, weight + 8)
     if isinstance(optimizer, SGD):
         return Range.exactly(weight + (4 if optimizer.momentum else 0))
     return Range(weight, weight + 8, weight + 12, "guessed")
@@ -108,7 +114,7 @@ class Space:
     """Room that is taken, and what there is, in bytes."""
 
     what: str
-    bytes: Told
+    bytes: Estimate
     where: str
 
 
@@ -121,11 +127,13 @@ class PerRank:
     seconds: Range
 
 
-def checkpoint_bytes(recipe: Recipe, model: ModelSize | None) -> Told:
+def checkpoint_bytes(recipe: Recipe, model: ModelSize | None) -> Estimate:
     """Bytes of one checkpoint, of all ranks together."""
     if model is None:
         return Unknown("the model's configuration")
-    size = state_bytes(recipe) * float(model.trained)
+    size, lora = state_bytes(recipe) * float(model.trained), recipe.model.lora
+    if lora is not None and lora.targets != "all-linear":
+        return Range(0.0, size.likely / 2, size.high, "guessed")
     return size if model.exact else _at_least(size)
 
 
@@ -143,7 +151,9 @@ def _at_least(size: Range) -> Range:
     return Range(size.low, size.likely * 1.2, size.high * 2, "guessed")
 
 
-def saving(recipe: Recipe, place: PlannedPlace, checkpoint: Told, gap_s: Told) -> tuple[Told, Told]:
+def saving(
+    recipe: Recipe, place: PlannedPlace, checkpoint: Estimate, gap_s: Estimate
+) -> tuple[Estimate, Estimate]:
     """What training waits for a save, and how long the save takes in all. `gap_s`: seconds of
     training between two saves.
     """
@@ -169,7 +179,7 @@ def saving(recipe: Recipe, place: PlannedPlace, checkpoint: Told, gap_s: Told) -
     return copy_s + late, whole
 
 
-def rank_costs(place: PlannedPlace, checkpoint: Told) -> tuple[PerRank, ...]:
+def rank_costs(place: PlannedPlace, checkpoint: Estimate) -> tuple[PerRank, ...]:
     """What grows with the number of nodes, ranks or bytes and is waited for by all of them."""
     found = []
     if place.nodes > 1:
@@ -188,7 +198,7 @@ def rank_costs(place: PlannedPlace, checkpoint: Told) -> tuple[PerRank, ...]:
     return tuple(found)
 
 
-def host_copy(recipe: Recipe, place: PlannedPlace, checkpoint: Told) -> Told:
+def host_copy(recipe: Recipe, place: PlannedPlace, checkpoint: Estimate) -> Estimate:
     """Bytes of each node's memory that saving takes, as a copy of the state."""
     if not recipe.checkpoint.asynchronous:
         return Range.exactly(0.0)
@@ -200,37 +210,47 @@ def host_copy(recipe: Recipe, place: PlannedPlace, checkpoint: Told) -> Told:
     return Range(own.low, own.likely, own.high * pinned, own.origin)
 
 
-def spaces(
-    recipe: Recipe, place: PlannedPlace, model: ModelSize | None, data: Told, checkpoint: Told
-) -> tuple[Space, ...]:
-    """Room for data, checkpoints and models, on the disk and in the bucket."""
+def disk_spaces(
+    recipe: Recipe, model: ModelSize | None, checkpoint: Estimate, where: str = "disk"
+) -> tuple[Space, Space]:
+    """Room on the disk for all checkpoints at once and for the exported model."""
     kept = recipe.checkpoint.keep + (recipe.checkpoint.best is not None)
     # One more while it is written, before the oldest goes.
-    on_disk = times(checkpoint, Range.exactly(kept + 1.0))
+    held = times(checkpoint, Range.exactly(kept + 1.0))
     each = 4 if recipe.precision.export == "fp32" else 2
-    exported: Told = Unknown("the model's configuration")
+    exported: Estimate = Unknown("the model's configuration")
     if model is not None:
-        adapter = model.trained * 4 if recipe.model.lora is not None else 0
-        whole = Range.exactly(float(model.weights * each + adapter))
+        whole = Range.exactly(float(model.weights * each))
         exported = whole if model.exact else _at_least(whole)
+    return Space(f"{kept} + 1 checkpoints", held, where), Space("exported model", exported, where)
+
+
+def spaces(
+    recipe: Recipe,
+    place: PlannedPlace,
+    model: ModelSize | None,
+    data: Estimate,
+    checkpoint: Estimate,
+) -> tuple[Space, ...]:
+    """Room for data, checkpoints and models, on the disk and in the bucket."""
     disk = "disk" if place.nodes == 1 else "disk of each node, or a shared one"
+    checkpoints, exported = disk_spaces(recipe, model, checkpoint, disk)
+    together = plus(plus(data, checkpoints.bytes), exported.bytes)
     found = [
         Space("data", data, disk),
-        Space(f"{kept} + 1 checkpoints", on_disk, disk),
-        Space("exported model", exported, disk),
-        Space("on the disk together", plus(plus(data, on_disk), exported), disk),
+        checkpoints,
+        exported,
+        Space("on the disk together", together, disk),
     ]
     if place.rented or recipe.checkpoint.upload:
-        in_bucket = times(checkpoint, Range.exactly(float(kept + 1)))
-        if place.rented:
-            in_bucket = plus(plus(in_bucket, data), exported)
+        in_bucket = together if place.rented else checkpoints.bytes
         found.append(Space("in the bucket", in_bucket, "bucket"))
     return tuple(found)
 
 
 def tokens_of_row(recipe: Recipe) -> int:
     """Positions of one row: of a preference both sides, of a pair source and target."""
-    if recipe.documents == "preference":
+    if recipe.documents in TWO_ROWS:
         return 2 * recipe.data.seq_len
     return recipe.data.seq_len + (recipe.data.target_len if recipe.documents == "pair" else 0)
 
@@ -247,11 +267,13 @@ def formula_memory(
     """
     shards = degrees.shard * degrees.tensor * degrees.pipeline
     each = 2.0 if half else 4.0
-    state = state_bytes(recipe) * (size.trained / shards)
-    gradients = Range(4.0, 4.0, 8.0) * (size.trained / shards)
+    held = _weights(config, size) / float(shards)
+    trained = min(1.0, size.trained / max(1, size.weights))
+    state = state_bytes(recipe) * held * trained
+    gradients = Range(4.0, 4.0, 8.0) * held * trained
     # Copies in 16 bits beside float32 masters, and whole layers gathered.
-    weights = Range(0.0, each, 2 * each) * (size.weights / (shards if shards > 1 else 1))
-    frozen = Range(each, 4.0, 4.0) * ((size.weights - min(size.trained, size.weights)) / shards)
+    weights = Range(0.0, each, 2 * each) * held
+    frozen = Range(each, 4.0, 4.0) * held * (1.0 - trained)
     batch = batch_plan(recipe.train, recipe.parallel, degrees.world)
     tokens = batch.micro_batch * tokens_of_row(recipe) / degrees.context
     layers, width = _sizes(config)
@@ -260,6 +282,20 @@ def formula_memory(
     activations = kept * (tokens * layers * width / degrees.tensor)
     logits = LOGITS_BYTES * (tokens * float(config.get("vocab_size") or 0) / degrees.tensor)
     return state + gradients + weights + frozen + activations + logits
+
+
+def _weights(config: Mapping[str, Any], size: ModelSize) -> Range:
+    """Weights of the model; where only a lower bound is known, up to twice those of encoder layers
+    of its width.
+    """
+    if size.exact:
+        return Range.exactly(float(size.weights))
+    layers, width = _sizes(config)
+    wide = (config.get(name) for name in ("intermediate_size", "d_ff", "encoder_ffn_dim"))
+    inner = float(next((value for value in wide if isinstance(value, int)), 4 * width))
+    embedded = float(config.get("vocab_size") or 0) * width
+    likely = max(float(size.weights), embedded + layers * (4 * width**2 + 2 * width * inner))
+    return Range(float(size.weights), likely, 2 * likely, "guessed")
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[float, float]:

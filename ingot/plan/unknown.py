@@ -15,7 +15,7 @@ class Unknown:
     needs: str
 
 
-Told = Range | Unknown
+Estimate = Range | Unknown
 
 
 def ends(one: Range) -> tuple[float, float, float]:
@@ -27,19 +27,19 @@ def mapped(one: Range, change: Callable[[float], float]) -> Range:
     return Range(change(one.low), change(one.likely), change(one.high), one.origin)
 
 
-def times(one: Told, other: Told) -> Told:
+def times(one: Estimate, other: Estimate) -> Estimate:
     if isinstance(one, Unknown):
         return one
     return other if isinstance(other, Unknown) else one * other
 
 
-def plus(one: Told, other: Told) -> Told:
+def plus(one: Estimate, other: Estimate) -> Estimate:
     if isinstance(one, Unknown):
         return one
     return other if isinstance(other, Unknown) else one + other
 
 
-def over(one: Told, other: Told) -> Told:
+def over(one: Estimate, other: Estimate) -> Estimate:
     if isinstance(one, Unknown):
         return one
     return other if isinstance(other, Unknown) else one / other

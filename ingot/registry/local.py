@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.lock import shared_lock
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
+from ingot.base.runfolder import shared_lock
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
 from ingot.registry.database import open_database
 from ingot.registry.versions import LiveChange, LocalVersion

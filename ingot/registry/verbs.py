@@ -46,7 +46,7 @@ def gate(recipe: Recipe) -> VerbOutcome:
     decision = decide(
         report,
         None if live is None else live.report,
-        recipe.gate.resolved(recipe.documents),
+        recipe.gate.resolved(recipe.objective.judged),
     )
     written = _decision_record(decision, report, live) | {
         "registry": _registry_identity(recipe),

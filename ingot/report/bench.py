@@ -143,15 +143,21 @@ def _template() -> Template:
 def _title(report: Row) -> str:
     """What was measured, and on which device."""
     measured = next((row for row in report["rows"] if row["status"] == "measured"), None)
-    on = (
-        f", {count(measured['parameters'])} parameters, on {measured['device']}" if measured else ""
-    )
+    on = f", {_parameters(measured)}, on {measured['device']}" if measured else ""
     rows = "made-up rows" if report["synthetic"] else "the recipe's data"
     batch = f"{report['global_batch']:,} rows of {report['seq_len']:,} tokens a step"
     return (
         f"{report['name']}: {report['objective']} of {report['model']}{on}; {batch}, {rows}, "
         f"{report['steps']} steps a row, {duration(report['seconds'])} in all"
     )
+
+
+def _parameters(row: Row) -> str:
+    """Of a mixture of experts, those that one token meets too."""
+    whole = row["parameters"]
+    active = row.get("active_parameters", whole)
+    few = "" if active == whole else f" ({count(active)} active for a token)"
+    return f"{count(whole)} parameters{few}"
 
 
 def _sentence(report: Row) -> str:

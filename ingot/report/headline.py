@@ -10,6 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
+from ingot.report.failures import last_failure
 from ingot.report.formatting import count, median, percent, short
 from ingot.report.plots import bar_chart
 from ingot.report.run_view import RunView
@@ -48,13 +49,11 @@ def headline(view: RunView) -> Headline:
 
 
 def _state(view: RunView) -> tuple[str, str]:
-    decision = (view.gate or {}).get("decision")
-    if (
-        view.running
-        or view.state.startswith(("failed", "stopped"))
-        or decision not in ("deploy", "keep")
-    ):
-        return view.state, "bad" if view.state.startswith("failed") else "plain"
+    decision, failure = (view.gate or {}).get("decision"), last_failure(view)
+    if failure is not None:
+        return f"failed: {failure.verb}", "bad"
+    if view.running or view.state.startswith("stopped") or decision not in ("deploy", "keep"):
+        return view.state, "plain"
     if decision == "keep":
         return "the live model stays", "plain"
     if (view.gate or {}).get("live") is None:

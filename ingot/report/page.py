@@ -19,30 +19,38 @@ import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
+from ingot.report.failures import last_failure
 from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
-from ingot.report.planned import beside_plan
+from ingot.report.metrics import MetricsFile
+from ingot.report.planned import beside_plan, decisions
 from ingot.report.plots import PlotLine, PlotPanel, line_chart, share_bar
 from ingot.report.run_view import RunView, Series, non_default_knobs, read_run
 from ingot.report.timeline import time_section
 
 SMOOTH_ABOVE_POINTS = 120
 MAX_EVENTS = 40
+RELOAD_S = 10
 
 
-def write_page(run: RunFolder) -> Path:
-    """Write the page of `run` and return its path. Missing and damaged files are no error."""
+def write_page(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None) -> Path:
+    """Write the page of `run` and return its path. Missing and damaged files are no error; for
+    `doing` and `metrics` see `read_run`.
+    """
     path = run.reports / "index.html"
-    write_atomic(path, render(read_run(run)))
+    write_atomic(path, render(read_run(run, doing, metrics)))
     return path
 
 
 def render(view: RunView) -> str:
-    """The page as HTML."""
+    """The page as HTML. That of a verb at work asks the browser to load it again."""
     top = headline(view)
     return _template().render(
         view=view,
         headline=top,
+        reload_s=RELOAD_S if view.doing else 0,
+        failure=last_failure(view),
+        progress=_progress(view),
         tiles=headline_figures(view),
         bars=bits_per_byte_bars(view, top),
         gate=_gate(view),
@@ -50,6 +58,7 @@ def render(view: RunView) -> str:
         minis=_small_plots(view),
         goodput=time_section(view.goodput) if view.goodput else None,
         plan=beside_plan(view),
+        decisions=decisions(view),
         metrics=_metrics(view),
         base=bool(view.evaluation and view.evaluation.base),
         simple=_baselines(view),
@@ -76,6 +85,19 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     ).get_template("page.html")
+
+
+def _progress(view: RunView) -> dict[str, Any] | None:
+    done = view.progress
+    if done is None or not view.running or done.last <= 0:
+        return None
+    left = "" if done.left_s is None else f"about {duration(done.left_s)} left"
+    return {
+        "step": f"{done.step:,}",
+        "last": f"{done.last:,}",
+        "left": left,
+        "bar": share_bar(min(done.step / done.last, 1.0)),
+    }
 
 
 def _gate(view: RunView) -> dict[str, Any] | None:

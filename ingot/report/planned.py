@@ -57,6 +57,22 @@ def beside_plan(view: RunView) -> PlanComparison | None:
     return PlanComparison(figures, _changed(view, view.plan)) if figures else None
 
 
+def decisions(view: RunView) -> list[str]:
+    """What `auto` came to in a run, a sentence for each knob that ingot decided."""
+    found = []
+    layout = view.decided["parallel"]
+    if view.knob("parallel.degrees") == "auto" and layout.get("why"):
+        degrees = _mapping(layout.get("degrees"))
+        named = " x ".join(f"{axis} {count}" for axis, count in degrees.items() if count != 1)
+        devices = _mapping(layout.get("devices"))
+        on = f" on {devices.get('world')} x {devices.get('name')}"
+        found.append(f"parallel: auto is {named or 'one process'}{on}: {layout['why']}")
+    size = view.decided["train.micro_batch"]
+    if view.knob("train.micro_batch") == "auto" and size.get("why"):
+        found.append(f"train.micro_batch: auto is {size.get('micro_batch')}: {size['why']}")
+    return found
+
+
 def _figures(view: RunView, plan: Mapping[str, Any]) -> Iterator[PlannedFigure]:
     run, place = _mapping(plan.get("run")), _mapping(plan.get("place"))
     memory = _largest(plan.get("memory"))
@@ -75,13 +91,27 @@ def _figures(view: RunView, plan: Mapping[str, Any]) -> Iterator[PlannedFigure]:
     over = not view.running and view.record("train") is not None
     so_far = "" if over else ", so far"
     yield _figure(f"the training{so_far}", _range(run.get("total_s")), wall_s, duration, fair=over)
+    each, way = _price(place)
+    if each is not None:
+        paid = None if wall_s is None else wall_s / 3600 * each
+        money = _range(_mapping(run.get("money")).get(way))
+        yield _figure(f"US dollars {way}{so_far}", money, paid, "{:,.2f}".format, fair=over)
+
+
+def cost_so_far(view: RunView) -> float | None:
+    """US dollars for the hours of the last training, at the price of the plan that was kept; None
+    where no price is known.
+    """
+    each, _ = _price(_mapping(_mapping(view.plan).get("place")))
+    return None if each is None or view.goodput is None else view.goodput.wall_s / 3600 * each
+
+
+def _price(place: Mapping[str, Any]) -> tuple[float | None, str]:
+    """US dollars an hour for all machines, and how they are paid for."""
     price = _mapping(place.get("price"))
     each = price.get("spot" if price.get("uses_spot") else "on_demand")
     way = "spot" if price.get("uses_spot") else "on demand"
-    if isinstance(each, int | float):
-        paid = None if wall_s is None else wall_s / 3600 * float(each)
-        money = _range(_mapping(run.get("money")).get(way))
-        yield _figure(f"US dollars {way}{so_far}", money, paid, "{:,.2f}".format, fair=over)
+    return (float(each) if isinstance(each, int | float) else None), way
 
 
 def _figure(
@@ -93,15 +123,15 @@ def _figure(
     fair: bool = True,
 ) -> PlannedFigure:
     verdict: Verdict = ""
-    told, origin = "unknown", ""
+    shown, origin = "unknown", ""
     if planned is not None:
         low, likely, high = (show(float(planned[name])) for name in ("low", "likely", "high"))
-        told = likely if low == high else f"{likely} ({low} to {high})"
+        shown = likely if low == high else f"{likely} ({low} to {high})"
         origin = str(planned.get("origin", ""))
         if came is not None and fair:
             below, above = came < float(planned["low"]), came > float(planned["high"])
             verdict = "below" if below else "above" if above else "within"
-    return PlannedFigure(what, told, "" if came is None else show(came), verdict, origin)
+    return PlannedFigure(what, shown, "" if came is None else show(came), verdict, origin)
 
 
 def _largest(ranks: Any) -> Mapping[str, Any] | None:

@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
 from ingot.base.heartbeat import Heartbeat, read_beats
-from ingot.base.lock import lock_holder
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -26,12 +25,13 @@ from ingot.base.reports import (
     read_record,
     read_report,
 )
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
-from ingot.report.formatting import median
+from ingot.report.formatting import masked, median
 from ingot.report.goodput import Goodput, goodput
+from ingot.report.metrics import MEMORY, MetricsFile, is_number
 
 CURVES = (
     "train/loss",
@@ -42,6 +42,8 @@ CURVES = (
     "train/grad_norm",
 )
 RATE = "train/examples_per_s"
+FAILED = ("failure", "give_up")
+"""Events after which a run does not go on by itself."""
 STEP_ORDER = (
     "ingest",
     "prepare",
@@ -53,7 +55,10 @@ STEP_ORDER = (
     "serve",
     "predict",
 )
+RECENT_LINES = 50
+"""Logged steps by which the time left is told."""
 Value = TypeVar("Value")
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,12 @@ class Series:
 
 
 @dataclass(frozen=True)
-class MetricsRead:
-    """What is taken of `metrics.jsonl`; see `RunView`."""
+class RunProgress:
+    """Steps done, the step to be reached, and the seconds left; None where that cannot be told."""
 
-    curves: Mapping[str, Series] = field(default_factory=lambda: {key: Series() for key in CURVES})
-    peak_bytes: float | None = None
-    rows_per_s: float | None = None
+    step: int
+    last: int
+    left_s: float | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class RunView:
     name: str
     root: Path
     curves: Mapping[str, Series]
+    progress: RunProgress | None
+    """Where the last training stands; None where it cannot be known."""
     records: list[PipelineStepRecord]
     """Records of finished pipeline steps, in pipeline order."""
     events: list[dict[str, Any]]
@@ -100,12 +107,16 @@ class RunView:
     """`model/ingot.json`."""
     plan: dict[str, Any] | None
     """What `ingot plan --keep` said, `reports/plan.json`."""
+    decided: Mapping[str, dict[str, Any]]
+    """What ingot decided, by knob: `reports/layout.json`, `reports/micro_batch.json`."""
     peak_bytes: float | None
     """The highest memory of any rank: of its device, or of its process on a CPU."""
     rows_per_s: float | None
     """Training rows a second, the median of the logged steps."""
     parameters: int | None
     running: bool
+    doing: str
+    """The verb that the reader of this view is doing on the run; empty if none."""
     changed: float
     """When the folder last changed, seconds since the epoch."""
     notes: list[str]
@@ -149,26 +160,85 @@ class RunView:
             (
                 event
                 for event in reversed(self.events)
-                if event.get("kind") in ("start", "stop", "finish", "failure")
+                if event.get("kind") in ("start", "stop", "finish", *FAILED)
             ),
             {},
         )
         if self.running:
-            return "running"
+            return f"running: {self.doing}" if self.doing else "running"
         cause = str(last.get("cause") or "no reason noted")
         # A step that succeeded later has a record again.
-        if last.get("kind") == "failure" and self.record(cause.partition(":")[0]) is None:
+        verb = "train" if last.get("kind") == "give_up" else cause.partition(":")[0]
+        if last.get("kind") in FAILED and self.record(verb) is None:
             return f"failed: {cause}"
         if last.get("kind") in ("start", "stop") and self.record("train") is None:
             return f"stopped at step {self.steps_done:,}"
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
 
 
-def read_run(run: RunFolder) -> RunView:
-    """Read `run`; any of its files may be missing or damaged."""
-    notes: list[str] = []
+def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None) -> RunView:
+    """Read `run`; any of its files may be missing or damaged.
 
-    def read_or_note(path: Path, read: Callable[[Path], Value]) -> Value | None:
+    Args:
+        doing: the verb that this process is doing on the run, which then is running.
+        metrics: the run's metrics as far as read before, to read only what is new.
+    """
+    read_or_note = _Reading(run.root)
+    metrics = MetricsFile(run.metrics) if metrics is None else metrics
+
+    recipe_text = masked(
+        read_or_note(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
+    )
+    recipe = (
+        read_or_note(run.recipe, lambda path: _mapping(yaml.load(recipe_text, Loader=_YAML))) or {}
+    )
+    evaluation = read_or_note(
+        run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
+    )
+    read_or_note(run.metrics, lambda path: metrics.refresh())
+    events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
+    running = bool(doing) or any(
+        lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
+    )
+    return RunView(
+        name=str(recipe.get("name") or run.root.resolve().name),
+        root=run.root,
+        curves={key: Series(*metrics.points(key)) for key in CURVES},
+        progress=_progress(metrics, events, running=running),
+        records=_records(run.steps),
+        events=events,
+        goodput=goodput(events, _last_beat(run), alive=running),
+        recipe_text=recipe_text,
+        recipe=recipe,
+        evaluation=evaluation,
+        examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
+        gate=read_or_note(run.reports / "gate.json", _read_json),
+        answer=read_or_note(run.reports / "predict.json", _read_json),
+        lineage=read_or_note(run.model / "ingot.json", _read_json) or {},
+        plan=read_or_note(run.plan, _read_json),
+        decided={
+            knob: read_or_note(file, _read_json) or {}
+            for knob, file in (("parallel", run.layout), ("train.micro_batch", run.micro_batch))
+        },
+        peak_bytes=max(metrics.points(MEMORY)[1]) * 1e9 if MEMORY in metrics.columns else None,
+        rows_per_s=median(metrics.points(RATE)[1]) if RATE in metrics.columns else None,
+        parameters=read_or_note(
+            run.model / "config.json", lambda path: parameter_count(_read_json(path))
+        ),
+        running=running,
+        doing=doing,
+        changed=_changed(run),
+        notes=read_or_note.notes,
+    )
+
+
+class _Reading:
+    """Reads files of a run; those that cannot be read are noted, and None."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.notes = root, list[str]()
+
+    def __call__(self, path: Path, read: Callable[[Path], Value]) -> Value | None:
         if not path.is_file():
             return None
         try:
@@ -183,51 +253,31 @@ def read_run(run: RunFolder) -> RunView:
             RecursionError,
             yaml.YAMLError,
         ) as error:
-            notes.append(
-                f"{path.relative_to(run.root)} could not be read:"
+            self.notes.append(
+                f"{path.relative_to(self._root)} could not be read:"
                 f" {str(error) or type(error).__name__}"
             )
             return None
 
-    recipe_text = read_or_note(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
-    recipe = (
-        read_or_note(
-            run.recipe, lambda path: _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
-        )
-        or {}
-    )
-    evaluation = read_or_note(
-        run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
-    )
-    metrics = read_or_note(run.metrics, _read_metrics) or MetricsRead()
-    events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
-    running = any(
-        lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
-    )
-    return RunView(
-        name=str(recipe.get("name") or run.root.resolve().name),
-        root=run.root,
-        curves=metrics.curves,
-        records=_records(run.steps),
-        events=events,
-        goodput=goodput(events, _last_beat(run), alive=running),
-        recipe_text=recipe_text,
-        recipe=recipe,
-        evaluation=evaluation,
-        examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
-        gate=read_or_note(run.reports / "gate.json", _read_json),
-        answer=read_or_note(run.reports / "predict.json", _read_json),
-        lineage=read_or_note(run.model / "ingot.json", _read_json) or {},
-        plan=read_or_note(run.plan, _read_json),
-        peak_bytes=metrics.peak_bytes,
-        rows_per_s=metrics.rows_per_s,
-        parameters=read_or_note(
-            run.model / "config.json", lambda path: parameter_count(_read_json(path))
-        ),
-        running=running,
-        changed=_changed(run),
-        notes=notes,
-    )
+
+def _progress(
+    metrics: MetricsFile, events: list[dict[str, Any]], *, running: bool
+) -> RunProgress | None:
+    """Time left by the steps logged last, evaluations and checkpoints between them included."""
+    starts = [event for event in events if event.get("kind") == "start"]
+    start = starts[-1] if starts else {}
+    last, begun = start.get("last"), start.get("t_wall")
+    if not isinstance(last, int) or not is_number(begun):
+        return None
+    count = len(metrics.steps)
+    recent = range(max(0, count - RECENT_LINES), count)
+    first = next((line for line in recent if metrics.times[line] >= begun), count)
+    step = int(metrics.steps[-1]) if count else int(start.get("step") or 0)
+    left = None
+    if running and first < count and step < last:
+        steps, seconds = step - metrics.steps[first], metrics.times[-1] - metrics.times[first]
+        left = (last - step) * seconds / steps if steps > 0 and seconds > 0 else None
+    return RunProgress(step, last, left)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -263,33 +313,6 @@ def _sanitized(report: EvaluationReport) -> EvaluationReport:
     )
 
 
-def _read_metrics(path: Path) -> MetricsRead:
-    """Read `metrics.jsonl`; of a step that was logged twice the last line counts."""
-    points: dict[str, dict[float, float]] = {key: {} for key in (*CURVES, RATE)}
-    peak: float | None = None
-    for line in read_lines(path):
-        step = line.get("step")
-        if not _is_number(step):
-            continue
-        for key, found in points.items():
-            value = line.get(key)
-            if _is_number(value):
-                found[float(step)] = float(value)
-        for key, value in line.items():
-            if key.startswith("memory/rank") and _is_number(value):
-                peak = max(peak or 0.0, float(value) * 1e9)
-    rates = list(points.pop(RATE).values())
-    curves = {
-        key: Series(sorted(found), [found[step] for step in sorted(found)])
-        for key, found in points.items()
-    }
-    return MetricsRead(curves, peak, median(rates) if rates else None)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _records(folder: Path) -> list[PipelineStepRecord]:
     found = (
         [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
@@ -297,7 +320,7 @@ def _records(folder: Path) -> list[PipelineStepRecord]:
         else []
     )
     place = {step: number for number, step in enumerate(STEP_ORDER)}
-    whole = [record for record in found if record is not None and _is_number(record.seconds)]
+    whole = [record for record in found if record is not None and is_number(record.seconds)]
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
 
 

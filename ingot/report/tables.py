@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,10 +16,11 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import read_lines
 from ingot.report.formatting import percent, short, timestamp
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
-from ingot.report.planned import PlanComparison, beside_plan
+from ingot.report.planned import PlanComparison, beside_plan, decisions
 from ingot.report.run_view import RunView, flatten, read_run
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 
@@ -46,12 +48,39 @@ def show_run(run: RunFolder) -> None:
         out.print(f"at step {view.steps_done:,}: {', '.join(figures)}", soft_wrap=True)
     if view.goodput is not None:
         _show_goodput(view.goodput, out)
+    for line in decisions(view):
+        out.print(Text(line), soft_wrap=True)
     if (compared := beside_plan(view)) is not None:
         _show_plan(compared, out)
     for event in view.events[-RECENT_EVENTS:]:
         out.print(Text(_event(event)), soft_wrap=True)
     for note in view.notes:
         out.print(Text(note, "yellow"), soft_wrap=True)
+
+
+def run_json(run: RunFolder) -> dict[str, Any]:
+    """What `show_run` shows, without its form. Raises WrongInput as it does."""
+    view = _read(run)
+    return {
+        "name": view.name,
+        "run": run.root,
+        "state": view.state,
+        "running": view.running,
+        "changed": view.changed,
+        "step": view.steps_done,
+        "steps": {
+            record.step: {
+                "result": record.result,
+                "where": record.where,
+                "seconds": record.seconds,
+                "exit_code": record.exit_code,
+            }
+            for record in view.records
+        },
+        "figures": figures(view),
+        "metrics": {} if view.evaluation is None else view.evaluation.metrics,
+        "notes": view.notes,
+    }
 
 
 def show_runs(output: Path) -> None:
@@ -101,26 +130,26 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     for path in _union(*values_of):
         if values_of[0].get(path) != values_of[1].get(path):
             knobs.add_row(Text(path), *(Text(values.get(path, "")) for values in values_of))
-    figures = Table("figure", *names, "difference", title="what came of it", title_justify="left")
-    for column in figures.columns[1:]:
+    results = Table("figure", *names, "difference", title="what came of it", title_justify="left")
+    for column in results.columns[1:]:
         column.justify = "right"
-    found = [_figures(view) for view in views]
+    found = [figures(view) for view in views]
     for name in _union(*found):
         values = [figure.get(name) for figure in found]
         both = [value for value in values if value is not None]
         apart = (
             f"{both[1] - both[0]:+.4g}"
-            if len(both) == 2 and _comparable(views, name)
+            if len(both) == 2 and comparable(views, name)
             else "not comparable"
             if len(both) == 2
             else ""
         )
-        figures.add_row(
+        results.add_row(
             Text(name), *("" if value is None else short(value, 5) for value in values), apart
         )
     out = _console()
     out.print(knobs if knobs.row_count else "the recipes are the same")
-    out.print(figures)
+    out.print(results)
 
 
 def runs_in(output: Path) -> list[RunFolder]:
@@ -231,7 +260,7 @@ def _event(event: dict[str, object]) -> str:
     return f"{clock}  {event.get('kind')}{step}{cause}"
 
 
-def _figures(view: RunView) -> dict[str, float]:
+def figures(view: RunView) -> dict[str, float]:
     """All comparable figures by name: evaluation metrics, last values of curves, seconds."""
     metrics = (
         {name: metric.value for name, metric in view.evaluation.metrics.items()}
@@ -243,7 +272,7 @@ def _figures(view: RunView) -> dict[str, float]:
     return {**metrics, **ends, **seconds}
 
 
-def _comparable(views: Iterable[RunView], name: str) -> bool:
+def comparable(views: Iterable[RunView], name: str) -> bool:
     """Whether a figure may be compared: not if it was measured on different evaluation sets."""
     sets = {
         view.evaluation.metrics[name].set_fingerprint
@@ -271,3 +300,36 @@ def _ago(when: float) -> str:
     if seconds > 48 * 3600:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
     return f"{duration(seconds)} ago"
+
+
+def samples_of(run: RunFolder, prompts: int) -> list[dict[str, Any]]:
+    """The newest prompts of a training on rewards with their answers, oldest first.
+
+    Raises:
+        WrongInput: the run has none.
+    """
+    lines = list(read_lines(run.samples))
+    if not lines:
+        raise WrongInput(
+            f"{run.samples} does not exist, as only a training on rewards (objective.kind grpo)"
+            " answers prompts; give the folder of one"
+        )
+    return lines[-prompts:]
+
+
+def show_samples(run: RunFolder, prompts: int) -> None:
+    """Print the newest prompts with the answers to each, the best first."""
+    out = _console()
+    for line in samples_of(run, prompts):
+        table = Table(
+            "reward",
+            "answer",
+            title=Text(f"step {line['step']:,}: {line['prompt']}"),
+            caption=Text(f"reference: {line['reference']}") if line["reference"] else None,
+            title_justify="left",
+            caption_justify="left",
+        )
+        for one in sorted(line["answers"], key=lambda one: -one["reward"]):
+            cut = "" if one["finished"] else " ..."
+            table.add_row(short(one["reward"]), Text(f"{one['answer']}{cut}"))
+        out.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest
+from ingot.serve.native.causal import TextEncoder
+from ingot.serve.native.embedding import Embedder
 from ingot.serve.native.model import LoadedModel, load
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -64,7 +67,8 @@ def predict(
     api_key: str | None = None,
 ) -> str:
     """The completion of `prompt` without the prompt, a sequence-to-sequence model's text, or a
-    classifier's label with the scores on stderr.
+    classifier's label, with the scores on stderr; of a reward model its score. To that, `prompt` is
+    what a user says, or a chat with its answers as JSON: a list of messages.
 
     `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message and
     goes through the model's chat template.
@@ -79,40 +83,57 @@ def predict(
         return _predict_remotely(str(target), prompt, options, api_key)
     loaded = load(Path(target), any_template=not chat)
     options.check(loaded.kind)
-    text, scores = _predict_locally(loaded, prompt, options)
-    if text is None:
-        raise Failed(
-            f"{target}: the model's numbers are not finite on this prompt; it was not trained to"
-            " the end, or its weights are damaged"
-        )
+    text, scores = predict_locally(loaded, prompt, options)
     if scores:
         say(_format_scores(scores))
     return text
 
 
-def _predict_locally(
-    loaded: LoadedModel, prompt: str, options: PredictOptions
-) -> tuple[str | None, dict[str, float]]:
-    """Text and scores from the model in this process; the text is None where logits are not
-    finite.
+def predict_locally(
+    loaded: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], options: PredictOptions
+) -> tuple[str, dict[str, float]]:
+    """Text and scores from the model in this process; `prompt` may be a list of messages where
+    `options.chat` is set. Raises Failed where logits are not finite.
     """
+    text, scores = _answer(loaded, prompt, options)
+    if text is None:
+        raise Failed(
+            "the model's numbers are not finite on this prompt; it was not trained to the end, or"
+            " its weights are damaged"
+        )
+    return text, scores
+
+
+def _answer(
+    loaded: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], options: PredictOptions
+) -> tuple[str | None, dict[str, float]]:
+    if isinstance(loaded.model, TextEncoder):
+        raise WrongInput(
+            "this encoder has neither classes nor text to answer with; serve it (`ingot serve`) and"
+            " ask POST /v1/embeddings"
+        )
     worker, sampling = loaded.worker(1), Sampling(options.temperature, options.top_p, options.seed)
+    if options.chat:
+        messages = [_user_message(prompt)] if isinstance(prompt, str) else prompt
+        ids = loaded.tokenizer.encode_chat(messages)
+    elif loaded.scores_chats and (chat := _messages_in(prompt)) is not None:
+        ids = loaded.encode_whole_chat(chat)
+    elif isinstance(prompt, str):
+        ids = loaded.encode(prompt)
+    else:
+        raise WrongInput("a list of messages is for chat; give a text")
+    assert not isinstance(worker, Embedder)
     if isinstance(worker, Classifier):
-        worker.add(Request(loaded.encode(prompt), 1))
+        worker.add(Request(ids, 1))
         ((_, verdict),) = worker.step()
-        return _label(verdict), dict(zip(loaded.labels, verdict.scores, strict=False))
+        assert isinstance(verdict, ClassScores)
+        scores = dict(zip(loaded.labels, verdict.scores, strict=False))
+        return None if verdict.finish == "error" else _verdict(verdict.text, scores), scores
     if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.target_positions)
         tokens = whole if options.max_tokens is None else options.max_tokens
-        (answer,) = worker.run(
-            [Seq2SeqRequest(loaded.encode(prompt), tokens, sampling, options.stop, options.beams)]
-        )
+        (answer,) = worker.run([Seq2SeqRequest(ids, tokens, sampling, options.stop, options.beams)])
     else:
-        ids = (
-            loaded.tokenizer.encode_chat([_user_message(prompt)])
-            if options.chat
-            else loaded.encode(prompt)
-        )
         (answer,) = worker.run(
             [
                 Request(
@@ -126,8 +147,23 @@ def _predict_locally(
     return None if answer.finish == "error" else answer.text, {}
 
 
-def _label(verdict: ClassScores) -> str | None:
-    return None if verdict.finish == "error" else verdict.text
+def _verdict(label: str, scores: Mapping[str, float]) -> str:
+    """The label; of a model with one output, that number."""
+    return f"{scores[label]:.4f}" if len(scores) == 1 else label
+
+
+def _messages_in(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]] | None:
+    """The messages of a chat, which may be given as JSON; None for any other text."""
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        found = json.loads(prompt)
+    except ValueError:
+        return None
+    messages = isinstance(found, list) and all(
+        isinstance(item, dict) and "role" in item for item in found
+    )
+    return found if messages and found else None
 
 
 def _format_scores(scores: Mapping[str, float]) -> str:
@@ -205,13 +241,15 @@ def _triton(client: httpx.Client, model: str, prompt: str, options: PredictOptio
 
 def _predict_route(client: httpx.Client, prompt: str, options: PredictOptions, kind: str) -> str:
     parameters = {} if kind == "encoder" else {**_options(options), "beams": options.beams}
+    messages = _messages_in(prompt) if kind == "encoder" else None
+    instance = prompt if messages is None else {"messages": messages}
     (prediction,) = _json(
-        client, "POST", "/predict", {"instances": [prompt], "parameters": parameters}
+        client, "POST", "/predict", {"instances": [instance], "parameters": parameters}
     )["predictions"]
     if kind != "encoder":
         return str(prediction)
     say(_format_scores(prediction["scores"]))
-    return str(prediction["label"])
+    return _verdict(str(prediction["label"]), prediction["scores"])
 
 
 def _options(options: PredictOptions) -> dict[str, Any]:

@@ -5,16 +5,13 @@ requests are finished first. Other engines run as child processes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
-import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
@@ -22,10 +19,11 @@ from fastapi.routing import APIRoute
 import ingot
 from ingot.base.progress import say
 from ingot.config.sections.deployment import Serve
+from ingot.serve import playground
 from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
-from ingot.serve.http import openai, vertex
-from ingot.serve.http.connection import http_config
+from ingot.serve.http import embeddings, openai, vertex
+from ingot.serve.http.connection import GracefulServer, http_config
 from ingot.serve.http.errors import install_error_handlers
 from ingot.serve.http.listen import (
     bind_error,
@@ -42,6 +40,7 @@ from ingot.serve.http.middleware import (
     BodyLimit,
     RequestMetrics,
     ServerMetrics,
+    allow_origins,
 )
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
@@ -54,9 +53,14 @@ def create_app(
     """The web application of one served model. `key`: the API key clients must send, None for
     none.
     """
-    app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="ingot", version=ingot.__version__, redoc_url=None)
     install_error_handlers(app)
-    routers = [openai.router(service), vertex.router(service, environ)]
+    routers = [
+        openai.router(service),
+        embeddings.router(service),
+        vertex.router(service, environ),
+        playground.router(),
+    ]
     for router in routers:
         app.include_router(router)
 
@@ -92,7 +96,9 @@ def create_app(
         max_values=MAX_VALUES + service.bounds.positions,
     )
     if key is not None:
+        open_routes = [*open_routes, *playground.ROUTES]
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
+    allow_origins(app, service.settings.cors)
     app.add_middleware(RequestMetrics, metrics=metrics, routes=routes)
     return app
 
@@ -122,10 +128,17 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         bound_socket(host, port) as listener,
         fetched_model_folder(target_folder, os.environ) as folder,
     ):
-        loaded = load(folder, any_template=settings.any_template, engine=settings.engine)
+        loaded = load(
+            folder,
+            any_template=settings.any_template,
+            engine=settings.engine,
+            pack=settings.pack,
+        )
+        if loaded.packed:
+            say("weights are packed as float16, which changes none of them (serve.pack)")
         metrics = ServerMetrics()
         engine = ServingEngine(
-            loaded.worker(settings.max_batch),
+            loaded.serving_worker(settings.max_batch),
             metrics,
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,
@@ -160,7 +173,7 @@ def render(folder: Path, settings: Serve, name: str) -> str:
     )
 
 
-class UvicornServer(uvicorn.Server):
+class UvicornServer(GracefulServer):
     """uvicorn with our shutdown: running requests get GRACE_S, the rest is answered with 503, and
     the process exits normally.
     """
@@ -184,18 +197,3 @@ class UvicornServer(uvicorn.Server):
         finally:
             deadline.cancel()
             await asyncio.to_thread(self._engine.stop)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, except that the signal is not raised again afterwards: a server that
-        was stopped has ended well.
-        """
-        before = {
-            number: signal.signal(number, self.handle_exit)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -30,6 +30,7 @@ MARKS = re.compile("[\U00100000-\U0010fffd]")
 # Marks around `{% generation %}` blocks.
 BEGIN, END = "\U00100000", "\U00100001"
 FIRST_MARK = 0x100010
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,29 @@ class ChatFormat:
     control: ControlEncoder
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = False,
+        tools: Tools | None = None,
     ) -> str:
-        return render(self.template, messages, self.named, generation_prompt=generation_prompt)
+        return render(
+            self.template, messages, self.named, generation_prompt=generation_prompt, tools=tools
+        )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes the tools that a model may call."""
+        probe = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
+        try:
+            text = self.render(
+                [{"role": "user", "content": "a"}],
+                generation_prompt=True,
+                tools=[{"type": "function", "function": probe}],
+            )
+        except WrongInput:
+            return False
+        return "probe_of_tools" in text
 
 
 def render(
@@ -56,15 +77,16 @@ def render(
     special: Mapping[str, str],
     *,
     generation_prompt: bool,
+    tools: Tools | None = None,
 ) -> str:
     """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token`
-    and the like.
+    and the like. `tools`: what the model may call, in OpenAI's format.
 
     Raises:
         WrongInput: the template is not valid, or refuses these messages; its own reason is given.
     """
     return (
-        render_marked(template, messages, special, generation_prompt=generation_prompt)
+        render_marked(template, messages, special, generation_prompt=generation_prompt, tools=tools)
         .replace(BEGIN, "")
         .replace(END, "")
     )
@@ -76,12 +98,13 @@ def render_marked(
     special: Mapping[str, str],
     *,
     generation_prompt: bool = False,
+    tools: Tools | None = None,
 ) -> str:
     """`render` with BEGIN and END around what stands in `{% generation %}` blocks."""
     try:
         return _compiled(template).render(
             messages=list(messages),
-            tools=None,
+            tools=None if tools is None else list(tools),
             documents=None,
             add_generation_prompt=generation_prompt,
             **special,

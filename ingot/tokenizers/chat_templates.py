@@ -14,6 +14,7 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
+from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -57,6 +58,9 @@ LLAMA2 = NamedTemplate(FOLDER / "llama2.jinja", named=("bos_token", "eos_token")
 MISTRAL = NamedTemplate(FOLDER / "mistral.jinja", named=("bos_token", "eos_token"))
 ZEPHYR = NamedTemplate(FOLDER / "zephyr.jinja", named=("eos_token",))
 ALPACA = NamedTemplate(FOLDER / "alpaca.jinja")
+_SAMPLE = [{"role": role, "content": "a b"} for role in ("user", "assistant", "user", "assistant")]
+_UNKNOWN = "\U0010fffd \u0378"
+"""No vocabulary has these characters: a tokenizer without bytes gives its unknown token."""
 
 
 def find_template(name_or_path: str) -> str:
@@ -108,7 +112,43 @@ def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
             " set tokenizer.source_language and tokenizer.target_language to the tokens of their"
             " languages"
         )
-    return tokenizer
+    return with_padding(tokenizer) if recipe.objective.scores_chats else tokenizer
+
+
+def with_padding(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, padding with a token that no chat holds, also in its files.
+
+    transformers reads a decoder's score at the last token whose id is not that of padding. Were
+    that the token that ends a chat (tokenizers often name their EOS as padding, or none), the score
+    would be read before it. Its own padding stays if it can; else a special token is taken that
+    neither the template nor any text gives, or BOS if chats do not end with it.
+
+    Raises:
+        WrongInput: there is no such token, or no template.
+    """
+    written, *_ = encode_chats(tokenizer, [_SAMPLE], tokenizer.encode_batch)
+    taken = {*written.tolist(), *tokenizer.encode(_UNKNOWN)}
+    own, ids = tokenizer.special.pad, tokenizer.special_ids
+    free = {text: token for text, token in ids.items() if token not in taken}
+    if own is not None and own in free.values():
+        return tokenizer
+    bos = tokenizer.named.get("bos_token", "")
+    if not free and bos in ids and ids[bos] != written[-1]:
+        free = {bos: ids[bos]}
+    if not free:
+        raise WrongInput(
+            f"{tokenizer.where} has no special token that its chats do not hold, so that the last"
+            " token of a chat could not be told from padding; take a tokenizer with a padding token"
+        )
+    # One that is named for it, else EOS, else the first.
+    eos = tokenizer.special.eos
+    pad = min(free, key=lambda text: ("pad" not in text.lower(), free[text] != eos, free[text]))
+    files = dict(tokenizer.files)
+    for name in (CONFIG, SPECIAL_MAP_FILE):
+        if name == CONFIG or name in files:
+            config = json.loads(text_of(files, name) or "{}") | {"pad_token": pad}
+            files[name] = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+    return Tokenizer(files, tokenizer.where)
 
 
 def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:

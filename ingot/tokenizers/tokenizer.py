@@ -220,11 +220,19 @@ class Tokenizer:
         before, after = self.frame
         return [*before, *self.encode(text), *after]
 
+    def encode_alone(self, text: str) -> list[int]:
+        """Ids of a text as the library itself frames it, where nothing is to follow."""
+        return [*self.frame[0], *self.encode(text), *self._reference.after]
+
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt to complete: BOS if the library adds one, the text."""
         return [*self.before, *self.encode(text)]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Ids of a chat by the tokenizer's own template, ending with the generation prompt.
 
         Special tokens, BOS included, come only from the template: look-alikes in a message stay
@@ -232,17 +240,23 @@ class Tokenizer:
 
         Args:
             messages: each with `role` and `content`, and whatever else the template reads.
+            tools: what the model may call, in OpenAI's format.
 
         Raises:
-            WrongInput: there is no template, or it refuses these messages.
+            WrongInput: there is no template, or it refuses these messages, or knows no tools.
         """
         form = self.chat_format
         if not messages or any(not isinstance(message.get("role"), str) for message in messages):
             raise WrongInput(
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
-        masked, originals = mask_look_alikes(messages, self._special)
-        text = form.render(masked, generation_prompt=True)
+        if tools is not None and not form.takes_tools:
+            raise WrongInput(
+                f"the chat template of {self._where} knows no tools; leave `tools` out, or serve a"
+                " model that was trained to call them"
+            )
+        (masked, named), originals = mask_look_alikes([messages, tools], self._special)
+        text = form.render(masked, generation_prompt=True, tools=named)
         if not originals:
             return encode_beside_others(form.control, text)
         ids: list[int] = []

@@ -19,7 +19,7 @@ from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
-from ingot.data.batches.loader import Loader
+from ingot.data.batches.loader import BatchSource, Loader
 from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
@@ -28,8 +28,10 @@ from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.profile import profile_hooks
+from ingot.train.reference import open_reference
 from ingot.train.rollback import left_out
-from ingot.train.schedules import LearningRate, Recurrence
+from ingot.train.rollout.rollout import Rollout, RolloutHook
+from ingot.train.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, Hook, SpikeDetector, StepContext
 
@@ -87,12 +89,14 @@ class CommitFields:
     samples: SampleHook
     spikes: SpikeDetector | None
     run_id: str
+    source: BatchSource
 
     def __call__(self, step: int) -> dict[str, Any]:
         """The fields of `COMMIT.json` after `step`."""
         measured = (("validation", self.evaluation), ("samples", self.samples))
         return {
             "samples": step * self.setup.batch.global_batch,
+            "learning_rate": self.setup.learning_rate(max(0, step - 1)),
             "finished": step >= self.setup.last or self.evaluation.is_over,
             "identity": self.setup.identity,
             "run_id": self.run_id,
@@ -101,13 +105,27 @@ class CommitFields:
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
             "left_out": left_out(self.setup, self.recipe),
+            **({"rollout": self.source.state(step)} if isinstance(self.source, Rollout) else {}),
         }
+
+
+def open_batches(
+    setup: TrainSetup, state: TrainState, start: CommittedCheckpoint | None, mesh: Mesh
+) -> BatchSource:
+    """Where this rank's batches come from: the prepared rows, or answers to them. Collective."""
+    objective = setup.recipe.objective
+    if not objective.samples_answers:
+        return Loader(setup.rows, setup.order, setup.batch, mesh.data.rank)
+    reference = open_reference(setup, mesh) if objective.reads_reference else None
+    saved = start.commit.get("rollout", {}) if start else {}
+    return Rollout(setup, state, reference, saved, mesh)
 
 
 def make_hooks(
     process: TrainingProcess,
     setup: TrainSetup,
     state: TrainState,
+    source: BatchSource,
     start: CommittedCheckpoint | None,
     closing: ExitStack,
 ) -> Hooks:
@@ -137,10 +155,11 @@ def make_hooks(
         mesh,
         gpu=recipe.track.gpu,
         skipped=commit.get("skipped", 0.0),
+        remarks=source.remarks if isinstance(source, Rollout) else dict,
     )
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
-    rows = len(setup.rows), setup.batch.global_batch
+    rows = len(setup.rows), recipe.objective.rows_of(recipe.train.global_batch)
     evaluate_every = Recurrence(knobs.evaluate_every, *rows)
     evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account)
     if start is not None:
@@ -155,12 +174,13 @@ def make_hooks(
         spread=is_sharded(state.model),
     )
 
-    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id)
+    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *rows)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, first)
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),
         log,
+        *_rollout_hooks(source, sinks, recipe.track.every, setup.last, first),
         *([evaluation] if knobs.evaluate_every is not None else []),
         *([samples] if knobs.sample_every is not None else []),
         account,
@@ -171,6 +191,16 @@ def make_hooks(
     for hook in hooks:
         closing.callback(hook.close)
     return Hooks(evaluation, samples, checkpoint, account, spikes, hooks)
+
+
+def _rollout_hooks(
+    source: BatchSource,
+    sinks: Sequence[JsonLines | FailSafeSink],
+    every: int,
+    last: int,
+    first: int,
+) -> list[Hook]:
+    return [RolloutHook(source, sinks, every, last, first)] if isinstance(source, Rollout) else []
 
 
 def _checkpoint_hook(
@@ -207,7 +237,7 @@ def make_step_context(
     process: TrainingProcess,
     setup: TrainSetup,
     state: TrainState,
-    loader: Loader,
+    loader: BatchSource,
     hooks: Hooks,
     first: int,
 ) -> StepContext:
@@ -234,8 +264,9 @@ def make_step_context(
         control,
         compute=setup.compute,
         clip_norm=knobs.clip_norm,
-        learning_rate=LearningRate(knobs.schedule, knobs.optimizer.lr, setup.last),
+        learning_rate=setup.learning_rate,
         spikes=hooks.spikes,
+        balance=state.balance,
         hooks=hooks.all,
         samples=knobs.global_batch,
         tokens=knobs.global_batch * setup.tokens_per_sample,

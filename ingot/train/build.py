@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.config.model_content import QUANTIZE
 from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
+from ingot.models.adapters.quantized import quantize_base
 from ingot.models.device import Compute
 from ingot.models.hf.content import Share
 from ingot.models.hf.folder import load_model, load_weights, model_hash
@@ -38,6 +40,8 @@ from ingot.parallel.apply import (
 )
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.train.averaging import drop_average
+from ingot.train.balance import LoadBalance, freeze_routers, make_balance
 from ingot.train.optimizers import make_optimizer
 from ingot.train.reference import Tables
 from ingot.train.setup import TrainSetup
@@ -46,7 +50,7 @@ from ingot.train.setup import TrainSetup
 @dataclass(frozen=True)
 class TrainState:
     """The model that owns the weights, the wrapped module that is called, the objectives, the
-    masters and the optimizer.
+    masters, the optimizer, and what balances the load of experts if there are any.
     """
 
     model: AnyModel
@@ -54,6 +58,7 @@ class TrainState:
     objectives: Objectives
     masters: Masters
     optimizer: Optimizer
+    balance: LoadBalance | None = None
 
 
 def build_train_state(
@@ -69,13 +74,14 @@ def build_train_state(
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
     masters = make_masters(model, mesh, plan.wrapping)
-    optimizer = make_optimizer(recipe.train.optimizer, masters, recipe.seed)
+    knobs = recipe.train
+    optimizer = make_optimizer(knobs.optimizer, masters, recipe.seed, knobs.average)
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
     elif plan.origin is not None:
-        load_checkpoint(
-            plan.origin, masters, None if recipe.train.reset_optimizer else optimizer, mesh
-        )
+        load_checkpoint(plan.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
+    if knobs.average is None or knobs.average.kind != "ema":
+        drop_average(optimizer)
     module = finish_wrapping(model.train(), mesh)
     return TrainState(
         model,
@@ -83,6 +89,7 @@ def build_train_state(
         make_objectives(recipe, plan.teacher, tables, plan.compute, mesh),
         masters,
         optimizer,
+        make_balance(model, knobs.experts, mesh),
     )
 
 
@@ -114,6 +121,10 @@ def draft_model(
     model = create_model(model_spec, recipe.seed, planned=planned)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
+    if recipe.model.quantize is not None:
+        quantize_base(model, recipe.model.quantize)
+    if recipe.train.experts.frozen:
+        freeze_routers(model)
     return apply_wrappers(model, mesh, plan.wrapping)
 
 
@@ -134,6 +145,12 @@ def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
     for name in ("teacher", "reference", "prefix"):
         if value := getattr(recipe.objective, name, None):
             about[name] = value
+    average = plan.recipe.train.average
+    if average is not None and average.export:
+        size = "decay" if average.kind == "ema" else "checkpoints"
+        about["average"] = {"kind": average.kind, size: getattr(average, size)}
+    if recipe.model.quantize is not None:
+        about[QUANTIZE] = recipe.model.quantize.model_dump()
     if plan.origin is not None:
         about["start_from"] = {"checkpoint": str(plan.origin.folder), "step": plan.origin.step}
     return {**about, "base": base, "data": plan.rows.fingerprint, "parameters": parameters}

@@ -4,9 +4,11 @@ so far, and early stopping.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp
 from ingot.tokenizers.chat import stop_tokens
+from ingot.train.averaging import average_in_place
 from ingot.train.build import TrainState
 from ingot.train.goodput import TimeAccount
 from ingot.train.schedules import Recurrence
@@ -137,9 +140,14 @@ def make_measure(
     )
     held_out = train_state.objectives.held_out
 
+    def weights() -> AbstractContextManager[None]:
+        if knobs.average is None or not knobs.average.evaluate:
+            return contextlib.nullcontext()
+        return average_in_place(train_state.masters, train_state.optimizer)
+
     def measure() -> dict[str, Measured] | None:
         try:
-            with evaluating(train_state.model):
+            with weights(), evaluating(train_state.model):
                 found: dict[str, float] = {}
                 if plan.recipe.data.holds_out:
                     found = validation_losses(

@@ -22,14 +22,16 @@ from ingot.config.model_content import CONTENT, FILES, LINEAGE, file_digests
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.adapters.quantized import round_base, rounded_tensors
 from ingot.models.hf.folder import named_tensors, weight_files
-from ingot.models.hf.tensor_names import LORA_A, LORA_B
-from ingot.models.kinds import AnyModel, exported_shapes
+from ingot.models.hf.tensor_names import LORA_LEAVES
+from ingot.models.kinds import AnyModel, model_shapes
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import is_sharded
 from ingot.models.spec import create_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.train.averaging import NamedWeights, load_average, stored_average
 from ingot.train.build import TrainState, lineage
 from ingot.train.setup import TrainSetup
 
@@ -104,26 +106,39 @@ def _to_export(
     never in memory as a whole; a transformers model is built whole on this host, since only the
     built model knows its tensor names and ties.
     """
+    average, checkpoints = plan.recipe.train.average, plan.recipe.folder.checkpoints
+    stored: NamedWeights | None = None
+    if average is not None and average.export:
+        stored = stored_average(average, checkpoints, step)
     if _is_whole(train_state):
+        if stored is not None:
+            load_average(train_state.masters, stored)
         train_state.masters.work_in(torch.float32)
         return train_state.model, None
-    recipe, host = plan.recipe, torch.device("cpu")
-    folder = step_folder(recipe.folder.checkpoints, step)
+    recipe, host, into = plan.recipe, torch.device("cpu"), plan.recipe.model.quantize
+    if into is not None and into.merge_into == "original":
+        into = None
+    folder = step_folder(checkpoints, step)
     model = create_model(plan.model_spec, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     if not isinstance(model, Decoder):
         alone = Mesh(Ranks(), host)
-        load_checkpoint(checkpoint_in(folder), Masters(model, alone), None, alone)
+        masters = Masters(model, alone)
+        load_checkpoint(checkpoint_in(folder), masters, None, alone)
+        if stored is not None:
+            load_average(masters, stored)
+        if into is not None:
+            round_base(model, into)
         return model, None
-    stored, names = WholeWeights(folder), exported_shapes(model)
+    weights, names = stored or WholeWeights(folder), model_shapes(model)
     if recipe.model.lora is None or plan.model_spec.folder is None:
-        return model, ((name, stored[name]) for name in names)
+        return model, ((name, weights[name]) for name in names)
     for name, layer in lora_layers(model).items():
-        layer.lora_A, layer.lora_B = (
-            nn.Parameter(stored[f"{name}.{matrix}"]) for matrix in (LORA_A, LORA_B)
-        )
-    return model, named_tensors(plan.model_spec.folder, names)
+        for matrix in [one for one in LORA_LEAVES if hasattr(layer, one)]:
+            layer.register_parameter(matrix, nn.Parameter(weights[f"{name}.{matrix}"]))
+    base = named_tensors(plan.model_spec.folder, names, model.config)
+    return model, base if into is None else rounded_tensors(model, base, into)
 
 
 def _is_whole(train_state: TrainState) -> bool:

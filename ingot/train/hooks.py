@@ -22,7 +22,7 @@ from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.store import retain
 from ingot.config.sections.checkpoint import Checkpoint
 from ingot.config.shape import flops_per_token
-from ingot.data.batches.loader import Batch, Loader
+from ingot.data.batches.loader import Batch, BatchSource
 from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
@@ -69,8 +69,12 @@ class LogHook:
         *,
         gpu: bool,
         skipped: float = 0.0,
+        remarks: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`skipped`: the number of steps skipped by earlier attempts."""
+        """`skipped`: the number of steps skipped by earlier attempts; `remarks`: what else the line
+        of progress is to say, asked when metrics are written.
+        """
+        self._remarks = remarks
         self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = (
             sinks,
             progress,
@@ -109,12 +113,14 @@ class LogHook:
             **usage,
             **{f"train/{name}": float(value) for name, value in info.outcome.metrics.items()},
         }
+        if info.outcome.load is not None:
+            values |= info.outcome.load.metrics()
         if self.work.flops_per_token is not None:
             peak = self.work.stated_peak or self._measured_peak.flops()
             values["train/mfu"] = rate * self.work.flops_per_token / (peak * self.mesh.world)
         for sink in self.sinks:
             sink.write(info.step, values)
-        self._notes = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}"}
+        self._notes = {"loss": f"{loss:.3f}", **self._remarks(), "tokens/s": f"{rate:,.0f}"}
         self._seconds, self._samples, self._tokens = 0.0, 0, 0
 
     @property
@@ -333,7 +339,7 @@ class TrainingControl(StepControl):
 
     def __init__(
         self,
-        loader: Loader,
+        loader: BatchSource,
         dropout: DropoutSeeds,
         heart: HeartbeatWriter,
         signals: StopSignals,

@@ -9,18 +9,23 @@ parameter name, optimizer step, row, column), so they depend neither on resuming
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
+from ingot.base.errors import WrongInput
+from ingot.config.sections.loop import Average
+from ingot.config.sections.training import SGD, AdamSettings, OptimizerSettings, ParameterGroup
 from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
+from ingot.train.averaging import keep_average
 
 SLICE = 2**20
 """Elements updated at a time, which bounds the size of temporaries."""
@@ -95,7 +100,7 @@ class Stochastic(optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self._noise: dict[Tensor, Noise] = {
-            master.tensor: _noise_of(seed, master.name, master.parameter) for master in masters
+            master.tensor: noise_of(seed, master.name, master.parameter) for master in masters
         }
 
     @torch.no_grad()
@@ -193,7 +198,7 @@ class StochasticSGD(Stochastic):
         return [weight - group["lr"] * move, *kept]
 
 
-def _noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
+def noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
     key = int.from_bytes(
         hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True
     )
@@ -218,25 +223,57 @@ def _slices(matrix: Tensor) -> Iterator[slice]:
         yield slice(first, min(first + size, rows))
 
 
-def make_optimizer(settings: OptimizerSettings, masters: Masters, seed: int = 0) -> optim.Optimizer:
-    """Make the optimizer that the settings name. Weight decay applies to matrices, not to vectors
-    (norms, biases).
+def make_optimizer(
+    settings: OptimizerSettings, masters: Masters, seed: int = 0, average: Average | None = None
+) -> optim.Optimizer:
+    """Make the optimizer that the settings name, and let it keep an average of the weights if one
+    is asked for. Weight decay applies to matrices, not to vectors (norms, biases), unless a group
+    of the settings says otherwise.
     """
-    trained = [master.tensor for master in masters]
-    matrices = [tensor for tensor in trained if tensor.ndim >= 2]
-    vectors = [tensor for tensor in trained if tensor.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.matrix_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for master in masters:
+        named = group_of(settings, master.name)
+        # The biases of a stack of experts are two-dimensional.
+        matrix = master.tensor.ndim >= 2 and not master.name.endswith("bias")
+        decay = settings.matrix_decay if matrix else 0.0
+        if named is not None and named.weight_decay is not None:
+            decay = named.weight_decay
+        factor = 1.0 if named is None else named.lr_factor
+        group = groups.setdefault((factor, decay), {"params": [], "weight_decay": decay})
+        if factor != 1.0:
+            group |= {"lr_factor": factor, "lr": settings.lr * factor}
+        group["params"].append(master.tensor)
     # A pipeline stage whose layers are all frozen gets one empty group.
-    groups = [group for group in groups if group["params"]] or groups[:1]
-    optimizer: optim.Optimizer = settings.load_implementation()(settings, groups, masters, seed)
+    made = list(groups.values()) or [{"params": [], "weight_decay": settings.matrix_decay}]
+    optimizer: optim.Optimizer = settings.load_implementation()(settings, made, masters, seed)
+    if average is not None and average.kind == "ema":
+        keep_average(optimizer, masters, average.decay)
     return optimizer
 
 
+def group_of(settings: OptimizerSettings, name: str) -> ParameterGroup | None:
+    """The group of the settings that a parameter belongs to; None for the optimizer's own knobs."""
+    groups: Sequence[ParameterGroup] = getattr(settings, "groups", ())
+    return next((one for one in groups if fnmatchcase(name, one.match)), None)
+
+
+def check_groups(settings: OptimizerSettings, names: Sequence[str]) -> None:
+    """Raises WrongInput if a group of the settings is that of none of the trained parameters."""
+    used = [group_of(settings, name) for name in names]
+    for number, group in enumerate(getattr(settings, "groups", ())):
+        if not any(group is one for one in used):
+            taken = any(fnmatchcase(name, group.match) for name in names)
+            near = difflib.get_close_matches(group.match, names, n=3, cutoff=0.0)
+            why = (
+                "only parameters of groups before it; change their order"
+                if taken
+                else f"no trained parameter; near are {', '.join(near)}"
+            )
+            raise WrongInput(f"train.optimizer.groups.{number}.match {group.match} matches {why}")
+
+
 def adamw(
-    settings: AdamW, groups: list[dict[str, Any]], masters: Masters, seed: int
+    settings: AdamSettings, groups: list[dict[str, Any]], masters: Masters, seed: int
 ) -> optim.Optimizer:
     """Fused AdamW, so that a non-finite step can be skipped on the device. bf16 masters are rounded
     stochastically, seeded with `seed`.

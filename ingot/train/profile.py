@@ -12,7 +12,7 @@ from torch.profiler import profile, record_function, supported_activities
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import disk_errors
-from ingot.config.sections.training import Profile
+from ingot.config.sections.loop import Profile
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo

@@ -32,8 +32,8 @@ from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.objectives.dpo import answer_log_probabilities
 from ingot.objectives.forward import shard_batch
+from ingot.objectives.preferences import answer_sums
 from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
@@ -97,6 +97,13 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
+def open_reference(plan: TrainSetup, mesh: Mesh) -> AnyModel:
+    """The reference model itself, for an objective that asks it about what is not in the data.
+    Collective; raises WrongInput as `reference_tables` does.
+    """
+    return _open(plan, _reference_spec(plan, plan.recipe.objective.reference_source), mesh)
+
+
 def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
     if source is None:
         return plan.model_spec
@@ -140,6 +147,8 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
         "seq_len": plan.recipe.data.seq_len,
         "compute": plan.compute,
     }
+    if plan.recipe.data.truncate != "right":  # named only then: older tables stay valid
+        about["truncate"] = plan.recipe.data.truncate
     return fingerprint({**weights, **about})
 
 
@@ -193,7 +202,7 @@ def _table(
             values = -model(
                 there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token
             )
-            sums = answer_log_probabilities(
+            sums = answer_sums(
                 values.float(), (lambda part: part) if sharing is None else sharing.total
             )
             live = batch.rows >= 0

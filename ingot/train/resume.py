@@ -62,6 +62,7 @@ def find_start(
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if all(key.startswith(tuple(allow)) for key in differ):
             if differ:
+                _check_optimizer(run, before, now)
                 changed = "; ".join(changes(before, now))
                 say(f"going on although {changed}, as resume.allow says")
                 on_change(found, changed)
@@ -80,6 +81,17 @@ def find_start(
         return None
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity)
+
+
+def _check_optimizer(run: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises WrongInput if the checkpoint's optimizer state is that of another kind."""
+    old, new = (identity["train.optimizer"]["kind"] for identity in (before, now))
+    if old != new:
+        raise WrongInput(
+            f"{run.checkpoints} has the state of train.optimizer.kind {old}, which {new} cannot"
+            " take over; undo the change, or train on from its weights under another name with"
+            f" train.start_from={run.root} train.reset_optimizer=true"
+        )
 
 
 def _refused(
@@ -158,7 +170,10 @@ def _move(source: Path, target: Path) -> None:
     fsync_folder(source)
 
 
-NOTED = ("metrics.jsonl", "events.jsonl", LEFT_OUT)
+NOTED = (
+    *("metrics.jsonl", "events.jsonl", LEFT_OUT),
+    *("reports/layout.json", "reports/micro_batch.json"),
+)
 """Files that rank 0 writes beside the checkpoints and that a resumed training needs."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0)
 
@@ -228,15 +243,19 @@ def send_missing(
 
 
 def complete(
-    mirror: BucketMirror | None, checkpoints: Path, reached: int, best: int | None, mesh: Mesh
+    mirror: BucketMirror | None,
+    checkpoints: Path,
+    reached: Collection[int],
+    best: int | None,
+    mesh: Mesh,
 ) -> None:
     """Fetch the files that other nodes wrote to their own disks for the checkpoints that an export
-    reads: the last one on the first node, the best one on every node. Collective.
+    reads: those of `reached` on the first node, the best one on every node. Collective.
     """
     if mirror is not None and mesh.ranks.local_rank == 0:
         for step in sorted(
-            ({reached} if mesh.is_main else set())
-            | ({best} if best is not None and best != reached else set())
+            (set(reached) if mesh.is_main else set())
+            | ({best} if best is not None and best not in reached else set())
         ):
             folder = step_folder(checkpoints, step)
             marker = read_marker(folder, COMMIT)

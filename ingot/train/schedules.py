@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ingot.config.doors import SCHEDULES
-from ingot.config.sections.training import Every, ScheduleSettings, seconds_of
+from ingot.config.sections.loop import Every, seconds_of
+from ingot.config.sections.training import ScheduleSettings, WSDSchedule
 
 
 def warmup_steps(settings: ScheduleSettings, total: int) -> int:
@@ -31,8 +33,8 @@ class LearningRate:
     """
 
     def __init__(self, settings: ScheduleSettings, peak: float, total: int) -> None:
-        self._settings, self._peak, self._total = settings, peak, total
         kind = SCHEDULES.load(settings.kind, "train.schedule.kind")
+        self._settings, self._peak, self._total = settings.over(total), peak, total
         self._curve = kind.load_implementation()
         self._warmup = warmup_steps(settings, total)
 
@@ -41,6 +43,26 @@ class LearningRate:
             return self._peak * (step + 1) / self._warmup
         share = min(1.0, (step + 1 - self._warmup) / max(1, self._total - self._warmup))
         return self._peak * float(self._curve(self._settings, share))
+
+    def told(self, first: int, commit: Mapping[str, Any]) -> list[str]:
+        """What a user should know of it before step `first` (from 0), one line each: the phases of
+        a warm-up, stable, decay schedule, and a jump from the rate of the checkpoint that training
+        goes on from, whose marker is `commit`.
+        """
+        lines, settings = [], self._settings
+        if isinstance(settings, WSDSchedule):
+            decay = round(settings.decay * (self._total - self._warmup))
+            lines.append(
+                f"the learning rate is {self._peak:g} until step {self._total - decay:,}, then"
+                f" falls to {self._peak * settings.min_ratio:g} at step {self._total:,}"
+            )
+        before = commit.get("learning_rate")  # checkpoints of older versions do not have it
+        if first and before is not None and abs(self(first - 1) - before) > 1e-6 * self._peak:
+            lines.append(
+                f"the learning rate goes from {before:.3g}, that of the checkpoint, to"
+                f" {self(first):.3g} at once, as train.schedule and the number of steps are now"
+            )
+        return lines
 
 
 def cosine(settings: ScheduleSettings, share: float) -> float:
@@ -57,6 +79,13 @@ def linear(settings: ScheduleSettings, share: float) -> float:
 def constant(settings: ScheduleSettings, share: float) -> float:
     """1 at every step."""
     return 1.0
+
+
+def wsd(settings: WSDSchedule, share: float) -> float:
+    """1 until the share `decay` is left, then down to `min_ratio`."""
+    left = min(1.0, (1 - share) / settings.decay)
+    high = left if settings.curve == "linear" else 1 - math.sqrt(1 - left)
+    return settings.min_ratio + (1 - settings.min_ratio) * high
 
 
 class Recurrence:

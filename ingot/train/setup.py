@@ -12,15 +12,18 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
+from ingot.config.degrees import Degrees
 from ingot.config.identity import training_identity
 from ingot.config.model_source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import TWO_ROWS
+from ingot.config.sections.training import Muon
 from ingot.config.shape import (
     BatchPlan,
-    Degrees,
     batch_plan,
     check_layout,
     check_pipeline,
+    check_routers,
     total_steps,
 )
 from ingot.data.batches.order import SampleOrder
@@ -28,9 +31,10 @@ from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.splits import Split, check_held_out
-from ingot.models.device import Compute, resolve_compute
+from ingot.models.adapters.lora import add_lora
+from ingot.models.device import Compute, fast_compute, resolve_compute
 from ingot.models.native.config import DecoderConfig
-from ingot.models.spec import ModelSpec, resolve_model_spec
+from ingot.models.spec import ModelSpec, create_model, resolve_model_spec
 from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
@@ -38,6 +42,8 @@ from ingot.parallel.recompute import check_runs
 from ingot.tokenizers.chat_templates import with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.train.optimizers import check_groups
+from ingot.train.schedules import LearningRate
 
 
 def computing_type(recipe: Recipe, device: torch.device) -> Compute:
@@ -53,21 +59,39 @@ def computing_type(recipe: Recipe, device: torch.device) -> Compute:
     return compute
 
 
-def check_memory(recipe: Recipe, kind: ModelKind, degrees: Degrees) -> None:
+def check_memory(
+    recipe: Recipe, kind: ModelKind, degrees: Degrees, compute: Compute, *, experts: bool = False
+) -> None:
     """Raises WrongInput if the recipe's compilation, activation recomputation or weight offload is
     not possible with this model and layout.
     """
     memory = recipe.memory
-    if recipe.train.compile and degrees.tensor > 1:
-        raise WrongInput(
-            f"train.compile gives wrong types of gradients where parallel.tensor, {degrees.tensor},"
-            " shares matrices (torch 2.13); set train.compile to false, or parallel.tensor to 1"
-        )
+    if recipe.train.compile:
+        check_compile(degrees, compute, experts=experts)
     check_runs(kind, memory.recompute)
     if memory.offload.weights and degrees.shard == 1:
         raise WrongInput(
             "memory.offload.weights keeps a rank's share of sharded weights on the host, and"
             " parallel.shard is 1; set shard to 2 or more, or take memory.offload.optimizer=1.0"
+        )
+
+
+def check_compile(degrees: Degrees, compute: Compute, *, experts: bool) -> None:
+    """Raises WrongInput if layers of this model and layout cannot be compiled."""
+    if degrees.tensor > 1:
+        raise WrongInput(
+            f"train.compile gives wrong types of gradients where parallel.tensor, {degrees.tensor},"
+            " shares matrices (torch 2.13); set train.compile to false, or parallel.tensor to 1"
+        )
+    if degrees.expert > 1:
+        raise WrongInput(
+            "train.compile cannot follow rows to the ranks of their experts, which"
+            f" parallel.expert {degrees.expert} shares; set train.compile to false"
+        )
+    if experts and compute != "bf16":
+        raise WrongInput(
+            f"train.compile multiplies by experts in bf16 alone (torch 2.13), and precision.compute"
+            f" is {compute}; set that to bf16, or train.compile to false"
         )
 
 
@@ -82,7 +106,7 @@ def check_formats(
     """Raises WrongInput if float8 is asked for but not available."""
     if recipe.precision.float8 == "none":
         return
-    sides = 2 if recipe.documents == "preference" else 1
+    sides = 2 if recipe.documents in TWO_ROWS else 1
     tokens = {
         "data.seq_len": recipe.data.seq_len,
         **({"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}),
@@ -145,13 +169,19 @@ class TrainSetup:
         )
 
     @property
+    def learning_rate(self) -> LearningRate:
+        """The learning rate of each step."""
+        knobs = self.recipe.train
+        return LearningRate(knobs.schedule, knobs.optimizer.lr, self.last)
+
+    @property
     def tokens_per_sample(self) -> int:
         """Token positions per sample, padding included."""
         data = self.recipe.data
         match self.recipe.documents:
             case "text" | "chat" | "labelled":
                 return data.seq_len
-            case "preference":
+            case "preference" | "rated":
                 return 2 * data.seq_len
             case "pair":
                 return data.seq_len + data.target_len
@@ -174,14 +204,17 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     )
     if teacher is not None:
         check_teacher(teacher, model_spec, recipe)
-    _check_model(recipe, model_spec, mesh)
+    compute = computing_type(recipe, mesh.device)
+    _check_model(recipe, model_spec, mesh, compute)
+    _check_groups(recipe, model_spec)
     _check_tokenizer(recipe, prepared, tokenizer)
     rows = _open_split(recipe, "train")
     held_out = _open_split(recipe, "validation") if recipe.data.holds_out else rows
     origin, begin = _origin(recipe)
-    last = total_steps(recipe.train, len(rows), recipe.data.seq_len)
+    last = total_steps(
+        recipe.train, len(rows) * recipe.objective.answers_per_row, recipe.data.seq_len
+    )
     _check_steps(recipe, len(rows), batch, begin, last)
-    compute = computing_type(recipe, mesh.device)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity = {
         **training_identity(recipe),
@@ -189,6 +222,9 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
     }
+    if isinstance(optimizer := recipe.train.optimizer, Muon):
+        iteration = fast_compute(optimizer.compute, mesh.device)
+        identity["train.optimizer"] = {**identity["train.optimizer"], "compute": iteration}
     return TrainSetup(
         recipe,
         batch,
@@ -205,19 +241,32 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     )
 
 
-def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh) -> None:
+def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh, compute: Compute) -> None:
     """Raises WrongInput if layout, memory settings or adapter do not fit the model."""
-    if model_spec.kind == "decoder":
-        config = model_spec.config.to_hf()
+    config = model_spec.config.to_hf() if model_spec.kind == "decoder" else None
+    if config is not None:
         check_layout(recipe.parallel, mesh.world, config, recipe.data.seq_len)
+    check_routers(recipe.train.experts, config)
     check_pipeline(
         recipe.parallel,
         recipe.memory,
         compiled=recipe.train.compile,
         dropout=recipe.model.lora.dropout if recipe.model.lora else 0.0,
     )
-    check_memory(recipe, model_spec.kind, mesh.degrees)
+    decoder = model_spec.config
+    experts = isinstance(decoder, DecoderConfig) and decoder.experts is not None
+    check_memory(recipe, model_spec.kind, mesh.degrees, compute, experts=experts)
     check_lora(recipe.model, random=model_spec.random)
+
+
+def _check_groups(recipe: Recipe, model_spec: ModelSpec) -> None:
+    """Raises WrongInput if a group of the optimizer is that of no parameter of the model."""
+    if getattr(recipe.train.optimizer, "groups", ()):
+        model = create_model(model_spec, recipe.seed, planned=True)
+        if recipe.model.lora is not None:
+            add_lora(model, recipe.model.lora, recipe.seed)
+        trained = [name for name, one in model.named_parameters() if one.requires_grad]
+        check_groups(recipe.train.optimizer, trained)
 
 
 def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:
@@ -241,7 +290,7 @@ def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
         recipe.folder.columns,
         split,
         data.seq_len,
-        pack=recipe.pack if is_train else recipe.pack_held_out,
+        pack=recipe.row_plan if is_train else recipe.held_out_row_plan,
         pad_last=not is_train,
         weights=[source.weight for source in data.train] if is_train else None,
         target_len=data.target_len,
@@ -251,11 +300,14 @@ def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
 
 def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: int) -> None:
     """Raises WrongInput if there are too few rows for a batch, or no step left to train."""
-    if rows < batch.global_batch:
+    group = recipe.objective.answers_per_row
+    of_answers = f" answers in groups of {group}" if group > 1 else ""
+    if rows < recipe.objective.rows_of(recipe.train.global_batch):
         raise WrongInput(
             f"{recipe.folder.columns} has {rows} training rows of"
             f" data.seq_len={recipe.data.seq_len}, less than"
-            f" train.global_batch={batch.global_batch}; add documents, or lower one of the two"
+            f" train.global_batch={batch.global_batch}{of_answers}; add documents, or lower one"
+            " of the two"
         )
     if begin >= last:
         raise WrongInput(

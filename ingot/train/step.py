@@ -26,13 +26,14 @@ from ingot.models.adapters.lora import lora_state
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
-from ingot.objectives.forward import PipelinedBatches, forward
-from ingot.objectives.protocol import Objective
+from ingot.objectives.forward import PipelinedBatches, first_pass, forward
+from ingot.objectives.protocol import Objective, TwoPassObjective
 from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
+from ingot.train.balance import ExpertLoad, LoadBalance
 
 SPIKE_DECAY = 0.95
 """Decay of the running mean of gradient norms: about the last 20 steps."""
@@ -54,6 +55,8 @@ class StepOutcome:
     """
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Further metrics of the objective, means over the targets of the global batch."""
+    load: ExpertLoad | None = None
+    """The load of experts; None without any."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,8 @@ class StepContext:
     learning_rate: Callable[[int], float] | None = None
     """Maps the step (from 0) to the learning rate; None leaves the optimizer's rate as it is."""
     spikes: SpikeDetector | None = None
+    balance: LoadBalance | None = None
+    """None for a model without experts."""
     hooks: Sequence[Hook] = ()
     samples: int = 0
     """Sequences in a step, over all ranks."""
@@ -234,11 +239,15 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
                 f"step {step + 1:,} has not one target in its {context.samples} rows; run"
                 " `ingot show mask` on the recipe"
             )
+        if isinstance(objective, TwoPassObjective):
+            batches = take_first_pass(context, objective, batches, targets)
 
         # Forward and backward, micro-batch by micro-batch: sums over this rank's targets.
-        if context.learning_rate is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = context.learning_rate(step)
+        if context.balance is not None:
+            context.balance.begin_step(batches, targets)
+        rate = context.learning_rate and context.learning_rate(step)
+        for group in optimizer.param_groups if rate is not None else ():
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         loss_sum, metric_sums = accumulate_gradients(context, step, batches)
 
         # Reduce: sums over ranks, divided once by the targets of the global batch.
@@ -262,12 +271,14 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
         optimizer.step()
         masters.publish()
+        load = None if context.balance is None else context.balance.end_step(skipped.float())
         outcome = StepOutcome(
-            loss, norm, skipped.float(), dict(zip(metric_sums, means, strict=True))
+            loss, norm, skipped.float(), dict(zip(metric_sums, means, strict=True)), load
         )
 
         # Hooks: all of them run, even if one asks to end training.
-        lr, seconds = float(optimizer.param_groups[0]["lr"]), time.monotonic() - began
+        lr = float(optimizer.param_groups[0]["lr"]) if rate is None else rate
+        seconds = time.monotonic() - began
         info = StepInfo(step + 1, context.samples, context.tokens, outcome, lr, seconds)
         answers = [hook.after_step(info) for hook in context.hooks]
         if any(answers):
@@ -295,6 +306,18 @@ def global_targets(
     return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
 
 
+def take_first_pass(
+    context: StepContext, objective: TwoPassObjective, batches: Sequence[Batch], targets: int
+) -> list[Batch]:
+    """Give the objective its mean over the global batch; returns the rows that the loss is computed
+    of.
+    """
+    mesh, sharing = context.mesh, context.row_sharing
+    mine = first_pass(context.module, objective, batches, context.compute, mesh.device, sharing)
+    objective.finish_first_pass(mesh.losses.all_sum(mine) / targets)
+    return [objective.second_rows(batch) for batch in batches]
+
+
 def accumulate_gradients(
     context: StepContext, step: int, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -304,14 +327,14 @@ def accumulate_gradients(
     module, objective, mesh = context.module, context.objective, context.mesh
     device, sharing = mesh.device, context.row_sharing
     if isinstance(module, Pipeline):
-        begin = partial(context.control.begin_micro_batch, step)
+        begin = partial(_begin_micro_batch, context, step)
         work = PipelinedBatches(objective, batches, context.compute, device, sharing, begin)
         module.run(work, backward=True)
         return work.sums()
     total = torch.zeros((), device=device)
     metric_sums: dict[str, Tensor] = {}
     for index, batch in enumerate(batches):
-        context.control.begin_micro_batch(step, index, batch)
+        _begin_micro_batch(context, step, index, batch)
         with (
             last_micro_batch(module, mesh, is_last=index == len(batches) - 1)
             if mesh.world > 1
@@ -323,3 +346,9 @@ def accumulate_gradients(
         total += loss_sum.detach()
         metric_sums = {name: metric_sums.get(name, 0.0) + value for name, value in metrics.items()}
     return total, metric_sums
+
+
+def _begin_micro_batch(context: StepContext, step: int, index: int, batch: Batch) -> None:
+    context.control.begin_micro_batch(step, index, batch)
+    if context.balance is not None:
+        context.balance.begin_micro_batch(batch)

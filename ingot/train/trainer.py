@@ -15,13 +15,16 @@ from ingot.base.progress import duration, say
 from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.config.automatic import Planner
 from ingot.config.recipe import Recipe
-from ingot.data.batches.loader import Loader
-from ingot.models.device import device_name
+from ingot.models.device import device_name, device_record
 from ingot.models.hf.folder import model_hash
+from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import parameter_counts
-from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context
+from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
+from ingot.train.automatic_layout import decided, starting_layout
+from ingot.train.averaging import averaged_steps
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
@@ -51,8 +54,11 @@ from ingot.train.step import (
 )
 
 
-def train(recipe: Recipe, *, fresh: bool = False) -> VerbOutcome:
+def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None) -> VerbOutcome:
     """Train, or resume training, until the recipe's last step, then export `model/`. Collective.
+
+    Args:
+        planner: decides what the recipe leaves to ingot (`parallel: auto`).
 
     Raises:
         WrongInput: the recipe does not fit data, model, tokenizer, ranks or existing checkpoints.
@@ -74,11 +80,12 @@ def train(recipe: Recipe, *, fresh: bool = False) -> VerbOutcome:
             if here.is_main and not fresh:
                 record_lost_time(run, events)
             heart.beat("loading")
-            mesh = closing.enter_context(running_mesh(recipe.parallel))
+            mesh = closing.enter_context(running_mesh(starting_layout(recipe.parallel)))
             bucket = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
             if not fresh:
                 fetch_missing(bucket, run.checkpoints, mesh)
-            recipe = with_fitting_micro_batch(recipe, mesh)
+            recipe, mesh = decided(recipe, mesh, planner)
+            recipe = with_fitting_micro_batch(recipe, mesh, planner)
             process = TrainingProcess(recipe, mesh, heart, signals, events, bucket)
             while True:
                 try:
@@ -112,13 +119,17 @@ def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: boo
         signals.leave_at_once(start.step if start else None)
         tables = reference_tables(setup, mesh)
         state = build_train_state(setup, start, tables, mesh)
-        loader = Loader(setup.rows, setup.order, setup.batch, mesh.data.rank)
-        closing.callback(loader.close)
-        hooks = make_hooks(process, setup, state, start, closing)
-        context = make_step_context(process, setup, state, loader, hooks, first)
-        _announce(setup, state, mesh, first, resumed=start is not None)
+        source = open_batches(setup, state, start, mesh)
+        closing.callback(source.close)
+        hooks = make_hooks(process, setup, state, source, start, closing)
+        context = make_step_context(process, setup, state, source, hooks, first)
+        _announce(setup, state, mesh, first, start)
         cause = "resumed" if start else "first step"
-        events.emit("start", step=first, seconds=time.monotonic() - began, cause=cause)
+        seconds, here = time.monotonic() - began, mesh.ranks
+        devices = device_record(mesh.device) | {"world": mesh.world, "per_node": here.local_world}
+        events.emit(
+            "start", step=first, seconds=seconds, cause=cause, last=setup.last, devices=devices
+        )
 
         loop_began, reached, stopped = time.monotonic(), first, False
         signals.leave_between_steps()
@@ -141,7 +152,9 @@ def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: boo
         process.heart.beat("exporting")
         signals.leave_at_once(reached)
         best = hooks.evaluation.best_step
-        complete(process.bucket, recipe.folder.checkpoints, reached, best, mesh)
+        checkpoints = recipe.folder.checkpoints
+        read = averaged_steps(recipe.train.average, checkpoints, reached)
+        complete(process.bucket, checkpoints, {reached, *read}, best, mesh)
         exported = take_best(setup, state, best, reached, mesh)
         mesh.from_main(lambda: export_run(setup, state, exported))
         # Computed on rank 0 only, since each node may have its own disk.
@@ -163,18 +176,34 @@ def _find_start(
 
 
 def _announce(
-    plan: TrainSetup, train_state: TrainState, mesh: Mesh, first: int, *, resumed: bool
+    plan: TrainSetup,
+    train_state: TrainState,
+    mesh: Mesh,
+    first: int,
+    start: CommittedCheckpoint | None,
 ) -> None:
     size, moved = (count / 1e6 for count in parameter_counts(train_state.model, mesh))
     if mesh.is_main:
         of_these = f", {moved:.2f} M of them trained" if moved < size else ""
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
-        onward = f", {'going on' if resumed else 'beginning'} after step {first:,}" if first else ""
+        onward = f", {'going on' if start else 'beginning'} after step {first:,}" if first else ""
         say(
             f"train: {plan.recipe.objective.kind}, {size:.1f} M parameters{of_these}, {plan.last:,}"
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
+        config = plan.model_spec.config
+        knobs = plan.recipe.train.experts
+        experts = config.experts if isinstance(config, DecoderConfig) else None
+        if plan.model_spec.random and experts and not (knobs.aux_loss or knobs.bias_rate):
+            corrected = " or train.experts.bias_rate=0.001" if experts.corrected else ""
+            say(
+                "train: warning: nothing balances the load of experts, and from random weights few"
+                f" of them may come to take all tokens; set train.experts.aux_loss=0.001{corrected}"
+            )
+        before = start or (None if plan.recipe.train.reset_optimizer else plan.origin)
+        for line in plan.learning_rate.told(first, before.commit if before else {}):
+            say(f"train: {line}")
 
 
 def _stopped(step: int | None, signum: int) -> Stopped:

@@ -142,6 +142,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         "gpu_memory": max(memory) if on_gpu else None,
         "process_memory_bytes": int(max(process)),
         "parameters": parameter_count(config) if native else counted,
+        "active_parameters": parameter_count(config, active=True) if native else counted,
         "device": device_name(mesh.device),
         "device_kind": mesh.device.type,
     }

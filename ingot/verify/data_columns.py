@@ -16,16 +16,18 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.columns.column import Column, bin_path, column_prefix
 from ingot.data.columns.manifest import (
     LABEL,
     MASK,
+    VERDICTS,
     ColumnPart,
     PreparedData,
     is_mask,
     token_columns,
 )
-from ingot.data.packing.planning import column_limits
+from ingot.data.packing.planning import column_limits, truncation
 from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Split
@@ -34,9 +36,6 @@ from ingot.verify.proof import NAMED, Check, check_of_faults
 
 CHUNK = 1 << 22
 """Elements that are read at once."""
-
-TEMPLATED = ("chat", "preference")
-"""Kinds of documents whose end is decided by the chat template."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -97,7 +96,9 @@ def check_columns(
     if LABEL in names:
         checks.append(
             check_of_faults(
-                "columns: labels", found.labels, f"one of {len(prepared.labels)} for each text"
+                "columns: labels",
+                found.labels,
+                f"one of {len(prepared.labels) or len(VERDICTS)} for each text",
             )
         )
     return [*checks, _check_record_ends(recipe, ends, found.ends)]
@@ -108,7 +109,7 @@ def _record_ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
     sources = [source for sources in recipe_sources(recipe).values() for source in sources]
     if (
         here is None
-        or recipe.documents in TEMPLATED
+        or recipe.documents in CHAT_TEMPLATED
         or any(source.source.startswith("megatron:") for source in sources)
     ):
         return []
@@ -119,7 +120,7 @@ def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]
     what = "columns: end of each record"
     if ends:
         return check_of_faults(what, found, f"token {', '.join(map(str, ends))}")
-    if recipe.documents in TEMPLATED:
+    if recipe.documents in CHAT_TEMPLATED:
         return Check(
             what, None, "a chat ends as its template says; look at it with `ingot show mask`"
         )
@@ -157,7 +158,7 @@ def _check_part(
             (found.masks, 2)
             if is_mask(name)
             else (
-                (found.labels, len(prepared.labels))
+                (found.labels, len(prepared.labels) or len(VERDICTS))
                 if name == LABEL
                 else (found.ids, prepared.vocab_size)
             )
@@ -246,6 +247,7 @@ def check_rows(
                     seq_len,
                     count,
                     picked=prepared.documents in ONE_PER_ROW,
+                    cut_left=truncation(how) == "left",
                 ):
                     found.append(f"{bin_path(table.prefix)} {wrong}")
                 rows, tokens = (
@@ -279,19 +281,21 @@ def _count_row_tokens(
     """The number of tokens in the rows of a part."""
     if prepared.documents not in ONE_PER_ROW:
         return int(table.slice(2, table.elements)[::3].sum())
-    records, total = table.slice(0, table.elements)[::3], 0
+    pieces, total = table.slice(0, table.elements), 0
+    records, begins = pieces[::3], pieces[1::3]
     for name, most in column_limits(prepared.documents, seq_len, target_len).items():
         column = Column(column_prefix(folder, split, name, number))
-        inside = records[(records >= 0) & (records < len(column))]
-        total += int(np.minimum(column.lengths(0, len(column))[inside], most).sum())
+        inside = (records >= 0) & (records < len(column))
+        lengths = column.lengths(0, len(column))[records[inside]] - begins[inside]
+        total += int(np.minimum(lengths, most).sum())
     return total
 
 
 def _row_fault(
-    table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool
+    table: Column, tokens: Column, seq_len: int, count: int, *, picked: bool, cut_left: bool
 ) -> str | None:
     """The fault of a part's rows; None if there is none. `picked`: each row is one record, and
-    records may be left out.
+    records may be left out. `cut_left`: the beginning of a record may be left out.
     """
     pieces = table.slice(0, table.elements)
     if len(table) != count or len(pieces) % 3:
@@ -306,11 +310,12 @@ def _row_fault(
         return f"has rows of no piece, or of more than {seq_len:,} tokens"
     if (begin + length > tokens.lengths(0, len(tokens))[record]).any():
         return "plans more of a record than there is"
-    if picked and (len(record) != len(table) or (np.diff(record) <= 0).any() or begin.any()):
+    if picked and (len(record) != len(table) or (np.diff(record) <= 0).any()):
         return "plans some records twice, or more than one in a row"
     order = np.lexsort((begin, record))
     record, begin, length = record[order], begin[order], length[order]
     new = np.diff(record, prepend=-1) != 0
-    if (begin[new] != 0).any() or (begin[1:] != (begin + length)[:-1])[~new[1:]].any():
+    begins_late = not cut_left and (begin[new] != 0).any()
+    if begins_late or (begin[1:] != (begin + length)[:-1])[~new[1:]].any():
         return "plans some tokens twice, or leaves some out"
     return None

@@ -135,8 +135,13 @@ def held_out(rows: Rows | Samples, kind: ModelKind) -> HeldOutRows:
 
 
 def _has_logits(batch: Batch, kind: ModelKind) -> Tensor:
-    """A mask of the positions that have logits to compare, shaped like the labels."""
-    return batch.segments != 0 if kind == "decoder" else batch.labels != IGNORE
+    """A mask of what has logits to compare: positions, shaped like the labels; of texts to classify
+    or to score one a row.
+    """
+    if kind == "decoder":
+        return batch.segments != 0
+    known = batch.labels != IGNORE
+    return known.any(dim=1) if kind == "encoder" and known.ndim == 2 else known
 
 
 def _compared_positions(live: Tensor, step: int) -> Tensor:

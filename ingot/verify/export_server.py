@@ -4,6 +4,7 @@ documents, and is stopped in every case.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,13 +14,21 @@ from pathlib import Path
 import torch
 
 from ingot.base.server import ask, running_server
+from ingot.config.recipe import Recipe
+from ingot.data.cleaning.documents import read_documents
+from ingot.data.columns.manifest import prefix_of
+from ingot.data.documents.kinds import from_labelled, from_pair
+from ingot.data.documents.preferences import from_preference
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
+from ingot.tokenizers.chat import Messages, encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export_transformers import TransformersModel
 from ingot.verify.proof import Check
 
 SERVER = "server"
+DOCUMENTS = 4
+"""The number of held-out documents in requests to the server."""
 NEW_TOKENS = 16
 CANDIDATES = 32
 """The number of most likely tokens among which the server's token is searched by its text."""
@@ -219,4 +228,56 @@ def check_encoder(
     )
     return Check(
         SERVER, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
+    )
+
+
+def check_scores(
+    url: str,
+    model: TransformersModel,
+    tokenizer: Tokenizer,
+    chats: Sequence[Messages],
+    bound: float,
+) -> Check:
+    """Check the scores of chats against transformers', which finds their last token by the id of
+    padding: all of them in one batch.
+    """
+    if not chats:
+        return Check(SERVER, None, "no held-out preference is short enough to ask about")
+    answers = ask(url, "/predict", {"instances": [{"messages": [*chat]} for chat in chats]})
+    found = [answer["scores"][answer["label"]] for answer in answers["predictions"]]
+    ids = [
+        [int(token) for token in encode_chats(tokenizer, [chat], tokenizer.encode_batch)[0]]
+        for chat in chats
+    ]
+    wanted = model.scores(ids)
+    gap = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    detail = f"{len(chats)} chats: scores differ by up to {gap:.1e} (bound {bound:.1e})"
+    return Check(SERVER, gap <= bound, detail)
+
+
+def held_out_chats(recipe: Recipe, tokenizer: Tokenizer) -> list[Messages]:
+    """Both answers to some held-out prompts that fit without truncation."""
+    documents = (document.text for document in read_documents(recipe, recipe.data.examples_split))
+    chats = (side for text in documents for side in from_preference(text).sides)
+
+    def fits(chat: Messages) -> bool:
+        ids, *_ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+        return len(ids) <= recipe.data.seq_len
+
+    return list(itertools.islice(filter(fits, chats), 2 * DOCUMENTS))
+
+
+def held_out_texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """Some held-out sources of pairs, or labelled texts, that fit without truncation."""
+    documents = (document.text for document in read_documents(recipe, recipe.data.examples_split))
+    found = (
+        from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text
+        for text in documents
+    )
+    prefix, most = prefix_of(recipe), recipe.data.seq_len
+    return list(
+        itertools.islice(
+            (text for text in found if len(tokenizer.encode_framed(prefix + text)) <= most),
+            DOCUMENTS,
+        )
     )

@@ -18,19 +18,25 @@ from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
+from ingot.config.experts import CORRECTION
 from ingot.config.identity import changes
 from ingot.config.model_content import LINEAGE, read_lineage
 from ingot.config.model_source import CONFIG
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
-from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers, merge_in_place
+from ingot.config.sections.quantize import Quantize
+from ingot.models.adapters.lora import adapter_tensors, add_lora, lora_layers, merge_in_place
+from ingot.models.adapters.quantized import round_base
 from ingot.models.hf.folder import stored_tensors
-from ingot.models.kinds import AnyModel, exported_weights
+from ingot.models.hf.tensor_names import stored_name
+from ingot.models.kinds import AnyModel, exported_weights, model_weights
+from ingot.models.native.decoder import Decoder
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
-from ingot.verify.export_logits import HeldOutRows, held_out, training_logits
+from ingot.verify.export_logits import HeldOutRows, held_out, logit_difference, training_logits
+from ingot.verify.proof import Check
 
 FOLD_TOLERANCE = 2.0**-20
 """Tolerance of a weight that an adapter was folded into, relative to its tensor's largest: another
@@ -65,24 +71,26 @@ def compare_weights(model: AnyModel, folder: Path, dtype: torch.dtype) -> Weight
     """Fold a model's adapter into its weights, in place, and compare them all, rounded to `dtype`,
     with those in `folder`.
     """
-    adapted = {f"{name}.weight" for name in lora_layers(model)}
+    fused = model.config.fused if isinstance(model, Decoder) else {}
+    adapted = {stored_name(f"{name}.weight", fused) for name in lora_layers(model)}
     merge_in_place(model)
     wanted = dict(exported_weights(model))
     wrong, folded, seen = list[str](), 0, set[str]()
     for name, stored in stored_tensors(folder, check=False):
         seen.add(name)
+        there = torch.float32 if name.endswith(CORRECTION) else dtype
         if name not in wanted:
             wrong.append(f"{name} is not part of the model")
-        elif stored.dtype != dtype or stored.shape != wanted[name].shape:
+        elif stored.dtype != there or stored.shape != wanted[name].shape:
             wrong.append(
                 f"{name} is {_describe_tensor(stored)}, {list(wanted[name].shape)} of"
-                f" {_dtype_name(dtype)} is wanted"
+                f" {_dtype_name(there)} is wanted"
             )
-        elif count := int((_bit_patterns(stored) != _bit_patterns(wanted[name].to(dtype))).sum()):
-            if name in adapted and _within_one_step(stored, wanted[name], dtype):
+        elif count := int((_bit_patterns(stored) != _bit_patterns(wanted[name].to(there))).sum()):
+            if name in adapted and _within_one_step(stored, wanted[name], there):
                 folded += count
             else:
-                wrong.append(_describe_difference(name, stored, wanted[name].to(dtype), count))
+                wrong.append(_describe_difference(name, stored, wanted[name].to(there), count))
     wrong += [f"{name} is missing" for name in wanted if name not in seen]
     return WeightComparison(
         len(seen),
@@ -96,8 +104,9 @@ def compare_weights(model: AnyModel, folder: Path, dtype: torch.dtype) -> Weight
 @torch.no_grad()
 def round_weights(model: AnyModel, dtype: torch.dtype) -> None:
     """Round every exported tensor of a model without an adapter to `dtype`, in place."""
-    for _, tensor in exported_weights(model):
-        tensor.copy_(tensor.to(dtype))
+    for name, tensor in model_weights(model):
+        if not name.endswith(CORRECTION):
+            tensor.copy_(tensor.to(dtype))
 
 
 def differing_tensors(
@@ -143,6 +152,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+BASES = "base: as trained and as given"
 CPU = torch.device("cpu")
 TRAIN_AGAIN = "run `ingot train` again"
 LINEAGE_KEYS = ("run", "step", "export_type", "model_hash", "tokenizer")
@@ -270,12 +280,10 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
     load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
+    if (quantize := merged_quantize(export.recipe)) is not None:
+        round_base(model, quantize)
     unrounded = training_logits(model.eval(), export.held_out)
-    adapter = (
-        {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
-        if lora is not None
-        else {}
-    )
+    adapter = adapter_tensors(model) if lora is not None else {}
     compared = compare_weights(model, export.recipe.folder.model, export.dtype)
     round_weights(model, export.dtype)
     return RebuiltModel(
@@ -283,6 +291,41 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     )
 
 
+def merged_quantize(recipe: Recipe) -> Quantize | None:
+    """What the base was rounded to that the adapter is merged into; None if that is the source's
+    own.
+    """
+    quantize = recipe.model.quantize
+    return None if quantize is None or quantize.merge_into == "original" else quantize
+
+
 def base_model(plan: TrainSetup) -> AnyModel:
     """The model that training started from, without an adapter."""
     return build_model(plan.model_spec, plan.recipe.seed, CPU, filled=True).eval()
+
+
+def compare_bases(export: ExportedRun, beside: AnyModel, original: Tensor) -> tuple[Tensor, Check]:
+    """Compare the adapter beside the base in few bits, which it was trained beside, with the one
+    beside the source's own, whose logits are `original`. Leaves `beside` with the base that
+    `model/` was merged into, and returns its logits.
+    """
+    quantize, model = export.recipe.model.quantize, export.recipe.folder.model
+    assert quantize is not None
+    kept = {name: one.clone() for name, one in beside.state_dict().items()}
+    round_base(beside, quantize)
+    rounded = training_logits(beside, export.held_out)
+    gap = logit_difference(rounded, original)
+    apart = f"logits differ by {gap.relative:.1e} in norm, {gap.largest:.2g} at most"
+    folder = export.recipe.folder.adapter
+    if merged_quantize(export.recipe) is not None:
+        told = (
+            f"{model.name} is merged into the {quantize.kind} base that it was trained beside;"
+            f" beside the source's own, as other tools open {folder.name}, {apart}"
+        )
+        return rounded, Check(BASES, True, told)
+    beside.load_state_dict(kept)
+    told = (
+        f"{model.name} is merged into the source's own weights and is not the model that was"
+        f" trained: beside the {quantize.kind} base of training {apart}"
+    )
+    return original, Check(BASES, True, told)

@@ -22,6 +22,7 @@ from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
+from ingot.data.documents.rated import from_rated
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
@@ -66,6 +67,21 @@ class TransformersModel:
             input_ids=ids, attention_mask=torch.ones_like(ids), **labels
         ).logits
         return (logits if self.kind == "encoder" else logits[0]).float().cpu()
+
+    @torch.no_grad()
+    def scores(self, chats: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each of several chats, which stand in one batch, padded with the model's own
+        padding.
+        """
+        most, pad = max(map(len, chats)), self.inner.config.pad_token_id
+        ids = torch.tensor(
+            [[*chat, *[pad] * (most - len(chat))] for chat in chats], device=self.inner.device
+        )
+        seen = torch.tensor(
+            [[1] * len(chat) + [0] * (most - len(chat)) for chat in chats], device=self.inner.device
+        )
+        found: list[float] = self.inner(ids, attention_mask=seen).logits[:, 0].float().tolist()
+        return found
 
     @torch.no_grad()
     def written(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -194,7 +210,7 @@ def _more(wrong: Sequence[str]) -> str:
 CHAT_TEMPLATE = "chat template"
 MAX_CHATS = 16
 Chat = Sequence[Mapping[str, Any]]
-CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected")}
+CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected"), "rated": ("answer",)}
 """The columns that hold whole chats."""
 
 
@@ -278,6 +294,8 @@ def _stored_chats(
         chats: list[Chat] = (
             [from_messages(document.text)]
             if recipe.documents == "chat"
+            else [from_rated(document.text).chat]
+            if recipe.documents == "rated"
             else list(from_preference(document.text).sides)
         )
         try:

@@ -19,9 +19,10 @@ import torch
 from ingot.base.errors import IngotError, WrongInput, differing
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
+from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import SGD, OptimizerSettings
-from ingot.config.shape import batch_plan, check_layout, check_pipeline, degrees_of
+from ingot.config.shape import batch_plan, check_layout, check_pipeline
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
@@ -317,7 +318,7 @@ def _report(recipe: Recipe, findings: Sequence[LayoutResult]) -> dict[str, Any]:
             {
                 "layout": one.layout.name,
                 "processes": one.layout.processes,
-                "degrees": {axis: one.layout.degree(axis) for axis in AXES},
+                "degrees": {axis: one.layout.degree(axis) for axis in (*AXES, "expert")},
                 "holds": one.holds,
                 "reason": one.reason or None,
                 "seconds": round(one.seconds, 2),

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
+from ingot.train.automatic_layout import read_layout
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MAX_PROCESSES = 8
@@ -38,6 +39,17 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
 }
 """Each way to distribute a training, or to save its memory, alone."""
+
+EXPERT_MODES: dict[str, dict[str, Any]] = {
+    "expert": {"shard": 2, "expert": 2},
+    "expert replicas": {"replicate": 2, "expert": 2},
+    "expert ring": {"context": 2, "expert": 2},
+    "expert stages": {"shard": 2, "expert": 2, "pipeline": 2, "schedule": "1f1b"},
+    "expert hybrid": {"replicate": 2, "shard": 2, "expert": 2},
+    "expert shards": {"shard": 4, "expert": 2},
+    "all experts": {"shard": 4, "expert": 4},
+}
+"""Ways to share the experts of a mixture, over each axis that they can be folded on."""
 
 PAIRED = (
     "replicate",
@@ -102,7 +114,7 @@ class Layout:
         """`shard 2 x tensor 2, 1f1b`; `one process` if nothing is distributed or recomputed."""
         parallel, recompute = self.parallel, self.memory.recompute
         degrees = " x ".join(
-            f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1
+            f"{axis} {self.degree(axis)}" for axis in (*AXES, "expert") if self.degree(axis) > 1
         )
         words = [
             "kept" if self.degree("shard") > 1 and not parallel.reshard else "",
@@ -159,20 +171,22 @@ def all_layouts() -> list[Layout]:
 
 def layouts_for(recipe: Recipe) -> list[Layout]:
     """The recipe's own layout, scaled down; then each mode alone, and the pairs of the modes that
-    the recipe uses.
+    the recipe uses; all ways to share experts if it shares them.
     """
-    native = recipe.documents not in ("pair", "labelled")
     own = scaled_layout(recipe)
-    modes = tuple(MODES) if native else HUB_MODES
-    return unique([own, *(layout(**MODES[name]) for name in modes), *mode_pairs(used_modes(own))])
+    modes = tuple(MODES) if recipe.objective.native else HUB_MODES
+    alone = [MODES[name] for name in modes]
+    if recipe.parallel.expert > 1:
+        alone += EXPERT_MODES.values()
+    return unique([own, *(layout(**knobs) for knobs in alone), *mode_pairs(used_modes(own))])
 
 
 def scaled_layout(recipe: Recipe) -> Layout:
     """The recipe's layout on at most `MAX_PROCESSES` processes: the largest degree is divided until
     it fits, and if all are 2 the outermost become 1; then `auto` becomes 2 if there is room. `auto`
-    alone means replicas.
+    alone means replicas, and `parallel: auto` what was decided in the run folder, else shards.
     """
-    asked = recipe.parallel
+    asked = _decided(recipe)
     degrees = {
         axis: 1 if value == "auto" else value for axis in AXES if (value := getattr(asked, axis))
     }
@@ -187,10 +201,20 @@ def scaled_layout(recipe: Recipe) -> Layout:
         ):
             degrees[axis] = 2
     gone = {"virtual": 1, "schedule": "auto"} if degrees["pipeline"] == 1 else {}
+    ranks = degrees["replicate"] * degrees["shard"] * degrees["context"]
+    degrees["expert"] = math.gcd(asked.expert, ranks)
     return Layout(
         Parallel.model_validate({**asked.model_dump(), **degrees, **gone}),
         _possible_memory(recipe.memory, degrees),
     )
+
+
+def _decided(recipe: Recipe) -> Parallel:
+    if recipe.parallel.degrees == "given":
+        return recipe.parallel
+    kept = read_layout(recipe.folder)
+    degrees = {"shard": "auto"} if kept is None else kept["degrees"]
+    return recipe.parallel.model_copy(update={"degrees": "given", **degrees})
 
 
 def _possible_memory(memory: MemorySettings, degrees: Mapping[str, int]) -> MemorySettings:
@@ -230,7 +254,7 @@ def parse_layouts(text: str) -> list[Layout]:
     Raises:
         WrongInput: an unknown knob, or a value that it does not take.
     """
-    known = [*Parallel.model_fields, "recompute"]
+    known = [name for name in (*Parallel.model_fields, "recompute") if name != "degrees"]
     found = []
     for part in text.split(";"):
         knobs: dict[str, Any] = {}

@@ -20,11 +20,15 @@ import numpy as np
 import torch
 
 from ingot.base.environment import Ranks
-from ingot.config.family import overridden
+from ingot.config.degrees import AXES, degrees_of
+from ingot.config.experts import ExpertsConfig
+from ingot.config.family import FULL, SLIDING, family_of
 from ingot.config.model_source import CONFIG, model_config
 from ingot.config.recipe import Recipe
+from ingot.config.rotary import ROTARY, overridden
 from ingot.config.sections.layout import MemorySettings, Parallel
-from ingot.config.shape import batch_plan, degrees_of
+from ingot.config.sections.objective import TWO_ROWS
+from ingot.config.shape import batch_plan
 from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids
@@ -45,6 +49,7 @@ BATCH, STEPS = 8, 3
 LAYERS = 4
 """Enough layers for two stages on each of two ranks, or one on each of four."""
 _WIDTH, _FEED_FORWARD, _HEAD, _MOST_KV_HEADS = 40, 80, 8, 4
+_EXPERTS, _EXPERT_WIDTH = 8, 24
 _STD = 0.1
 """Standard deviation of the initial weights: large enough that every part of the model matters."""
 _NARROW: dict[str, int | float] = {
@@ -177,10 +182,7 @@ def set_knobs(recipe: Recipe) -> dict[str, Any]:
 
 def _world(parallel: Parallel) -> int:
     """The number of processes of a layout without `auto`."""
-    return math.prod(
-        int(getattr(parallel, axis))
-        for axis in ("pipeline", "replicate", "shard", "context", "tensor")
-    )
+    return math.prod(int(getattr(parallel, axis)) for axis in AXES)
 
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
@@ -255,17 +257,54 @@ def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
             kv_heads * (config.num_attention_heads // config.num_key_value_heads)
         ),
         "initializer_range": _STD,
-        "max_position_embeddings": max(config.max_position_embeddings, seq_len),
+        "max_position_embeddings": max(
+            int(values.get("max_position_embeddings") or 0), config.max_position_embeddings, seq_len
+        ),
     }
+    if config.experts is not None:
+        sizes |= _small_experts(values, config.experts, dense=not all(config.sparse))
     windows = [window for window in config.windows if window is not None]
     if windows:
         sizes["sliding_window"] = max(2, min(*windows, seq_len // 3))
-        if values.get("layer_types") is not None:
-            kinds = list(dict.fromkeys(values["layer_types"]))
+        if family_of(values).windows == "pattern" or values.get("layer_types") is not None:
+            kinds = list(
+                dict.fromkeys(FULL if window is None else SLIDING for window in config.windows)
+            )
             sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
         elif "max_window_layers" in values:
             sizes["max_window_layers"] = LAYERS // 2 if None in config.windows else 0
+    if family_of(values).rotary == "listed" and None in config.ropes:
+        sizes["no_rope_layers"] = [layer % 2 for layer in range(LAYERS)]
+    share = next((rope.share for rope in config.ropes if rope is not None), 1.0)
+    if (counted := family_of(values).rotated) and values.get(counted) is not None:
+        sizes[counted] = int(_HEAD * share)
+    for name in ROTARY:
+        scaling = values.get(name) or {}
+        if "short_factor" in scaling:
+            pairs = int(_HEAD * (scaling.get("partial_rotary_factor") or share)) // 2
+            shorter = {key: scaling[key][:pairs] for key in ("short_factor", "long_factor")}
+            sizes[name] = {**scaling, **shorter}
     return overridden(values, sizes)
+
+
+def _small_experts(
+    values: Mapping[str, Any], experts: ExpertsConfig, *, dense: bool
+) -> dict[str, Any]:
+    """At most `_EXPERTS` of them, and one dense layer where there are any."""
+    keys = family_of(values).experts
+    assert keys is not None
+    named = [key for key in keys.count if values.get(key) is not None] or keys.count[:1]
+    sizes: dict[str, Any] = dict.fromkeys(named, min(experts.count, _EXPERTS))
+    sizes["num_experts_per_tok"] = min(experts.chosen, _EXPERTS // 2)
+    if keys.width != "intermediate_size":
+        sizes[keys.width] = min(experts.width, _EXPERT_WIDTH)
+    if keys.dense_until is not None:
+        sizes[keys.dense_until] = int(dense)
+    elif dense:
+        sizes |= {"mlp_only_layers": [0], "decoder_sparse_step": 1}
+    if experts.groups > 1:
+        sizes |= {"n_group": 2, "topk_group": min(experts.groups_chosen, 2)}
+    return sizes
 
 
 def small_hub(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,7 +371,7 @@ class SmallSamples(Samples):
 
     def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
         made = self._whole.fields(ids, count)
-        if self.kind == "preference":
+        if self.kind in TWO_ROWS:
             tokens, labels, positions, segments = cut_short(made, self.seq_len)
             return SampleArrays(folded(tokens), folded(labels), positions, segments)
         labels = folded(made.labels[:, : self.seq_len]) if self.kind == "pair" else made.labels

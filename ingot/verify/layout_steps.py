@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.environment import Ranks, ranks
-from ingot.config.shape import Degrees, degrees_of
+from ingot.config.degrees import Degrees, degrees_of
 from ingot.data.batches.loader import Batch, Loader
 from ingot.data.columns.reader import IGNORE
 from ingot.models.adapters.lora import lora_layers
@@ -30,6 +31,10 @@ ADAPTED_STD = 0.1
 """Standard deviation of the adapter's second matrix, which starts as 0 and would hide the first
 one's gradient.
 """
+
+
+EXPERTS = ".experts."
+"""In the names of what the expert axis shares."""
 
 
 class ParameterShard(NamedTuple):
@@ -99,6 +104,7 @@ def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
         mesh,
         StepControl(fetch, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
         compute=plan.compute,
+        balance=train_state.balance,
     )
     # Clipping hides a wrong scale of gradients but depends on the norm, so steps alternate with and
     # without it.
@@ -125,11 +131,15 @@ def _fill_adapter(train_state: TrainState, seed: int) -> None:
 
 
 def _parameter_shards(train_state: TrainState) -> dict[str, ParameterShard]:
-    return {
+    shards = {
         one.name: ParameterShard(
             tuple(one.parameter.shape), shard_slices(one.parameter), one.tensor.detach().clone()
         )
         for one in train_state.masters
+    }
+    return shards | {
+        name: ParameterShard(tuple(buffer.shape), shard_slices(buffer), buffer.clone())
+        for name, buffer in train_state.masters.buffers.items()
     }
 
 
@@ -163,14 +173,8 @@ def drop_targets(batch: Batch, shares: Sequence[float]) -> Batch:
     """A copy of the batch that keeps a share of each sample's targets, the first ones; of a single
     target, it or none.
     """
-    if len(batch.tokens) == 2 * len(batch.rows):  # preferences
-        return Batch(
-            batch.tokens,
-            batch.labels,
-            batch.positions,
-            batch.segments,
-            torch.where(torch.tensor(shares) < 0.5, -1, batch.rows),
-        )
+    if len(batch.tokens) == 2 * len(batch.rows):  # answers
+        return replace(batch, rows=torch.where(torch.tensor(shares) < 0.5, -1, batch.rows))
     labels = batch.labels.view(len(batch.rows), -1)
     there = labels != IGNORE
     kept = there & (
@@ -302,19 +306,22 @@ def share_bound(alone: RankResult, degrees: Degrees, virtual: int) -> float:
     Vectors and an adapter's small matrices may be whole on every rank of `tensor`; a pipeline rank
     has its part of the layers, and one end (with several stages per rank possibly both).
     """
-    shards = degrees.shard * (degrees.context if degrees.shard > 1 else 1)
     shapes = {name: piece.shape for name, piece in alone.weights[-1].items()}
-    layers, ends = 0.0, list[float]()
+    layers, ends = dict[str, float](), list[float]()
     for name, count in alone.local_sizes.items():
         cut = "lora_" not in name and len(shapes.get(name, (1, 1))) > 1
-        mine = count / (degrees.tensor if cut else 1)
+        shards = degrees.expert * degrees.expert_shards if EXPERTS in name else degrees.shards
+        mine = count / (degrees.tensor if cut else 1) / shards
         if ".layers." in name:
-            layers += mine
+            layer = name.partition(".layers.")[2].partition(".")[0]
+            layers[layer] = layers.get(layer, 0.0) + mine
         else:
             ends.append(mine)
     outer = sum(ends) if degrees.pipeline == 1 or virtual > 1 else max(ends)
+    largest = sorted(layers.values(), reverse=True)
     return min(
         1.0,
-        (layers / degrees.pipeline + outer) / shards / sum(alone.local_sizes.values())
+        (sum(largest[: math.ceil(len(largest) / degrees.pipeline)]) + outer)
+        / sum(alone.local_sizes.values())
         + SHARE_SLACK,
     )

@@ -14,6 +14,7 @@ from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import Document, sample
 from ingot.data.columns.column import token_dtype
@@ -319,7 +320,7 @@ def _fits(tokenizer: Tokenizer, wanted: TokenBatch) -> Check:
 
 
 def _template(recipe: Recipe, tokenizer: Tokenizer) -> Check:
-    identity, needed = tokenizer.template_identity, recipe.documents in ("chat", "preference")
+    identity, needed = tokenizer.template_identity, recipe.documents in CHAT_TEMPLATED
     if identity is None:
         return Check(
             "chat template",

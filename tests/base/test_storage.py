@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.storage import (
     atomic_file,
@@ -41,6 +42,51 @@ def test_a_written_file_holds_what_was_written_and_leaves_nothing_beside_it(tmp_
     write_atomic(target, b"second")
     assert target.read_bytes() == b"second"
     assert names(target.parent) == ["file.txt"]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed and renamed, in order."""
+    seen: list[str] = []
+    flush, replace, exchange = os.fsync, os.replace, storage._exchange
+
+    def flushed(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append(f"flush {'folder' if path.is_dir() else 'file'}")
+        flush(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        seen.append("rename")
+        replace(source, target)
+
+    def exchanged(one: Path, other: Path) -> bool:
+        done = exchange(one, other)
+        seen.append("exchange" if done else "not here")
+        return done
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(storage, "_exchange", exchanged)
+    return seen
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, calls: list[str]) -> None:
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+    with target.open() as reader:
+        write_atomic(target, "new")
+        assert reader.read() == "old", "what is being read is not written over"
+    assert calls == ["flush file", "rename", "flush folder"]
+
+
+def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, calls: list[str]) -> None:
+    for _ in range(2):
+        with atomic_folder(tmp_path / "model") as partial:
+            (partial / "a").write_text("1")
+    if "not here" in calls:
+        pytest.skip("this disk cannot exchange two folders")
+    made = ["flush file", "flush folder"]
+    assert calls == [*made, "rename", "flush folder", *made, "exchange", "flush folder"]
 
 
 def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
@@ -150,16 +196,16 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
 def test_object_storage_goes_through_the_same_calls() -> None:
     memory = fsspec.filesystem("memory")
     for name in ("b.txt", "a.txt", "deep/c.txt"):
-        memory.pipe(f"/bucket/{name}", name.encode())
-    assert find_files("memory://bucket/*.txt") == [
-        "memory:///bucket/a.txt",
-        "memory:///bucket/b.txt",
+        memory.pipe(f"/stored/{name}", name.encode())
+    assert find_files("memory://stored/*.txt") == [
+        "memory:///stored/a.txt",
+        "memory:///stored/b.txt",
     ]
-    assert len(find_files("memory://bucket")) == 3
-    with open_read("memory://bucket/a.txt") as stream:
+    assert len(find_files("memory://stored")) == 3
+    with open_read("memory://stored/a.txt") as stream:
         assert stream.read() == b"a.txt"
-    assert sha256_file("memory://bucket/a.txt") == hashlib.sha256(b"a.txt").hexdigest()
-    assert stamp("memory://bucket/a.txt")["bytes"] == 5
+    assert sha256_file("memory://stored/a.txt") == hashlib.sha256(b"a.txt").hexdigest()
+    assert stamp("memory://stored/a.txt")["bytes"] == 5
     assert is_remote("gs://bucket/x")
     assert not is_remote("file:///x")
     assert not is_remote("/x/y")

@@ -12,8 +12,10 @@ from tests.chaos.actions import EXPORT, LINES, REGISTER, SAVE, SAVE_BEHIND, Acti
 from tests.chaos.steps import DATA, RECORD, TRAIN
 from tests.chaos.trial import crash_after_every_call, rehearse
 from tests.chaos.zygote import Zygote
+from tests.exhaustive import EXHAUSTIVE
 
 
+# `make test-all` lets it crash after every call, `make test` after 24 all over the action.
 @pytest.mark.parametrize(
     "action",
     [
@@ -26,7 +28,8 @@ from tests.chaos.zygote import Zygote
     ids=lambda action: action.name,
 )
 def test_crashed_after_every_call(action: Action, forks: Zygote, tmp_path: Path) -> None:
-    crash_after_every_call(forks, rehearse(forks, action, tmp_path)).check()
+    most = None if EXHAUSTIVE else 24
+    crash_after_every_call(forks, rehearse(forks, action, tmp_path), most).check()
 
 
 @pytest.mark.drawn("a crash or a kill in training")

@@ -74,6 +74,7 @@ def record_that_comes_back(folder: Path) -> Callable[[], Any]:
     return ready_record(folder)
 
 
+@pytest.mark.drawn("what a crash or a kill finds")
 @pytest.mark.parametrize(
     ("action", "planted", "told"),
     [
@@ -100,6 +101,7 @@ def test_a_crash_finds_it(
         count.check()
 
 
+@pytest.mark.drawn("what a crash or a kill finds")
 @pytest.mark.parametrize(
     ("action", "planted", "told"),
     [

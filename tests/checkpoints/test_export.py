@@ -11,7 +11,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
-from ingot.cli.model import copy_checked
+from ingot.cli.carry import copy_checked
 from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter

@@ -35,37 +35,58 @@ CONFIG = {
     "vocab_size": 61,
     "hidden_size": 24,
     "intermediate_size": 40,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
     "attention_bias": True,
 }
+MIXTURE = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 MODELS: dict[str, tuple[dict[str, Any], Lora | None]] = {
     "untied": (CONFIG, None),
     "tied": ({**CONFIG, "tie_word_embeddings": True}, None),
     "257": ({**CONFIG, "vocab_size": 257}, None),
-    "lora": (CONFIG, Lora(rank=3)),
+    # Two layers for each of two ranks, of which it has the first and the third.
+    "lora": ({**CONFIG, "num_hidden_layers": 4}, Lora(rank=3)),
+    "experts": (MIXTURE, None),
 }
 ALONE: dict[str, int] = {}
 SHARD, TENSOR, REPLICATE, PIPELINE, CONTEXT = LAYOUTS = (
     {"shard": 4},
     {"tensor": 2, "shard": 2},
     {"replicate": 2, "shard": 2},
-    {"pipeline": 2, "virtual": 2, "shard": 2},
+    {"pipeline": 2, "shard": 2},
     {"context": 2, "tensor": 2},
+)
+VIRTUAL = {**PIPELINE, "virtual": 2}
+EXPERT: tuple[dict[str, int], ...] = (
+    {"shard": 4, "expert": 2},
+    {"replicate": 2, "shard": 2, "expert": 4},
+    SHARD,
+    {**PIPELINE, "expert": 2},
+    {"context": 2, "replicate": 2, "expert": 4},
 )
 CHAINS: dict[str, tuple[dict[str, int], ...]] = {
     "untied": LAYOUTS,
     "tied": (SHARD, PIPELINE),
     "257": (SHARD, TENSOR),
-    "lora": (TENSOR, PIPELINE),
+    "lora": (TENSOR, VIRTUAL),
+    "experts": EXPERT,
 }
 """Each layout loads what the one before it wrote. Of the other models, those layouts that treat
 shared weights, a vocabulary that does not divide, and an adapter in a way of their own."""
 if EXHAUSTIVE:
-    CHAINS = dict.fromkeys(MODELS, LAYOUTS)
+    MODELS |= {
+        name: ({**config, "num_hidden_layers": 4}, lora) for name, (config, lora) in MODELS.items()
+    }
+    CHAINS = {**dict.fromkeys(MODELS, (*LAYOUTS, VIRTUAL)), "experts": EXPERT}
 
 
 def value(name: str, tensor: Tensor) -> Tensor:
@@ -152,7 +173,7 @@ def written(
 
 def layout_name(layout: dict[str, int]) -> str:
     """As a checkpoint names it: the axes from the outermost to the innermost."""
-    axes = ("replicate", "pipeline", "shard", "context", "tensor")
+    axes = ("replicate", "pipeline", "shard", "context", "tensor", "expert")
     return " x ".join(f"{axis} {layout[axis]}" for axis in axes if axis in layout)
 
 

@@ -123,6 +123,7 @@ def copied_in_layout(folder: Path, layout: dict[str, int]) -> dict[str, bool]:
         }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}])
 def test_spread_tensors_are_copied_as_they_are_spread(
     layout: dict[str, int], tmp_path: Path

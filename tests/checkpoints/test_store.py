@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ingot.base.errors import Failed
 from ingot.base.markers import FileEntry
@@ -23,10 +24,13 @@ from ingot.checkpoints.store import (
     step_folder,
 )
 from ingot.config.sections.training import AdamW
-from ingot.parallel.masters import Master
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import init_weights
+from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
-from tests.checkpoints.states import assert_equal, flip_bit, load, save, trained
+from tests.checkpoints.states import CONFIG, assert_equal, flip_bit, load, save, trained
 from tests.ranks import run_ranks
 
 
@@ -39,6 +43,7 @@ def test_everything_comes_back_bit_for_bit(kind: str, tied: bool, tmp_path: Path
     assert_equal(load(tmp_path, kind=kind, tied=tied), written)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3)])
 def test_any_world_loads_what_any_other_wrote(writers: int, readers: int, tmp_path: Path) -> None:
     written = run_ranks(writers, save, tmp_path, 3)[0] if writers > 1 else save(tmp_path, 3)
@@ -126,6 +131,13 @@ def test_what_lacks_files_does_not_count_towards_keep(damage: str, made: Path) -
     found = newest_valid(made)
     assert found is not None
     assert found.step == 2
+
+
+def test_where_none_is_whole_training_does_not_begin_anew(made: Path) -> None:
+    for folder in made.iterdir():
+        flip_bit(next(folder.glob("*.distcp")), 9)
+    with pytest.raises(Failed, match="is whole; restore one, or start over with --fresh"):
+        newest_valid(made)
 
 
 def test_where_none_is_whole_none_goes(made: Path) -> None:
@@ -230,6 +242,19 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, tied=True)
     with pytest.raises(Failed, match=r"does not fit this model: model\.lm_head\.weight"):
         load(tmp_path, tied=False)
+
+
+def test_a_model_has_what_was_loaded_into_its_masters(tmp_path: Path) -> None:
+    """Where it works with copies of them in a narrower type."""
+    written = save(tmp_path, 3)
+    model = Decoder(DecoderConfig.from_hf(CONFIG))
+    init_weights(model, 99)
+    found = newest_valid(tmp_path)
+    assert found is not None
+    with running_mesh() as mesh:
+        load_checkpoint(found, Masters(model, mesh, working=torch.bfloat16), None, mesh)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, written[f"model.{name}"].bfloat16()), name
 
 
 def test_what_is_loaded_into_a_copy_is_brought_home(

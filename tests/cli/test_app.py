@@ -50,6 +50,7 @@ def test_help_lists_every_verb_at_once() -> None:
         "show",
         "explain",
         "doctor",
+        "ui",
         "export",
     ):
         assert f" {verb} " in done.stdout
@@ -113,12 +114,12 @@ def test_version() -> None:
     ("arguments", "says"),
     [
         (("bogus",), "No such command 'bogus'; see `ingot --help`"),
-        (("train",), "Missing argument 'RECIPE.yaml... KEY=VALUE...'; see `ingot train --help`"),
+        (("train",), "Missing argument 'RECIPE... KEY=VALUE...'; see `ingot train --help`"),
         (("train", "--bogus", "r.yaml"), "No such option: --bogus; see `ingot train --help`"),
         (("train", "missing.yaml"), "recipe missing.yaml does not exist; check the path"),
         (
             ("train", "train.steps=3"),
-            "no recipe is given; name one, such as recipes/quickstart.yaml",
+            "no recipe is given; name one, such as quickstart (`ingot recipes` lists them)",
         ),
         (
             ("explain", "train.optimiser.lr"),
@@ -138,7 +139,7 @@ def test_version() -> None:
         ),
         (("predict", ".", "hello", "max_tokens=many"), "`many` is not a whole number; give one"),
         (("show", "run", "nosuch"), "nosuch is neither a run folder nor a recipe; check the path"),
-        (("export", ".", "there", "--format", "gguf"), "--format gguf is not known"),
+        (("export", ".", "there", "--format", "onnx"), "--format onnx is not known"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(
@@ -163,6 +164,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

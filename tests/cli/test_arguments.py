@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.cli.arguments import read_recipe, settings_without_recipe, split, values
+from ingot.cli.arguments import settings_without_recipe, values
+from ingot.config.load import read_recipe, split_arguments
 
 DEFAULTS: dict[str, Any] = {"count": 3, "share": 0.5, "word": "", "flag": False}
 
 
 def test_files_and_overrides_in_any_order() -> None:
-    assert split(["a.yaml", "train.steps=3", "b/c.yaml", "data.train.0.source=/x/y=z"]) == (
+    assert split_arguments(
+        ["a.yaml", "train.steps=3", "b/c.yaml", "data.train.0.source=/x/y=z"]
+    ) == (
         ["a.yaml", "b/c.yaml"],
         ["train.steps=3", "data.train.0.source=/x/y=z"],
     )
@@ -24,10 +27,10 @@ def test_a_path_with_an_equals_sign_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert split(["runs/lr=3.yaml"])[0] == ["runs/lr=3.yaml"]
-    assert split(["lr=3.yaml"])[1] == ["lr=3.yaml"]
+    assert split_arguments(["runs/lr=3.yaml"])[0] == ["runs/lr=3.yaml"]
+    assert split_arguments(["lr=3.yaml"])[1] == ["lr=3.yaml"]
     Path("lr=3.yaml").touch()
-    assert split(["lr=3.yaml"])[0] == ["lr=3.yaml"]
+    assert split_arguments(["lr=3.yaml"])[0] == ["lr=3.yaml"]
 
 
 def test_a_recipe_is_read_with_its_overrides(tmp_path: Path) -> None:

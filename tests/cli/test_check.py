@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import yaml
 from ingot.base.errors import WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.cli import check_sources, check_training
-from ingot.cli.arguments import read_with_origins
-from ingot.cli.check import check, findings
+from ingot.cli.check import ALL, check, findings
+from ingot.cli.verbs import STAMPS
+from ingot.config.load import read_with_origins
 from ingot.config.presets import preset
 from ingot.config.values import Findings
+from ingot.pipeline.local import run
 from tests.cli.commands import ingot as command
 from tests.data.sources.test_gs import Server
 from tests.small import TINY_MODEL
@@ -170,6 +173,7 @@ def test_all_is_told_at_once_by_line(place: Path) -> None:
     assert not (place / "runs").exists(), "nothing was begun"
 
 
+@pytest.mark.drawn("checks of a run", keep=2)
 def test_a_machine_that_no_server_can_have_is_told_before_anything_is_sent(place: Path) -> None:
     submit = ("submit", "recipe.yaml", "--dry-run", *CLOUD)
     refused = command(*submit, "serve.machine.type=n1-standard-5", cwd=place)
@@ -304,7 +308,10 @@ def test_float8_is_asked_of_the_machine_that_trains(
     ("overrides", "weights"),
     [
         (("model.source=preset:llama-3m",), "4 M weights"),
-        (("model.source=big", "model.lora={}"), "8,030 M weights take 33.6 GB"),
+        (("model.source=big", "model.lora={}"), "8,030 M weights take 17.6 GB"),
+        (("model.source=big", "model.lora={}", "precision.export=fp32"), "take 33.6 GB"),
+        (("model.source=big", "model.lora.targets=[q_proj]"), "8,030 M weights take 16.1 GB"),
+        (("train.evaluate_every=1", "checkpoint.best=loss"), "3 + 1 checkpoints"),
         (("model.source=preset:t5-mini", "objective.kind=seq2seq"), "M weights"),
         (("model.source=preset:bert-mini", "objective={kind: classify, labels: [a, b]}"), "M weig"),
     ],
@@ -316,7 +323,8 @@ def test_room_on_the_disk_is_asked_for(
     usage = shutil.disk_usage(place)._replace(free=10**7)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     (line,) = [line for line in found(*overrides, verbs=("train",)).wrong if "free" in line]
-    assert "output runs has 0.0 GB free, and 2 + 1 checkpoints and the export of" in line
+    assert "output runs has 0.0 GB free, and " in line
+    assert " + 1 checkpoints and the export of " in line
     assert weights in line
 
 
@@ -339,6 +347,7 @@ def test_what_does_not_validate_is_told_with_all_else(place: Path) -> None:
     assert "positions" not in done.stderr, "nothing is told of a model that stands for another"
 
 
+@pytest.mark.drawn("checks of a run", keep=2)
 def test_a_source_that_is_gone_since_is_told_with_all_else(place: Path) -> None:
     assert command("ingest", "recipe.yaml", cwd=place).returncode == 0
     (place / "texts.jsonl").unlink()
@@ -354,6 +363,7 @@ def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
     assert len(found(*nothing, verbs=("train",)).wrong) == 1
 
 
+@pytest.mark.drawn("checks of a run", keep=2)
 def test_launch_tells_the_same(place: Path) -> None:
     wrong = ("train", "recipe.yaml", "model.source=nosuch")
     told = command("launch", *wrong, "--dry-run", cwd=place)
@@ -364,6 +374,31 @@ def test_launch_tells_the_same(place: Path) -> None:
     assert not (place / "runs").exists()
 
 
+@pytest.mark.drawn("checks of a run", keep=2)
+def test_a_run_checks_once(place: Path) -> None:
+    recipe, asked = read_with_origins(["recipe.yaml"])[0], list[list[str]]()
+
+    def refuse(verbs: Sequence[str]) -> None:
+        asked.append(list(verbs))
+        raise WrongInput("refused")
+
+    with pytest.raises(WrongInput, match="refused"):
+        run(recipe, ["recipe.yaml"], STAMPS, before=refuse)
+    assert not (place / "runs").exists(), "a refusal leaves nothing behind"
+    assert command("ingest", "recipe.yaml", cwd=place).returncode == 0
+    with pytest.raises(WrongInput, match="refused"):
+        run(recipe, ["recipe.yaml"], STAMPS, before=refuse)
+    assert asked == [list(ALL), list(ALL[1:])], "once each, for what is to be done"
+
+
+@pytest.mark.drawn("checks of a run", keep=2)
+def test_what_was_checked_is_not_checked_again(place: Path) -> None:
+    """`ingot launch run` checks, and starts `ingot run --checked`."""
+    wrong = ("run", "recipe.yaml", "data.train.0.source=missing.jsonl", "gate.metric=x/y")
+    assert "gate.metric x/y is measured by none" in command(*wrong, cwd=place).stderr
+    assert "gate.metric" not in command(*wrong, "--checked", cwd=place).stderr
+
+
 def test_it_is_refused_in_words_of_all(place: Path) -> None:
     recipe, values = read_with_origins(["recipe.yaml", "model.source=a/b", "gate.metric=x/y"])
     with pytest.raises(WrongInput, match=r"(?s)model\.source a/b.*\n.*gate\.metric x/y"):
@@ -372,7 +407,7 @@ def test_it_is_refused_in_words_of_all(place: Path) -> None:
 
 def test_it_imports_no_torch(place: Path) -> None:
     code = (
-        "import sys; from ingot.cli.arguments import read_with_origins;"
+        "import sys; from ingot.config.load import read_with_origins;"
         " from ingot.cli.check import findings;"
         " recipe, values = read_with_origins(['recipe.yaml', 'registry.kind=vertex']);"
         " findings(recipe, values); print('torch' in sys.modules)"

@@ -25,19 +25,40 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("bart_large", ("model.source=preset:bert-mini",), "model_type `bert`"),
     ("chat_smollm2", ("data.train.0.source=texts.jsonl", LLAMA), "texts.jsonl:1"),
     ("continue_llama", ("data.seq_len=200000", LLAMA), "seq_len 200000 exceeds the model's 131072"),
+    ("continue_qwen3_moe", ("parallel.expert=3",), "parallel.expert 3 does not divide the 8 ranks"),
     ("distill_llama", (LLAMA, "objective.teacher=small"), "has a vocabulary of 512 tokens"),
     ("distill_llama", ("objective.teacher=nosuch",), "objective.teacher nosuch is neither"),
     ("dpo_llama", ("model.source=preset:llama-3m",), "model.lora trains an adapter of weights"),
+    ("kto_llama", (LLAMA, "data.train=[{source: texts.jsonl}]"), "has no rated (layout auto)"),
+    ("grpo_digits", ("objective.group=24",), "objective.group 24; set it to a multiple"),
+    ("lora_glm45_air", ("parallel.expert=3",), "parallel.expert 3 does not divide the 8 ranks"),
+    (
+        "lora_gpt_oss",
+        ("model.source=moe", "parallel.expert=8"),
+        "parallel.expert 8 does not divide",
+    ),
     ("lora_llama", ("model.lora.adapter=nosuch",), "model.lora.adapter nosuch has no"),
+    ("lora_phi4", (LLAMA, "model.lora.adapter=nosuch"), "model.lora.adapter nosuch has no"),
+    ("lora_qwen3_moe", ("model.source=moe",), "does not divide the model's 60 experts"),
+    ("qlora_llama", ("model.lora=null",), "model.quantize keeps frozen weights in few bits"),
+    ("orpo_llama", (LLAMA, "objective.kind=orp"), "did you mean 'orpo'"),
     ("pretrain_llama", ("data.train=[{source: texts.jsonl, text: body}]",), "no column `body`"),
+    ("pretrain_llama_muon", ("train.schedule.decay=0",), "train.schedule.decay"),
     ("pretrain_llama_8b", ("launch.processes=7", "launch.kind=local"), "processes"),
+    (
+        "reward_llama",
+        (LLAMA, "parallel.tensor=2", "launch.processes=2"),
+        "shared by replicate and shard only",
+    ),
     (
         "roberta_large",
         ("evaluate.tasks=[{}, {kind: classification}, {kind: hellaswag}]",),
         "is for decoder",
     ),
+    ("sft_gemma3_4b", (LLAMA, "parallel.shard=3"), "parallel.shard 3 takes 3"),
     ("sft_llama", ("tokenizer.template=chatml2",), "tokenizer.template chatml2 is neither"),
     ("sft_llama_8b", ("train.start_from=nosuch",), "train.start_from nosuch does not exist"),
+    ("simpo_llama", (LLAMA, "parallel.pipeline=2", "launch.processes=2"), "all of a row at once"),
     ("t5_small", ("evaluate.tasks=[{kind: rouge, source: no.jsonl}]",), "no.jsonl: no such file"),
     ("t5_xxl", ("precision.float8=rowwise",), "precision.float8 is for decoders"),
     ("places/gce_1x1", ("launch.machine.type=n1-standard-5", CLOUD), "n1-standard-5 is not known"),
@@ -57,7 +78,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a text"}))
-    for name, values in (("llama", preset("llama-8b")), ("small", preset("llama-3m"))):
+    mixture = {
+        **preset("llama-8b"),
+        "model_type": "qwen3_moe",
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+    }
+    models = {"llama": preset("llama-8b"), "small": preset("llama-3m"), "moe": mixture}
+    for name, values in models.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(values))
     return tmp_path

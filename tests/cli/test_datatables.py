@@ -23,6 +23,15 @@ from tests.data.test_prepare_examples import of
             ["a document of part 0, chosen: '", "rows of 96 tokens (none): ", "<|im_end|>"],
         ),
         (
+            "rated",
+            ["answer"],
+            [
+                "a document of part 0, answer: '",
+                "a document of part 0, label: ",
+                "rows of 96 tokens (none): ",
+            ],
+        ),
+        (
             "pair",
             ["source", "target"],
             [
@@ -62,4 +71,4 @@ def test_every_kind_is_shown(
     assert [line.split("│")[2].strip() for line in lengths if line.startswith("│")] == columns * 2
     assert "padding" not in out, "batches are no longer than their longest record"
     label = next((line for line in out.splitlines() if ", label: " in line), "label: odd")
-    assert label.endswith(("odd", "even"))
+    assert label.endswith(("odd", "even", "good", "bad"))

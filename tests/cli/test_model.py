@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.cli.model import copy_checked
+from ingot.cli.carry import copy_checked
+from ingot.cli.model import predict_once
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer
 from tests.cli.commands import ingot, ingot_afresh
-from tests.serve.test_causal import gpt2
+from tests.serve.native.test_causal import gpt2
 
 
 def _greedy(folder: Path, prompt: str, count: int) -> str:
@@ -35,6 +36,13 @@ def test_predict_prints_the_completion_and_nothing_else(model_folder: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == _greedy(model_folder, "the bright", 12) + "\n"
     assert done.stderr == ""
+
+
+def test_predict_as_json(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict_once(str(model_folder), "the bright", ["max_tokens=12"], as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    answer = _greedy(model_folder, "the bright", 12)
+    assert (told["prompt"], told["answer"]) == ("the bright", answer)
 
 
 def test_a_model_of_transformers_answers_and_ends_well(tmp_path: Path) -> None:

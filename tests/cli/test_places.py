@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.arguments import read_recipe, split
 from ingot.cloud.doctor.context import needs_of
 from ingot.cloud.prices import hourly_price_of
+from ingot.config.load import read_recipe, split_arguments
 from ingot.config.recipe import Recipe
+from ingot.config.shipped import names
 from ingot.launch.job import launcher_of
 from ingot.launch.run_job import job_of
 from ingot.pipeline.plan import submission_problems
@@ -38,18 +39,21 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clone with the file of one's own in it."""
+    """A folder with the file of one's own in it."""
     (mine,) = re.findall(r"```yaml\n(.*?)```", OURS, flags=re.DOTALL)
     (tmp_path / "mine.yaml").write_text(mine, encoding="utf-8")
-    (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     monkeypatch.chdir(tmp_path)
 
 
 def recipe_of(words: list[str]) -> Recipe:
     """That of the last command of a line."""
     last = words[len(words) - words[::-1].index("ingot") :]
-    files, overrides = split(
-        [word for word in last if not word.startswith("--") and re.search(r"\.yaml$|=", word)]
+    files, overrides = split_arguments(
+        [
+            word
+            for word in last
+            if word in names() or (not word.startswith("--") and re.search(r"\.yaml$|=", word))
+        ]
     )
     return read_recipe([*files, *overrides])
 

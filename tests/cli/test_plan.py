@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_memory import measured
 from ingot.base.errors import Failed, WrongInput
-from ingot.cli.plan import ask_cloud
+from ingot.cli.plan import _planned, ask_cloud
 from ingot.cli.plan_table import short_plan, show_plan
 from ingot.cloud.doctor import context
 from ingot.cloud.doctor.context import CloudFinding
@@ -106,6 +107,28 @@ def test_every_number_has_a_range_and_says_how_it_is_known(
         assert number["low"] < number["likely"] < number["high"]
 
 
+@pytest.mark.parametrize(
+    ("pack", "kind", "low"), [("cut", "gce", 0.1), ("none", "gce", 1.0), ("cut", "local", 1.0)]
+)
+def test_a_gpu_computes_attention_within_documents_only(
+    tmp_path: Path, pack: str, kind: str, low: float
+) -> None:
+    write_documents(tmp_path / "text", 20)
+    knobs = {"launch__machine": {"type": "a3-highgpu-8g"}} if kind == "gce" else {}
+    recipe = small_recipe(
+        tmp_path,
+        launch__kind=kind,
+        data__pack=pack,
+        data__seq_len=1024,
+        launch__processes=1,
+        **knobs,
+    )
+    sample = assemble.data_sample(recipe, quick=True)
+    found = assemble._attended(recipe, place_of(recipe), sample)
+    assert low <= found.low <= (1.0 if low == 1.0 else 0.7)
+    assert (found == Range.exactly(1.0, "measured")) == (low == 1.0)
+
+
 @pytest.mark.parametrize(("gib", "fit"), [(10, "fits"), (15, "may not fit"), (40, "does not fit")])
 def test_the_table_tells_whether_it_fits(
     tmp_path: Path,
@@ -122,6 +145,8 @@ def test_the_table_tells_whether_it_fits(
     assert "not yet compared with a GPU" in out
     assert "prices of 2026-11-01" in out
     assert "guessed" in out
+    assert "steps │ 6 │ │ the recipe" in out
+    assert "tokens │ 768 │ │ modelled" in out
     assert (f"a step {fit} into" in out) == (fit != "fits")
 
 
@@ -157,6 +182,44 @@ def test_a_model_that_cannot_be_traced_is_told_by_formula(
     assert "DataDependentOutputException" in out
     assert "by formula its tensors take" in out
     assert "not checked memory" in out
+
+
+LONGFORMER = {
+    "model_type": "longformer",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 200,
+    "attention_window": [16, 16],
+    "pad_token_id": 1,
+}
+
+
+def test_a_model_whose_computation_depends_on_its_input_is_told_by_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' Longformer asks with `.item()` which tokens attend to all others."""
+    write_documents(tmp_path / "text", 20)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LONGFORMER), encoding="utf-8")
+    recipe = small_recipe(
+        tmp_path,
+        model__source=str(tmp_path / "model"),
+        model__init="random",
+        model__config=None,
+        objective={"kind": "classify", "labels": ["a", "b"]},
+    )
+    plan = make_plan(recipe, place_of(recipe), ModelKnown(LONGFORMER, random=True))
+    assert isinstance(plan.memory, Unknown)
+    assert isinstance(plan.formula, Range)
+    show_plan(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert plan.formula.low < measured(recipe)["peak"] < plan.formula.high
+    assert "this training cannot be traced (DataDependentOutputException" in out
+    assert "by formula its tensors take" in out
+    assert "not checked memory: whether it fits: needs a trace" in out
 
 
 def test_the_traced_recipe_computes_as_the_place_will(
@@ -213,6 +276,21 @@ def test_a_real_plan_is_kept_beside_the_run(place: Path) -> None:
     kept = json.loads((place / "runs/tiny/reports/plan.json").read_text(encoding="utf-8"))
     assert kept == content
     assert "kept as runs/tiny/reports/plan.json" in done.stderr
+
+
+def test_what_the_trace_alone_finds_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise WrongInput("these layers do not divide")
+
+    monkeypatch.setattr(assemble, "make_plan", refuse)
+    write_documents(tmp_path / "text", 20)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    _, found, made = _planned(["tiny.yaml"], None, cloud=False)
+    assert made is None
+    assert found.wrong == ["tiny.yaml: these layers do not divide"]
 
 
 def test_what_training_refuses_a_plan_refuses(place: Path) -> None:

@@ -19,65 +19,37 @@ import pytest
 
 from tests.cli.commands import clean_environment, ingot, start_ingot
 from tests.cli.tiny_model import write_model
+from tests.docs.typed import PROJECT, SHORT, SMALLEST, TUNED, blocks, page
 from tests.ranks import free_port
-from tests.small import TINY_MODEL, write_documents
+from tests.small import write_documents
 
-PROJECT = Path(__file__).resolve().parents[2]
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
-# The environment beats the recipe's file: the same commands, a training of seconds.
-SHORT = {
-    "INGOT_TRAIN__STEPS": "6",
-    "INGOT_TRAIN__EVALUATE_EVERY": "3",
-    "INGOT_TRAIN__EVALUATE_ROWS": "8",
-    "INGOT_CHECKPOINT__EVERY": "4",
-    "INGOT_EVALUATE__SAMPLE_TOKENS": "4",
-    "INGOT_DATA__VALIDATION__FRACTION": "0.002",
-    "INGOT_DATA__FRACTION": "0.05",
-}
-SMALLEST = {
-    **SHORT,
-    "INGOT_DATA__VALIDATION__FRACTION": "0.1",
-    "INGOT_DATA__FRACTION": "1.0",
-    "INGOT_DATA__TRAIN": "[{source: text}]",
-    "INGOT_DATA__SEQ_LEN": "32",
-    "INGOT_DATA__ENGINE__WORKERS": "1",
-    "INGOT_TOKENIZER__VOCAB_SIZE": "320",
-    "INGOT_MODEL__CONFIG": json.dumps(TINY_MODEL),
-    "INGOT_TRAIN__GLOBAL_BATCH": "4",
-    "INGOT_TRAIN__MICRO_BATCH": "2",
-    "INGOT_TRACK__TENSORBOARD": "false",
-    "OMP_NUM_THREADS": "1",
-}
-# Two steps instead of six, on a model that the test makes.
-TUNED = {
-    "INGOT_TRAIN__GLOBAL_BATCH": "2",
-    "INGOT_TRAIN__MICRO_BATCH": "2",
-    "INGOT_TRAIN__STEPS": "2",
-    "INGOT_TRAIN__EPOCHS": "null",
-    "INGOT_DATA__SEQ_LEN": "96",
-    "INGOT_DATA__FRACTION": "1.0",
-    "INGOT_DATA__VALIDATION__FRACTION": "0.1",
-    "INGOT_DATA__ENGINE__WORKERS": "1",
-    "INGOT_EVALUATE__SAMPLE_TOKENS": "4",
-    "INGOT_TRACK__TENSORBOARD": "false",
-    "OMP_NUM_THREADS": "1",
-}
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+README = page("README.md")
+TYPED = README + page("docs/tour.md")
+"""Where a reader finds commands that are not a tutorial's (tests/docs/test_tutorials.py)."""
 
 
 def commands() -> list[str]:
-    return [line.strip() for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    """Each line that is typed, once."""
+    lines = [line.strip() for block in blocks(TYPED, "bash") for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def serving(name: str) -> str:
+    """The command that serves a run."""
+    (found,) = [each for each in commands() if "serve" in each.split() and name in each]
+    return found
+
+
+def asking(name: str) -> str:
+    """The program that asks its server."""
+    (found,) = [each for each in blocks(TYPED, "python") if f'model="{name}"' in each]
+    return found
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the clone from which the README is typed."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "recipes").symlink_to(PROJECT / "recipes")
-    return folder
+    """An empty folder, as one that the README is typed in: recipes come with the package."""
+    return tmp_path_factory.mktemp("readme")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -104,9 +76,8 @@ def shell(command: str, place: Path, **more: str) -> str:
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, with documents of ours; the first command of all has been run."""
     folder = tmp_path_factory.mktemp("smallest")
-    (folder / "recipes").symlink_to(PROJECT / "recipes")
     write_documents(folder / "text")
-    done = ingot("run", "recipes/quickstart.yaml", cwd=folder, COLUMNS="200", **SMALLEST)
+    done = ingot("run", "quickstart", cwd=folder, COLUMNS="200", **SMALLEST)
     assert done.returncode == 0, done.stderr
     steps = ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve")
     assert all(step in done.stdout for step in steps)
@@ -120,7 +91,7 @@ def quick_commands() -> list[str]:
         if command.startswith(("ingot ", "torchrun "))
         and "serve" not in command.split()
         and "smollm2" not in command
-        and command != "ingot run recipes/quickstart.yaml"
+        and command != "ingot run quickstart"
     ]
 
 
@@ -135,6 +106,7 @@ PROVED_ELSEWHERE = {
 """Commands that take long, and whose work other tests prove."""
 
 
+@pytest.mark.drawn(keep=8)
 @pytest.mark.parametrize(
     "command",
     [
@@ -164,29 +136,27 @@ def test_a_command_on_the_smallest_model(command: str, smallest: Path) -> None:
         assert out.strip()
 
 
+@pytest.mark.drawn("Python in the README")
 def test_serving_and_the_python_example_on_the_smallest_model(smallest: Path) -> None:
-    (command,) = [command for command in commands() if "serve" in command.split()]
-    port = str(free_port())
-    arguments = shlex.split(command.replace("8080", port))[1:]
-    server = start_ingot(*arguments, cwd=smallest, stderr=subprocess.PIPE, **SMALLEST)
-    try:
-        deadline = time.monotonic() + 90
-        while not answers(port):
-            assert server.poll() is None, server.stderr.read() if server.stderr else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        (example,) = blocks("python")
-        result = subprocess.run(
-            [sys.executable, "-c", example.replace("8080", port)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(30)
-    assert server.returncode == 0
+    serve_and_ask("quickstart", smallest, **SMALLEST)
+
+
+@pytest.mark.drawn("Python in the README")
+def test_the_python_interface_on_the_smallest_model(smallest: Path) -> None:
+    example = next(block for block in blocks(TYPED, "python") if "ingot.load" in block)
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=smallest,
+        env=clean_environment(**SMALLEST),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loss, bits, answer = done.stdout.split("\n", 2)
+    assert float(loss) > 0
+    assert float(bits) > 0
+    assert answer
 
 
 def answers(port: str) -> bool:
@@ -200,17 +170,45 @@ def answers(port: str) -> bool:
 @pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
 def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
     """The README's command and recipe as they are, but for the model: a tiny folder."""
-    (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
     (tmp_path / "data").mkdir()
     lines = [{"text": f"Report {n}. The mould cooled slowly. " * 8} for n in range(40)]
     (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_chats(tmp_path / "data/chats.jsonl", 40)
     model = write_model(tmp_path / "model", special=["<|im_start|>", "<|im_end|>"])
-    (command,) = [command for command in commands() if recipe in command]
-    done = ingot(*shlex.split(command)[1:], cwd=tmp_path, **TUNED, INGOT_MODEL__SOURCE=str(model))
-    assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs").glob("*smollm2")
-    assert (run / "model/config.json").exists()
+    small = {**TUNED, "INGOT_MODEL__SOURCE": str(model)}
+    run = recipe.replace("_", "-")
+    for command in commands():
+        if (recipe in command or run in command) and "serve" not in command.split():
+            done = ingot(*shlex.split(command)[1:], cwd=tmp_path, **small)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()
+    assert (tmp_path / f"runs/{run}/model/config.json").exists()
+    if recipe == "chat_smollm2":
+        serve_and_ask(run, tmp_path, **small)
+
+
+def serve_and_ask(name: str, folder: Path, **variables: str) -> None:
+    """Serve a run as the page says, and run its program that asks."""
+    port = str(free_port())
+    arguments = shlex.split(serving(name).replace("8080", port))[1:]
+    server = start_ingot(*arguments, cwd=folder, stderr=subprocess.PIPE, **variables)
+    try:
+        deadline = time.monotonic() + 90
+        while not answers(port):
+            assert server.poll() is None, server.stderr.read() if server.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        result = subprocess.run(
+            [sys.executable, "-c", asking(name).replace("8080", port)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+    assert server.returncode == 0
 
 
 def write_chats(path: Path, count: int) -> None:
@@ -226,16 +224,16 @@ def write_chats(path: Path, count: int) -> None:
 def test_the_tour(place: Path) -> None:
     said: dict[str, str] = {}
     for command in commands():
-        if "serve" in command.split() or "smollm2" in command:
+        if {"serve", "pip"} & set(command.split()) or "smollm2" in command:
             continue
         said[command] = shell(command, place)
-    table = said["ingot run recipes/quickstart.yaml"]
+    table = said["ingot run quickstart"]
     assert all(
         step in table
         for step in ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve")
     )
     assert "Peak learning rate" in said["ingot explain train.optimizer.lr"]
-    assert said['ingot predict runs/quickstart "def main(" max_tokens=40']
+    assert any(out for command, out in said.items() if command.startswith("ingot predict"))
     # What follows the first run had nothing to do, two processes included.
     events = [
         json.loads(line)
@@ -249,11 +247,9 @@ def test_the_tour(place: Path) -> None:
 @pytest.mark.timeout(300)
 def test_serving_and_the_python_example(place: Path) -> None:
     if not (place / "runs/quickstart/model").exists():
-        shell("ingot run recipes/quickstart.yaml", place)
+        shell("ingot run quickstart", place)
     port = str(free_port())
-    command = next(command for command in commands() if "serve" in command.split()).replace(
-        "8080", port
-    )
+    command = serving("quickstart").replace("8080", port)
     server = subprocess.Popen(
         command.split(), cwd=place, env=environment(), stderr=subprocess.PIPE, text=True
     )
@@ -263,7 +259,7 @@ def test_serving_and_the_python_example(place: Path) -> None:
             assert server.poll() is None, server.stderr.read() if server.stderr else ""
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        (example,) = blocks("python")
+        example = asking("quickstart")
         result = subprocess.run(
             [sys.executable, "-c", example.replace("8080", port)],
             env=environment(),
@@ -331,7 +327,7 @@ def test_tuning_a_real_model_on_chats(place: Path, smollm2: Path) -> None:
     """
     (place / "data").mkdir(exist_ok=True)
     write_chats(place / "data/chats.jsonl", 160)
-    command = next(command for command in commands() if "chat_smollm2" in command)
+    command = next(each for each in commands() if each.startswith("ingot run chat_smollm2"))
     smaller = {
         "INGOT_TRAIN__GLOBAL_BATCH": "4",
         "INGOT_TRAIN__MICRO_BATCH": "2",
@@ -363,7 +359,7 @@ def test_tuning_a_real_model_on_chats(place: Path, smollm2: Path) -> None:
 
 
 def test_the_first_screen_names_the_two_commands() -> None:
-    (screen,) = blocks("console")
+    screen = "".join(blocks(README, "console"))
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"\$ make (\w+)", screen):
         assert f"\n{target}:" in makefile

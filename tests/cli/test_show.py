@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ingot.base.reports import PipelineStepRecord, write_record
+from ingot.base.storage import write_atomic
+from ingot.cli.show import config, models
+from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.presets import PRESETS
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.launch.job import Handle
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
 from tests.cli.commands import ingot as command
@@ -40,6 +46,32 @@ def test_show_config_is_the_whole_recipe_and_loads_again(root: Path, tmp_path: P
     assert recipe == load_recipe(
         [root / "runs/small/recipe.yaml"], ["seed=11"], environ={}, dotenv=None
     )
+
+
+def test_show_config_tells_what_was_changed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(root / "runs/small/recipe.yaml"), "train.optimizer.lr=0.5"]
+    assert config(given, changed=True) == 0
+    text = capsys.readouterr().out
+    assert "lr: 0.5" in text
+    assert "on_bad" not in text
+    assert "weight_decay" not in text
+    assert config(given, changed=True, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], told["recipe"]["train"]["optimizer"]["lr"]) == ("show config", 0.5)
+    assert "on_bad" not in told["recipe"]["data"]
+
+
+def test_models_and_proofs_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert models(as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["presets"].keys() >= PRESETS.keys()
+    types = {(each["model_type"], each["kind"]): each["state"] for each in told["types"]}
+    assert types["llama", "decoder"] == "native"
+    assert {"proved", "unproved", "refused"} <= set(types.values())
+    assert verify_data([str(root / "runs/small/recipe.yaml")], as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], told["holds"]) == ("verify data", True)
+    assert {"what", "passed", "detail"} == told["checks"][0].keys()
 
 
 def test_show_knobs_lists_every_one() -> None:
@@ -172,3 +204,25 @@ def test_doctor_fails_where_something_needed_is_missing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "missing and needed: torch" in done.stderr
     assert "pip install torch" in done.stdout
+
+
+def test_runs_and_jobs_as_json(tmp_path: Path) -> None:
+    """In a folder with a run whose steps are on record, and one that was only begun."""
+    run = tmp_path / "runs" / "one"
+    (run / "reports/steps").mkdir(parents=True)
+    (run / "recipe.yaml").write_text("name: one\n")
+    record = PipelineStepRecord("ingest", "a", "b", 1.5, "3 documents", "runs/one/data/raw")
+    write_record(run / "reports/steps", record)
+    (run / "metrics.jsonl").write_text('{"step": 4, "t_wall": 1.0, "train/loss": 2.5}\n')
+    told = json.loads(command("show", "run", "runs/one", "--json", cwd=tmp_path).stdout)
+    assert (told["schema"], told["verb"], told["step"]) == (1, "show run", 4)
+    assert told["steps"]["ingest"]["seconds"] == 1.5
+    all_runs = json.loads(command("show", "runs", "--json", cwd=tmp_path).stdout)
+    assert [each["name"] for each in all_runs["runs"]] == ["one"]
+    knobs = json.loads(command("show", "knobs", "--json").stdout)["knobs"]
+    assert "train.optimizer[adamw].lr" in {knob["path"] for knob in knobs}
+    handle = Handle("train", "local", "1", ("train",), 5.0, "", {"machine": "", "started": ""})
+    write_atomic(run / "jobs/train.json", handle.to_json())
+    status = json.loads(command("launch", "status", "runs/one", "--json", cwd=tmp_path).stdout)
+    (job,) = status["jobs"]
+    assert (job["name"], job["started"], job["state"]) == ("train", 5.0, "unknown")

@@ -273,6 +273,7 @@ MISSING: list[tuple[str, Callable[[project.State], None], str, str]] = [
 ]
 
 
+@pytest.mark.drawn(keep=12)
 @pytest.mark.parametrize(
     ("take", "line", "command"), [case[1:] for case in MISSING], ids=[case[0] for case in MISSING]
 )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import overridden, rope_values, sizes
+from ingot.config.family import sizes
 from ingot.config.presets import preset
+from ingot.config.rotary import overridden, rope_values
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.config.knobs import all_knobs, find_knob, kinds_of, nearest_knob
-from ingot.config.load import dump_recipe
+from ingot.config.knobs import all_knobs, changed_values, find_knob, kinds_of, nearest_knob
+from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.shipped import shipped
 
 
 def test_every_knob_says_what_it_is() -> None:
@@ -79,9 +80,10 @@ def test_a_knob_of_several_kinds_is_found_in_each() -> None:
     assert {knob.path for knob in find_knob("train.optimizer.lr")} == {
         "train.optimizer[adamw].lr",
         "train.optimizer[sgd].lr",
+        "train.optimizer[muon].lr",
     }
-    assert kinds_of("train.optimizer.lr") == ["adamw", "sgd"]
-    assert kinds_of("train.optimizer.eps") == ["adamw"]
+    assert kinds_of("train.optimizer.lr") == ["adamw", "sgd", "muon"]
+    assert kinds_of("train.optimizer.eps") == ["adamw", "muon"]
     assert kinds_of("train.steps") == []
     assert kinds_of("data.train.weight") == []
 
@@ -118,3 +120,21 @@ def test_the_knobs_load_without_torch() -> None:
         ).stdout.strip()
         == "False"
     )
+
+
+def test_what_is_not_at_its_default_is_the_whole_recipe() -> None:
+    """Kinds stay, also where a kind's own values are all at their defaults."""
+    for name, each in shipped().items():
+        if each.is_place:
+            continue
+        recipe = load_recipe([each.path], environ={}, dotenv=None)
+        changed = changed_values(recipe)
+        assert Recipe.model_validate(changed) == recipe, name
+        assert len(yaml.safe_dump(changed)) < 0.6 * len(dump_recipe(recipe)), name
+    values = {"name": "a", "data": {"train": [{"source": "x"}]}}
+    assert changed_values(Recipe.model_validate(values)) == values
+    kind = {**values, "objective": {"kind": "sft"}, "model": {"lora": {}}}
+    kind["evaluate"] = {"tasks": [{"kind": "loss"}]}
+    changed = changed_values(Recipe.model_validate(kind))
+    assert changed.pop("evaluate") == kind.pop("evaluate")
+    assert changed == {**kind, "model": {"lora": {"kind": "lora"}}}

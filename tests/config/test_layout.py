@@ -5,6 +5,7 @@ would fit.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import AXES, degrees_of
 from ingot.config.load import load_recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import Train
-from ingot.config.shape import AXES, batch_plan, check_layout, degrees_of
+from ingot.config.shape import batch_plan, check_layout
 
+QUANTIZED = ("model.source=hf:a/b", "model.lora={}", "model.quantize.kind=int8")
 MODEL = {
     "model_type": "llama",
     "vocab_size": 61,
@@ -49,12 +52,33 @@ def test_degrees_fill_the_processes_or_are_refused(
     assert all(getattr(found, axis) == value for axis, value in knobs.items() if value != "auto")
 
 
+@pytest.mark.parametrize(
+    ("knobs", "world", "shards", "expert_shards"),
+    [
+        ({"shard": 8, "expert": 8}, 8, 8, 1),
+        ({"shard": 8, "expert": 2}, 8, 8, 4),
+        ({"replicate": 2, "shard": 4, "expert": 8}, 8, 4, 1),
+        ({"replicate": 4, "expert": 2}, 4, 1, 1),
+        ({"shard": 2, "context": 2, "expert": 2}, 4, 4, 2),
+        ({"context": 4, "expert": 2}, 4, 1, 1),
+        ({"replicate": 4, "shard": 6, "expert": 4}, 24, 6, 3),
+    ],
+)
+def test_experts_are_sharded_over_what_their_axis_leaves(
+    knobs: dict[str, int], world: int, shards: int, expert_shards: int
+) -> None:
+    """The expert axis takes ranks of the others, so the processes are as many as without it."""
+    found = degrees_of(Parallel(**knobs), world)
+    assert (found.world, found.shards, found.expert_shards) == (world, shards, expert_shards)
+    assert found.text().endswith(f" x expert {knobs['expert']}")
+
+
 def test_auto_is_what_the_other_degrees_leave() -> None:
     assert degrees_of(Parallel(tensor=2), 8).replicate == 4
     assert degrees_of(Parallel(tensor=2, shard="auto"), 8).shard == 4
     assert degrees_of(Parallel(replicate=2, shard="auto"), 8).shard == 4
     assert (
-        degrees_of(Parallel(shard=2, tensor=2, pipeline=2), 8).told()
+        degrees_of(Parallel(shard=2, tensor=2, pipeline=2), 8).text()
         == "pipeline 2 x shard 2 x tensor 2"
     )
 
@@ -92,6 +116,14 @@ def test_auto_is_what_the_other_degrees_leave() -> None:
             (
                 "parallel.replicate 2 needs 2 processes, 1 is running; start 2, or set"
                 " parallel.replicate to auto"
+            ),
+        ),
+        (
+            {"shard": 3, "context": 2, "tensor": 2, "expert": 4},
+            12,
+            (
+                "parallel.expert 4 does not divide the 6 ranks of parallel.replicate x"
+                " parallel.shard x parallel.context, which share the experts; 1, 2, 3, 6 would"
             ),
         ),
     ],
@@ -288,6 +320,15 @@ def test_a_batch_is_dealt_over_its_shares_and_not_over_processes() -> None:
             "precision.float8 is for decoders",
         ),
         (("train.profile={begin: 5, end: 4}",), "raise train.profile.end"),
+        (("model.quantize=nf4",), "set model.lora={}, or model.quantize=null"),
+        ((*QUANTIZED, "model.quantize.double=true"), "double is about the scales of nf4"),
+        ((*QUANTIZED, "parallel.tensor=2"), "cuts matrices, beside model.quantize int8 across"),
+        ((*QUANTIZED, "precision.master=stochastic"), "stochastic is not offered beside"),
+        ((*QUANTIZED, "train.compile=true"), "train.compile is not offered beside"),
+        (
+            (*QUANTIZED, "memory.offload.weights=true", "parallel.shard=2"),
+            "memory.offload.weights is not offered beside",
+        ),
     ],
 )
 def test_what_no_mesh_can_do_is_refused_in_words(knobs: tuple[str, ...], said: str) -> None:
@@ -296,3 +337,41 @@ def test_what_no_mesh_can_do_is_refused_in_words(knobs: tuple[str, ...], said: s
             (), ["name=a", "data.train=[{source: a.jsonl}]", *knobs], environ={}, dotenv=None
         )
     assert said in str(error.value)
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str) -> Parallel:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"name: one\ndata: {{train: [{{source: text}}]}}\n{text}\n", encoding="utf-8")
+    return load_recipe([file], list(overrides), environ={}, dotenv=None).parallel
+
+
+def test_auto_is_a_word_for_a_section_to_which_settings_are_added(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "parallel: auto") == Parallel(degrees="auto")
+    # What is set later does not silently bring back the degrees of a recipe without any.
+    kept = Parallel(degrees="auto", reshard=False)
+    assert loaded(tmp_path, "parallel: auto", "parallel.reshard=false") == kept
+    assert loaded(tmp_path, "parallel: {shard: 8}", "parallel=auto") == Parallel(degrees="auto")
+    given = Parallel(shard=8)
+    assert loaded(tmp_path, "parallel: auto", "parallel.degrees=given", "parallel.shard=8") == given
+    assert Parallel.model_validate("auto") == Parallel(degrees="auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parallel: atuo", r"yaml:3: `parallel` is 'atuo'; it should be `auto`, or a section"),
+        (
+            "parallel: {degrees: auto, tensor: 2}",
+            r"yaml:3: parallel.tensor 2 beside parallel.degrees auto, which chooses it; set",
+        ),
+        ("parallel: {degres: auto}", "unknown knob `parallel.degres`; did you mean `parallel.degr"),
+    ],
+)
+def test_auto_beside_degrees_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match=message):
+        loaded(tmp_path, text)
+
+
+def test_degrees_that_are_not_decided_are_no_layout() -> None:
+    with pytest.raises(WrongInput, match="parallel: auto is decided when training starts"):
+        degrees_of(Parallel(degrees="auto"), 2)

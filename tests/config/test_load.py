@@ -56,14 +56,14 @@ BAD = {
     "knob of another variant": (
         "train:\n  optimizer: {kind: adamw, momentum: 0.9}",
         (
-            "r.yaml:6: `train.optimizer.momentum` is for kind sgd only; remove it, or set"
+            "r.yaml:6: `train.optimizer.momentum` is for kind sgd and muon only; remove it, or set"
             " `train.optimizer.kind`"
         ),
     ),
     "unknown variant": (
         "train:\n  optimizer: {kind: lion}",
         (
-            "r.yaml:6: `train.optimizer.kind` is 'lion'; it should be one of 'adamw', 'sgd' (see"
+            "r.yaml:6: `train.optimizer.kind` is 'lion'; it should be one of 'adamw', 'sgd', 'muon' (see"
             " `ingot explain train.optimizer.kind`)"
         ),
     ),

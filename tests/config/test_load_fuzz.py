@@ -16,6 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
+from tests.exhaustive import examples
 
 PATHS = sorted({knob.plain for knob in knobs()})
 NAMES = sorted(
@@ -117,7 +118,7 @@ def with_base(tree: Any) -> str:
     return yaml.safe_dump({**base, **tree} if isinstance(tree, dict) else tree, allow_unicode=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80, 300), deadline=None)
 @given(
     tree=st.dictionaries(st.sampled_from(sorted(Recipe.model_fields)), TREES, max_size=3) | TREES
 )
@@ -125,13 +126,13 @@ def test_any_tree(tree: Any) -> None:
     check(with_base(tree), [], {})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(text=st.binary(max_size=40) | st.text(max_size=60) | PIECES)
 def test_any_text(text: str | bytes) -> None:
     check(text, [], {})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80, 300), deadline=None)
 @given(
     pairs=st.lists(st.tuples(KEYS, VALUES), max_size=3),
     variables=st.dictionaries(KEYS, VALUES, max_size=2),

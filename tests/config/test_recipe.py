@@ -54,6 +54,11 @@ def test_what_decides_the_numbers_is_told_apart_from_what_does_not() -> None:
         "train.optimizer.lr 0.0003 -> 0.001"
     ]
     assert changes(base, training_identity(recipe(seed=1))) == ["seed 0 -> 1"]
+    plain, dora = (
+        training_identity(recipe(model={"lora": lora})) for lora in ({}, {"kind": "dora"})
+    )
+    assert "kind" not in plain["model"]["lora"], "a run of an earlier version resumes"
+    assert changes(plain, dora) == ["model.lora.kind None -> dora"]
     early = {"early_stop": {}, "evaluate_every": 5}
     assert changes(
         training_identity(recipe(train=early)),

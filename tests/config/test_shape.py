@@ -56,17 +56,45 @@ def test_parameters_are_counted_for_odd_shapes_too(change: dict[str, Any]) -> No
     assert parameter_count(config) == real_count(config)
 
 
+NESTED = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4}
+        for kind in ("full_attention", "sliding_attention")
+    }
+}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"model_type": "mistral"},
-        {"model_type": "mistral", "attention_bias": True, "mlp_bias": True},
         {"model_type": "qwen2"},
         {"model_type": "qwen2", "attention_bias": False, "tie_word_embeddings": True},
         {"model_type": "qwen3"},
         {"model_type": "qwen3", "attention_bias": True},
         {"model_type": "qwen3", "head_dim": 48, "num_key_value_heads": 1},
         {"model_type": "qwen3", "tie_word_embeddings": True},
+        {"model_type": "gemma3_text", "hidden_act": None, **NESTED},
+        {"model_type": "olmo2", "num_key_value_heads": 2},
+        {"model_type": "olmo3", **NESTED},
+        {"model_type": "smollm3", "mlp_bias": True, "pad_token_id": None},
+        {"model_type": "granite", "attention_bias": True},
+        {"model_type": "phi3", "pad_token_id": None},
+        {"model_type": "glm4", "pad_token_id": None},
+        {"model_type": "exaone4"},
+        {"model_type": "seed_oss", "attention_out_bias": True},
+        {"model_type": "ministral3", "rope_parameters": None},
+        {"model_type": "mixtral"},
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0], "moe_intermediate_size": 48},
+        {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "model_type": "olmoe",
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 2,
+            "pad_token_id": None,
+        },
     ],
 )
 def test_parameters_are_counted_for_every_model_type(change: dict[str, Any]) -> None:
@@ -79,6 +107,33 @@ def test_parameters_are_counted_for_every_model_type(change: dict[str, Any]) -> 
         == real_count(config)
         == sum(parameter.numel() for parameter in ours.parameters())
     )
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def test_of_experts_only_the_chosen_ones_are_active() -> None:
+    """The published numbers of Qwen3-30B-A3B: 30.5 and 3.3 billion."""
+    assert parameter_count(QWEN3_30B_A3B) == 30_532_122_624
+    active = parameter_count(QWEN3_30B_A3B, active=True)
+    idle = 48 * 120 * 3 * 2048 * 768
+    assert active == 30_532_122_624 - idle == 3_353_032_704
+    head = 151_936 * 2048
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    attention = 12 * 32 * 128 * 48 * 512 / 2
+    assert flops_per_token(QWEN3_30B_A3B, 512) == 6 * (active - head - norms) + attention
 
 
 @pytest.mark.parametrize(

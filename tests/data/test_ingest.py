@@ -242,13 +242,13 @@ def test_a_link_to_nowhere(tmp_path: Path) -> None:
 
 def test_object_storage(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
-    memory.pipe("/bucket/a.jsonl", b'{"text": "from afar"}\n')
+    memory.pipe("/ingested/a.jsonl", b'{"text": "from afar"}\n')
     try:
-        small = recipe(tmp_path, "memory://bucket/a.jsonl")
+        small = recipe(tmp_path, "memory://ingested/a.jsonl")
         ingest(small)
         assert documents(small.folder.raw) == {"a.jsonl:1": "from afar"}
     finally:
-        memory.rm("/bucket", recursive=True)
+        memory.rm("/ingested", recursive=True)
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,22 @@ def test_what_is_there_stays_until_its_replacement_is_whole(
     assert {path.name for path in small.folder.data.iterdir()} == {"raw", "columns", "tokenizer"}
 
 
+def test_files_are_held_out_whole(tmp_path: Path) -> None:
+    """And without groups they are not."""
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", sentences(20, 20 * n)) for n in range(20)]
+    share = {"data__validation__fraction": 0.3}
+
+    def held(**knobs: Any) -> list[int]:
+        small = ingested(tmp_path, *files, **share, **knobs)
+        prepare(small)
+        rows = [document.doc_id for document in read_documents(small, "validation")]
+        assert read_prepared(small.folder.columns).total("validation", "documents") == len(rows)
+        return [sum(row.startswith(path.name) for row in rows) for path in files]
+
+    assert set(held(data__validation__group=r"\d+\.jsonl")) == {0, 20}
+    assert len(set(held())) > 2
+
+
 def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__validation__fraction=1e-9)
     with pytest.raises(

@@ -33,6 +33,11 @@ KNOBS: dict[str, dict[str, Any]] = {
         "tokenizer__template": "chatml",
         "tokenizer__vocab_size": 400,
     },
+    "rated": {
+        "objective__kind": "kto",
+        "tokenizer__template": "chatml",
+        "tokenizer__vocab_size": 400,
+    },
     "pair": {"objective__kind": "seq2seq", "objective__prefix": "say: ", "data__target_len": 12},
     "labelled": {"objective__kind": "classify", "objective__labels": ["odd", "even"]},
 }
@@ -54,6 +59,15 @@ def records(kind: str, count: int, change: Callable[[str], str] = str) -> list[d
                     }
                 ],
                 "rejected": [{"role": "assistant", "content": change(f"Rejected {number}.")}],
+            }
+            for number in range(count)
+        ]
+    if kind == "rated":
+        return [
+            {
+                "prompt": change(f"Question {number}?"),
+                "completion": change(f"Answer {number}: copper. ") * (number % 4 + 1),
+                "label": number % 3 > 0,
             }
             for number in range(count)
         ]
@@ -183,6 +197,7 @@ def test_labelled_texts_are_framed_beside_their_labels(tmp_path: Path) -> None:
         assert columns["label"][number].tolist() == [1 - int(digits) % 2]
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("kind", list(KNOBS))
 def test_the_vocabulary_is_learnt_from_what_is_said(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +214,7 @@ def test_the_vocabulary_is_learnt_from_what_is_said(
     )
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("kind", list(KNOBS))
 def test_finished_parts_are_kept_and_another_length_plans_rows_alone(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +292,7 @@ def test_documents_of_another_objective_are_kept(
         prepared_for(texts)
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("kind", list(KNOBS))
 def test_cleaning_compares_what_is_said(tmp_path: Path, kind: str) -> None:
     twice = records(kind, 60) + records(kind, 60, change=str.upper)

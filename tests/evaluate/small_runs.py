@@ -37,6 +37,7 @@ LABELS = list(hub_tiny.LABELS)
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "chat": {"kind": "sft"},
     "preference": {"kind": "dpo"},
+    "rated": {"kind": "kto"},
     "pair": {"kind": "seq2seq", "prefix": "short: "},
     "labelled": {"kind": "classify", "labels": LABELS},
 }
@@ -65,6 +66,7 @@ def records(documents: str, count: int = 60) -> list[dict[str, Any]]:
                     "chosen": answer,
                     "rejected": said(generator, 1, 6),
                 },
+                "rated": {"prompt": question, "completion": answer, "label": number % 3 > 0},
                 "pair": {"source": f"{question}\n{said(generator)}", "target": answer},
                 "labelled": {
                     "text": f"{question} {said(generator)}",

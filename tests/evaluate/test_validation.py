@@ -108,7 +108,7 @@ def objective_of(recipe: Recipe, count: int) -> dict[str, float]:
         recipe.folder.columns,
         "validation",
         recipe.data.seq_len,
-        pack=recipe.pack_held_out,
+        pack=recipe.held_out_row_plan,
         pad_last=True,
         target_len=recipe.data.target_len,
     )
@@ -150,6 +150,21 @@ def test_samples_of_a_model_in_training(documents: str, tmp_path: Path) -> None:
     assert found[0]["completion"]
 
 
+def test_samples_are_drawn_from_the_seed(root: Path) -> None:
+    """The same ones each time; other ones with another seed, and the likeliest tokens at 0."""
+
+    def drawn(**knobs: Any) -> str:
+        recipe = with_model(root, evaluate__sample_tokens=24, **knobs)
+        with running_mesh() as mesh:
+            subject = subject_in(recipe.folder.model, recipe, mesh)
+            return complete_prompts(subject, ["the ingot"])[0]["completion"]
+
+    greedy, once = drawn(seed=1), drawn(seed=1, evaluate__temperature=1.5)
+    assert drawn(seed=1, evaluate__temperature=1.5) == once
+    assert drawn(seed=2, evaluate__temperature=1.5) != once
+    assert drawn(seed=2) == greedy != once
+
+
 def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
     """The loss on held-out rows before and after a step of training."""
     parallel, config = Parallel(**axes), {**MODEL, "vocab_size": 320}
@@ -169,7 +184,7 @@ def judged(recipe: Recipe, axes: dict[str, Any], count: int) -> list[float]:
             recipe.folder.columns,
             "validation",
             recipe.data.seq_len,
-            pack=recipe.pack_held_out,
+            pack=recipe.held_out_row_plan,
             pad_last=True,
         )
         whole, share, losses = global_batch(0), 8 // mesh.data.world, []

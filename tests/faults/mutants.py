@@ -44,6 +44,22 @@ WRITTEN: dict[type[ast.AST], str] = {
 }
 
 
+JUDGED = {
+    "cloud/machines:126:1440 becomes 1441": "a gigabyte of 1,440 in a table of machines",
+    "cloud/vertex/models:30:8080 becomes 8081": "alike: every caller gives the port",
+    "serve/engines/triton_backend:85:statement deleted": "the first test waits for its answer",
+    "tokenizers/chat_templates:145:1 becomes 2": "alike: the indentation of a JSON file",
+    "registry/verbs:56:1 becomes 2": "alike: the indentation of a JSON file",
+    "verify/layout_recipe:44:3 becomes 4": "alike: a proof takes one step more",
+    "train/optimizers:27:32 becomes 33": "alike: the product is taken modulo 2**32",
+    "objectives/forward:153:+ becomes -": "caught by any pipeline of parallel/test_layouts",
+    "base/remote/index:172:not dropped": "caught since by base/remote/test_transfer",
+    "pipeline/local:140:+ becomes -": "caught since by pipeline/test_run",
+    "tokenizers/convert:274:0 becomes 1": "caught since by tokenizers/test_backends",
+}
+"""What was found of survivors: why they are alike, or what else is to be said of them."""
+
+
 def drawn(count: int, seed: int) -> list[Fault]:
     """`count` mutants: a room is drawn first, then a file by its length, then a place in it."""
     generator = random.Random(seed)

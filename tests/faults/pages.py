@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from tests.faults.mutants import JUDGED
 from tests.faults.runner import Result
 from tests.faults.table import FAULTS
 from tests.graph import PROJECT
@@ -38,8 +39,12 @@ def write_page(results: Mapping[str, Result], mutants: Mapping[str, Result]) -> 
         survivors = [found for found in mutants.values() if found.outcome != "caught"]
         text += (
             f"\n## Mechanical mutants\n\n{len(mutants)} drawn with a seed over all rooms,"
-            f" {len(mutants) - len(survivors)} caught. Nobody chose them; the survivors:\n\n"
-            "| mutant | outcome |\n| --- | --- |\n"
+            f" {len(mutants) - len(survivors)} caught. Nobody chose them. The survivors of the tests"
+            " nearest to them (`limit`: not in the 200 seconds that each had on a busy machine):\n\n"
+            "| mutant | outcome | judged |\n| --- | --- | --- |\n"
         )
-        text += "".join(f"| `{found.id}` | {found.outcome} |\n" for found in survivors)
+        text += "".join(
+            f"| `{found.id}` | {found.outcome} | {JUDGED.get(found.id, 'open')} |\n"
+            for found in survivors
+        )
     PAGE.write_text(text, encoding="utf-8")

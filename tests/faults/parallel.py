@@ -6,6 +6,60 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "expert-gradients-times-degree",
+        "ingot/parallel/shard.py",
+        "            module.set_gradient_divide_factor(1.0)",
+        "            module.set_gradient_divide_factor(0.5 if isinstance(module, Experts) else 1.0)",
+        "gradients of experts are multiplied by the number of ranks that share them",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "norm-without-experts",
+        "ingot/parallel/masters.py",
+        "if master.counted and master.tensor.grad is not None:",
+        "if master.counted and master.tensor.grad is not None and not ("
+        'master.cut_along and ".experts." in master.name):',
+        "the gradient norm leaves out the experts",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "norm-of-own-experts",
+        "ingot/parallel/masters.py",
+        "            for mesh, axis in axes:",
+        "            for mesh, axis in axes[:1]:",
+        "the gradient norm counts the experts of this rank alone",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "experts-of-others-not-saved",
+        "ingot/checkpoints/state.py",
+        "yield MODEL + master.name, master.tensor.detach(), master",
+        "yield MODEL + master.name, master.tensor.detach(), ("
+        'master if ".experts." not in master.name else None)',
+        "a checkpoint, and what is exported from it, has the experts of one rank",
+        by="tests/checkpoints/test_layouts.py",
+    ),
+    Fault(
+        "experts-of-another-rank",
+        "ingot/models/parameters.py",
+        "    here = list(mesh.get_coordinate() or ()) if coordinate is None else list(coordinate)",
+        """    here = list(mesh.get_coordinate() or ()) if coordinate is None else list(coordinate)
+    if "expert" in (mesh.mesh_dim_names or ()):
+        here[-1] = mesh.size(-1) - 1 - here[-1]""",
+        "a rank starts with the experts of another one",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "order-of-sources-lost",
+        "ingot/parallel/experts.py",
+        """    begins = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).T.flatten()
+    sizes = counts.T.flatten()""",
+        """    begins = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).T.flip(1).flatten()
+    sizes = counts.T.flip(1).flatten()""",
+        "an expert adds the rows of ranks up in another order than one process does",
+        by="tests/parallel/test_experts.py",
+    ),
+    Fault(
         "shard-taken-for-the-matrix",
         "ingot/train/optimizers.py",
         "    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
@@ -112,21 +166,21 @@ FAULTS = [
     ),
     Fault(
         "ring-sees-future",
-        "ingot/parallel/ring.py",
+        "ingot/parallel/context.py",
         "return None, ahead == 0",
         "return None, False",
         "in a ring of ranks tokens attend to later ones of their own piece",
     ),
     Fault(
         "ring-forgets-documents",
-        "ingot/parallel/ring.py",
+        "ingot/parallel/context.py",
         "(mask[None, None] if same is None else mask & same)",
         "mask[None, None]",
         "packed documents see each other when a row is spread over ranks",
     ),
     Fault(
         "ring-window-off",
-        "ingot/parallel/ring.py",
+        "ingot/parallel/context.py",
         "(distance >= 0) & (distance < window)",
         "(distance >= 0) & (distance <= window)",
         "a sliding window over ranks is one token too wide",

@@ -46,7 +46,7 @@ THEIRS = (
     "fastapi",
     "uvicorn",
 )
-TREE = ("ingot", "tests", "benchmarks", "recipes", "images", "docs", ".ci")
+TREE = ("ingot", "tests", "benchmarks", "examples", "recipes", "images", "docs", ".ci")
 PASSED, FAILED, NONE = 0, 1, 5
 STAGES = (1, 3, 8)
 """How many test files are run at a time, the likeliest first; then the others that see the file,

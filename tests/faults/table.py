@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from tests.faults import data, launching, models, parallel, places, planning, training
+from tests.faults import (
+    balance,
+    data,
+    entrances,
+    families,
+    grpo,
+    launching,
+    models,
+    named,
+    optimizers,
+    parallel,
+    places,
+    planning,
+    quantized,
+    rewards,
+    serving,
+    training,
+)
 from tests.faults.fault import Fault
 
 FAULTS: list[Fault] = [
     fault
-    for room in (training, parallel, data, models, places, launching, planning)
+    for room in (
+        training,
+        optimizers,
+        parallel,
+        balance,
+        data,
+        models,
+        families,
+        grpo,
+        named,
+        places,
+        launching,
+        planning,
+        quantized,
+        rewards,
+        serving,
+        entrances,
+    )
     for fault in room.FAULTS
 ]

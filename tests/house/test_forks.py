@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from ingot.base.processes import preexec_die_with_parent
+from ingot.plan.tracing.workers import Tracer
+from ingot.verify.resume import run_ingot
+from tests import adopted
 from tests.cli.commands import ingot, ingot_afresh, start_ingot
 from tests.forks import can_fork, start_call
+from tests.launch.blocking import wait_until
 from tests.ranks import run_ranks
 
 
@@ -49,6 +58,55 @@ def test_pipes_signals_and_exit_codes(tmp_path: Path) -> None:
         os.kill(asleep.pid, 0)
 
 
+PROBE = """
+import os, signal, sys, time
+print(os.environ.get("KEPT_BACK"), os.environ["GIVEN"], "torch" in sys.modules)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, os.getpgid(0) == os.getpid())
+print([n for n in os.listdir("/proc/self/fd") if "probe" in os.path.realpath(f"/proc/self/fd/{n}")])
+sys.stdout.flush()
+time.sleep(float(sys.argv[1]))
+sys.exit("the end")
+"""
+
+
+def _start_probe(folder: str, seconds: float) -> bytes:
+    """In a forked process that has handlers, open files and variables which no child may have."""
+    os.environ["KEPT_BACK"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    Path(folder, "probe.py").write_text(PROBE)
+    sys.modules["ingot"].__path__.append(folder)
+    with Path(folder, "probe.py").open():
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ingot.probe", str(seconds)],
+            env={**os.environ, "GIVEN": "2", "KEPT_BACK": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=preexec_die_with_parent(),
+            text=True,
+        )
+    Path(folder, "pid").write_text(str(child.pid))
+    said = child.communicate()
+    return pickle.dumps((child.returncode, *said))
+
+
+def test_what_a_command_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
+    """Forked too, with nothing of what started it but the arguments of subprocess."""
+    process = start_call(_start_probe, str(tmp_path), 0.0)
+    assert process.wait(60) == 0
+    assert pickle.loads(process.result()) == (1, " 2 True\nTrue True\n[]\n", "the end\n")
+
+
+def test_what_a_killed_command_started_dies_with_it(tmp_path: Path) -> None:
+    process = start_call(_start_probe, str(tmp_path), 600.0)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and bool(pid.read_text()), 60)
+    child = psutil.Process(int(pid.read_text()))
+    assert child.ppid() == process.pid
+    process.kill()
+    wait_until(lambda: not child.is_running(), 10)
+
+
 def test_an_environment_that_libraries_have_read_needs_a_new_interpreter() -> None:
     assert can_fork({**os.environ, "WHATEVER": "1"})
     assert not can_fork({**os.environ, "PYTHONHASHSEED": "7"})
@@ -69,3 +127,26 @@ def _fail_on_one() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("mine")
     time.sleep(60)
+
+
+def test_what_the_program_starts_here_is_a_forked_child_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forked: list[int] = []
+    original = adopted.start_child
+
+    def start_child(*arguments: Any, **more: Any) -> int:
+        forked.append(original(*arguments, **more))
+        return forked[-1]
+
+    monkeypatch.setattr(adopted, "start_child", start_child)
+    process = Tracer._start()
+    assert forked == [process.pid]
+    assert psutil.Process(process.pid).ppid() == os.getpid()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    code, said = run_ingot(["show", "nothing"])
+    assert (code, len(forked)) == (2, 2), said
+    monkeypatch.setenv("HF_HOME", "/nowhere")  # a library has read it
+    assert (run_ingot(["show", "nothing"]), len(forked)) == ((code, said), 2)

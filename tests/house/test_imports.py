@@ -21,17 +21,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": GROUND | {"tokenizers", "cloud"},
     "models": GROUND,
     "parallel": GROUND | {"models"},
-    "objectives": GROUND | {"models", "data"},
+    "rewards": GROUND,
+    "objectives": GROUND | {"models", "data", "rewards"},
     "checkpoints": GROUND | {"parallel", "models", "tokenizers"},
-    "evaluate": GROUND | {"checkpoints", "parallel", "objectives", "models", "data", "tokenizers"},
+    "evaluate": GROUND
+    | {*("checkpoints", "parallel", "objectives", "rewards", "models", "data", "tokenizers")},
     "train": (
         GROUND
-        | {"evaluate", "checkpoints", "objectives", "parallel", "models", "data", "tokenizers"}
+        | {
+            *("evaluate", "checkpoints", "objectives", "rewards", "parallel", "models", "data"),
+            "tokenizers",
+        }
     ),
-    "serve": GROUND | {"models", "tokenizers"},
+    "serve": GROUND | {"models", "tokenizers", "rewards"},
     "verify": (
         GROUND
         | {
+            "rewards",
             "tokenizers",
             "data",
             "models",
@@ -46,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": (
         GROUND
         | {
+            "rewards",
             "cloud",
             "tokenizers",
             "data",
@@ -62,7 +69,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": GROUND,
     "pipeline": GROUND | {"launch", "registry", "report", "cloud"},
 }
+# A window on runs: what it shows comes from both wings, and it loads no torch.
+MAY_IMPORT["ui"] = GROUND | {"data", "tokenizers", "cloud", "registry", "report", "serve"}
+# An entrance beside the command line: it may import every room.
+MAY_IMPORT["api"] = set(MAY_IMPORT)
 WORK = {
+    "rewards",
     "tokenizers",
     "data",
     "models",
@@ -115,6 +127,7 @@ LAZY_OWNERS = {
     # Kubeflow sends the source of a component's function along, and nothing around it.
     # Files that need torch's distributed packages as a whole are imported where they are used.
     "ingot": {
+        "ingot.api.run",
         "ingot.pipeline.kubeflow",
         "ingot.checkpoints.saver",
         "ingot.parallel.apply",
@@ -122,13 +135,19 @@ LAZY_OWNERS = {
         "ingot.plan.tracing.trace",
         "ingot.plan.tracing.workers",
     },
+    "IPython": {"ingot.api.curve"},
     "lm_eval": {"ingot.evaluate.tasks.lm_eval"},
     "torchao": {"ingot.parallel.float8"},
+    "gguf": {"ingot.checkpoints.gguf.write"},
+    "jsonschema": {"ingot.rewards.isolated"},
+    "referencing": {"ingot.rewards.isolated"},
 }
 TORCH_FREE = (
+    "ingot.api.run",
     "ingot.cli.app",
     "ingot.cli.verbs",
     "ingot.data.prepare",
+    "ingot.rewards.build",
     "ingot.data.ingest",
     "ingot.pipeline.local",
     "ingot.launch.places.local",
@@ -143,6 +162,7 @@ TORCH_FREE = (
     "ingot.config.serving",
     "ingot.config.adopt.convert",
     "ingot.report.page",
+    "ingot.ui.server",
     "ingot.plan.assemble",
     "ingot.cli.plan_table",
     "ingot.config.load",
@@ -237,6 +257,7 @@ def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
         "cloud",
         "tokenizers",
         "data",
+        "rewards",
         "registry",
         "launch",
         "report",
@@ -273,7 +294,7 @@ def test_the_data_and_place_wings_load_no_torch() -> None:
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    assert _first_to_load(("ingot.cli.app",), CLI_FREE) == []
+    assert _first_to_load(("ingot", "ingot.cli.app"), CLI_FREE) == []
 
 
 def test_waiting_for_ranks_loads_no_recipe() -> None:

@@ -41,7 +41,7 @@ def test_its_head_says_how_to_run_it_and_on_what(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     head = text[: text.index("\nname:")]
     assert all(line.startswith("#") for line in head.strip().splitlines())
-    for word in (f"ingot run recipes/{path.name}", "Hardware:"):
+    for word in (f"ingot run recipes/{path.name}", "\n# Hardware: ", "\n# Time: "):
         assert word in head
 
 

@@ -25,8 +25,8 @@ def test_times_are_of_files_that_there_are() -> None:
 def test_what_was_not_proved_is_one_line_each_with_the_way_to_have_it() -> None:
     lines = not_proved(
         [
-            ("tests/launch/test_slurm.py", "slurmctld, sbatch not installed; not root"),
-            ("tests/launch/test_slurm.py", "slurmctld, sbatch not installed; not root"),
+            ("tests/launch/places/test_slurm.py", "slurmctld, sbatch not installed; not root"),
+            ("tests/launch/places/test_slurm.py", "slurmctld, sbatch not installed; not root"),
             ("tests/data/engines/test_spark.py", "Spark needs Java; install Java 17"),
             ("tests/x/test_other.py", "the moon is not full"),
         ]
@@ -34,7 +34,7 @@ def test_what_was_not_proved_is_one_line_each_with_the_way_to_have_it() -> None:
     assert lines == [
         "1 test of data/engines/test_spark.py: Spark needs Java; install Java 17; to prove it:"
         " apt install openjdk-17-jre-headless",
-        "2 tests of launch/test_slurm.py: slurmctld, sbatch not installed; not root; to prove it:"
+        "2 tests of launch/places/test_slurm.py: slurmctld, sbatch not installed; not root; to prove it:"
         f" {HOW['slurm|munge|sbatch']}",
         "1 test of x/test_other.py: the moon is not full",
     ]
@@ -50,6 +50,9 @@ def test_b(): pass
 @pytest.mark.drawn("places")
 def test_c(): pass
 def test_d(): pass
+@pytest.mark.drawn(keep=2)
+@pytest.mark.parametrize("case", [1, 2, 3, 4])
+def test_e(case): pass
 """
 
 
@@ -79,11 +82,13 @@ def test_one_of_a_group_is_drawn_by_the_commit(tmp_path: Path) -> None:
     for said in done.stdout.split("end\n")[:-1]:
         found = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
         assert [name.partition("[")[0] for name in found] in (
-            ["test_a", "test_b", "test_d"],
-            ["test_a", "test_c", "test_d"],
+            ["test_a", "test_b", "test_d", "test_e", "test_e"],
+            ["test_a", "test_c", "test_d", "test_e", "test_e"],
         ), said
+        assert len(set(found)) == len(found)
         seen |= set(found)
-    assert seen == {"test_a[1]", "test_a[2]", "test_a[3]", "test_b", "test_c", "test_d"}
+    each = {f"test_e[{case}]" for case in (1, 2, 3, 4)}
+    assert seen == {"test_a[1]", "test_a[2]", "test_a[3]", "test_b", "test_c", "test_d", *each}
 
 
 def test_a_change_runs_the_tests_above_it_and_no_others() -> None:
@@ -92,12 +97,12 @@ def test_a_change_runs_the_tests_above_it_and_no_others() -> None:
     assert "tests/models/native/test_decoder.py" not in page
     errors = graph.tests_of(["ingot/base/errors.py"])
     assert len(errors) > 4 * len(page) / 2
-    dpo = graph.tests_of(["ingot/objectives/dpo.py"])
-    assert any(test.startswith("tests/train/") for test in dpo), "named in a table alone"
+    preferences = graph.tests_of(["ingot/objectives/preferences.py"])
+    assert any(test.startswith("tests/train/") for test in preferences), "named in a table alone"
     assert len(graph.tests_of(["pyproject.toml"])) == len(
         [file for file in graph.files() if graph.is_test(file)]
     )
-    assert "tests/house/test_recipes.py" in graph.tests_of(["recipes/quickstart.yaml"])
+    assert "tests/house/test_recipes.py" in graph.tests_of(["ingot/recipes/quickstart.yaml"])
 
 
 def test_files_that_git_does_not_know_yet_are_changed_too(tmp_path: Path) -> None:

@@ -29,15 +29,16 @@ def test_an_unknown_rotary_scaling_gives_no_frequencies() -> None:
 
 
 def test_an_unknown_rotary_scaling_is_not_read() -> None:
-    config = {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}
-    with pytest.raises(WrongInput, match="rope_type `longrope` is not supported"):
-        read_rope(config, 128, "config.json")
+    values = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(WrongInput, match="rope_type `dynamic` is not supported"):
+        read_rope({"max_position_embeddings": 128}, values, "config.json")
 
 
 @pytest.mark.parametrize("kind", sorted(set(SCALINGS) - {"default"}))
 def test_every_known_rotary_scaling_changes_the_frequencies(kind: str) -> None:
     plain = inverse_frequencies(Rope(original_positions=64), 16)
-    scaled = inverse_frequencies(Rope(kind=kind, factor=4.0, original_positions=64), 16)
+    rope = Rope(kind=kind, factor=4.0, original_positions=64, divisors=(2.0,) * 8)
+    scaled = inverse_frequencies(rope, 16)
     assert not torch.equal(plain, scaled)
 
 

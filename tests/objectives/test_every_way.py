@@ -25,7 +25,10 @@ PROVED = "sft-lora"
 """The way that is proved in full without `-m slow`: masked labels, an adapter, and dropout whose
 masks depend on the sample alone.
 """
-SPLIT = ("pretrain-best-fit", "dpo", "distill-chats", "seq2seq", "classify")
+SPLIT = (
+    *("pretrain-best-fit", "dpo", "simpo", "kto", "reward"),
+    *("distill-chats", "seq2seq", "classify"),
+)
 """One way for each other objective, and for each other layout of rows."""
 WHOLE = [pytest.param(way, marks=[pytest.mark.slow] * (way != PROVED)) for way in WAYS]
 SGD = {
@@ -127,6 +130,7 @@ def test_any_split_of_the_work_gives_the_same_numbers(
             pytest.param(way, {}, id=way, marks=[pytest.mark.slow] * (way != PROVED))
             for way in WAYS
         ),
+        pytest.param("pretrain", {"train__optimizer__kind": "muon"}, id="pretrain-muon"),
         # The models of transformers have a dropout of their own.
         pytest.param("seq2seq", {"model__config": {"dropout_rate": 0.2}}, id="seq2seq-dropout"),
         pytest.param(

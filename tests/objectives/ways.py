@@ -73,6 +73,28 @@ WAYS: dict[str, dict[str, Any]] = {
         "model__lora": {"rank": 4, "dropout": 0.2},
     },
     "dpo": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64},
+    # With and without a reference, per token and as a whole, with a second term.
+    "ipo": {"objective": {"kind": "ipo", "beta": 0.5}, "data__seq_len": 64},
+    "simpo": {"objective": {"kind": "simpo", "sft_weight": 0.2}, "data__seq_len": 64},
+    "orpo": {"objective": {"kind": "orpo", "beta": 0.5}, "data__seq_len": 64},
+    "kto": {"objective": {"kind": "kto", "beta": 0.5}, "data__seq_len": 64},
+    "kto-lora": {
+        "objective": {"kind": "kto", "beta": 0.5, "undesirable_weight": 1.5},
+        "data__seq_len": 64,
+        "model__source": "TEACHER",
+        "model__lora": {"rank": 4, "dropout": 0.2},
+    },
+    # A model of transformers' that starts from nothing, or from a decoder with a head of its own.
+    "reward": {
+        "objective": {"kind": "reward", "margin": 0.2, "center": 0.05},
+        "data__seq_len": 64,
+    },
+    "reward-lora": {
+        "objective": {"kind": "reward"},
+        "data__seq_len": 64,
+        "model__source": "TEACHER",
+        "model__lora": {"rank": 4, "alpha": 8},
+    },
     "distill": {"objective": {"kind": "distill", "teacher": "TEACHER"}},
     "distill-chats": {"objective": {"kind": "distill", "teacher": "TEACHER", "documents": "chat"}},
     "seq2seq": {"objective": {"kind": "seq2seq", "prefix": "short: "}, "data__target_len": 16},
@@ -84,6 +106,13 @@ SOURCES = {
     "distill-chats": "chats",
     "dpo": "preferences",
     "dpo-lora": "preferences",
+    "ipo": "preferences",
+    "simpo": "preferences",
+    "orpo": "preferences",
+    "kto": "rated",
+    "kto-lora": "rated",
+    "reward": "preferences",
+    "reward-lora": "preferences",
     "seq2seq": "pairs",
     "classify": "labelled",
 }
@@ -102,6 +131,7 @@ def write_all(root: Path, count: int = 60) -> None:
     lines: dict[str, list[dict[str, Any]]] = {
         "chats": [],
         "preferences": [],
+        "rated": [],
         "pairs": [],
         "labelled": [],
     }
@@ -120,6 +150,9 @@ def write_all(root: Path, count: int = 60) -> None:
             }
         )
         lines["preferences"].append({"prompt": question, "chosen": answer, "rejected": worse})
+        good = number % 3 > 0
+        given = answer if good else worse
+        lines["rated"].append({"prompt": question, "completion": given, "label": good})
         lines["pairs"].append({"source": f"{question} {said(generator)}", "target": answer})
         verb, label = ("burns", "hot") if number % 2 else ("freezes", "cold")
         lines["labelled"].append(

@@ -144,7 +144,7 @@ def rows_counted_twice() -> AbstractContextManager[Any]:
 def one_rank_s_vocabulary() -> AbstractContextManager[Any]:
     """The normaliser of the softmax is made from this rank's share of the vocabulary."""
     return patch.object(
-        vocabulary.VocabParallelView, "logsumexp", lambda self: self._logits.logsumexp(dim=-1)
+        vocabulary.VocabParallelView, "_logsumexp", lambda self, logits: logits.logsumexp(dim=-1)
     )
 
 

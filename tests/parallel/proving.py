@@ -46,7 +46,103 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "lora": LLAMA,
+    "dora": LLAMA,
 }
+
+_WIDE = {"num_hidden_layers": 4, "initializer_range": 0.1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        **LLAMA,
+        **_WIDE,
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "sliding_window": 10,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 9,
+        "final_logit_softcapping": 3.0,
+    },
+    "olmo2": {**LLAMA, "model_type": "olmo2"},
+    "olmo3": {**LLAMA, **_WIDE, "model_type": "olmo3", "sliding_window": 10},
+    "smollm3": {**LLAMA, **_WIDE, "model_type": "smollm3"},
+    "granite": {
+        **LLAMA,
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "phi3": {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5},
+    "glm4": {**LLAMA, "model_type": "glm4"},
+    "exaone4": {**LLAMA, **_WIDE, "model_type": "exaone4", "sliding_window": 10},
+    "seed_oss": {**LLAMA, "model_type": "seed_oss", "attention_out_bias": True},
+    "ministral3": {
+        **LLAMA,
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "qwen3_moe": {
+        **LLAMA,
+        **_WIDE,
+        "model_type": "qwen3_moe",
+        "intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        **LLAMA,
+        **_WIDE,
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {
+        **LLAMA,
+        **_WIDE,
+        "model_type": "minimax_m2",
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 2,
+    },
+    "gpt_oss": {
+        **LLAMA,
+        **_WIDE,
+        "model_type": "gpt_oss",
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 10,
+        # At its limit a gate has two gradients: with 0.5 one of them is there within the last bits.
+        "swiglu_limit": 0.8,
+    },
+    "mixtral": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "sliding_window": 10,
+    },
+    "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+}
+MODELS |= FAMILIES
+MODELS["qwen3_moe-lora"] = MODELS["qwen3_moe"]
+
+ADAPTED = ("lora", "dora")
 
 TRANSFORMERS = ("transformers.models.t5.modeling_t5", "transformers.models.bert.modeling_bert")
 """What the models of `tests.objectives.ways` need; imported once, not on each rank."""
@@ -60,15 +156,16 @@ def recipe_of(root: Path, model: str, **knobs: Any) -> Recipe:
     if not folder.exists():
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
-        if model == "lora":
+        if model.endswith(ADAPTED):
             whole = Decoder(DecoderConfig.from_hf(MODELS[model]))
             init_weights(whole, 0)
             save_weights(
                 {name: parameter.detach() for name, parameter in whole.named_parameters()}, folder
             )
     given = {"model__source": str(folder), "model__config": None, "model__init": "random"}
-    if model == "lora":
-        given |= {"model__init": "weights", "model__lora": json.dumps({"rank": 4, "alpha": 8})}
+    if model.endswith(ADAPTED):
+        adapter = {"rank": 4, "alpha": 8, "kind": "dora" if model == "dora" else "lora"}
+        given |= {"model__init": "weights", "model__lora": json.dumps(adapter)}
     return small_recipe(root, **given, **knobs)
 
 

@@ -4,7 +4,7 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,11 +80,13 @@ def differences(
     rank: int,
     world: int,
     dtype: torch.dtype = torch.float32,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
     """The largest difference (see `_relative`) of the output and of each gradient, over windows, to
     float32 attention over whole rows.
 
-    `heads`: of queries, and of keys and values.
+    `heads`: of queries, and of keys and values. `sum_over_ranks`: attention has sinks, whose
+    gradient is the sum over ranks.
     """
     full = rows.shared(0, 1) if rows.tokens.shape[1] % (2 * world) == 0 else _filled(rows, world)
     mine = rows.shared(rank, world)
@@ -93,17 +95,27 @@ def differences(
         torch.randn(len(rows.tokens), count, full.tokens.shape[1], 8, generator=generator).to(dtype)
         for count in (heads[0], heads[1], heads[1], heads[0])
     )
+    sinks = None if sum_over_ranks is None else torch.randn(heads[0], generator=generator)
     found: dict[str, float] = {}
     looks, dense_looks = (
         attention(mine.positions, mine.segments, windows),
         make_attn_fns(full.positions, full.segments, windows),
     )
     for window in windows:
-        expected = _results(dense_looks[window], *(each.float() for each in (q, k, v, gradient)))
-        got = _results(
-            looks[window], *(chunk_pair(each, rank, world, 2) for each in (q, k, v, gradient))
+        expected = _results(
+            dense_looks[window], *(each.float() for each in (q, k, v, gradient)), sinks
         )
-        for name, a, b in zip(("output", "q", "k", "v"), got, expected, strict=True):
+        got = _results(
+            looks[window],
+            *(chunk_pair(each, rank, world, 2) for each in (q, k, v, gradient)),
+            sinks,
+        )
+        if sum_over_ranks is not None:
+            total, whole = sum_over_ranks(got[4]), expected[4]
+            found["sinks"] = max(
+                found.get("sinks", 0.0), float((total - whole).norm() / whole.norm())
+            )
+        for name, a, b in zip(("output", "q", "k", "v"), got, expected, strict=False):
             assert a.dtype == dtype
             found[name] = max(
                 found.get(name, 0.0),
@@ -128,9 +140,13 @@ def _filled(rows: Rows, world: int) -> Rows:
     )
 
 
-def _results(look: AttnFn, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
-    out = look(*leaves)
+def _results(
+    look: AttnFn, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The output, and the gradients of q, k, v and, where there are any, of the sinks."""
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    leaves = [each.clone().requires_grad_() for each in given]
+    out = look(*leaves) if sinks is None else look(*leaves[:3], sinks=leaves[3])
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 

@@ -26,11 +26,10 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.objectives.cross_entropy import CrossEntropy
-from ingot.parallel import ring
+from ingot.parallel import context
 from ingot.parallel.blockwise import MatmulKernel
-from ingot.parallel.context import context_attention
+from ingot.parallel.context import RingAttention, RingSchedule, context_attention
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.parallel.ring import RingAttention, RingSchedule
 from tests import tolerances
 from tests.parallel.shared_rows import Rows, differences, make_rows, plain_rows
 from tests.ranks import run_ranks
@@ -74,6 +73,7 @@ def _all_cases(world: int) -> Found:
             f"{kind} bf16": _attention_case(f"{kind} packed", here, (None, 7), torch.bfloat16)
             for kind in KINDS
         }
+        cases |= {f"{kind} sinks": _sinks_case(kind, here) for kind in KINDS}
         cases |= {case: _decoder_case(case, here) for case in DECODER}
         cases |= {fault: _faulty(fault, here) for fault in FAULTS}
         cases["autocast"] = _autocast_case(here)
@@ -103,13 +103,32 @@ def _attention_case(
         (8, 8) if "plain" in case else (8, 4) if "ulysses" in case or "filled" in case else (6, 1)
     )
     products = (
-        mock.patch.object(ring, "kernel_for", return_value=MatmulKernel())
+        mock.patch.object(context, "kernel_for", return_value=MatmulKernel())
         if "products" in case
         else nullcontext()
     )
     with products:
         return differences(
             _attention(case, here), rows, windows, heads, here.rank, here.world, dtype
+        )
+
+
+def _sinks_case(kind: str, here: Mesh) -> dict[str, float]:
+    """As gpt-oss has it: a score of each head that takes part in the softmax and has no value."""
+    products = (
+        mock.patch.object(context, "kernel_for", return_value=MatmulKernel())
+        if "products" in kind
+        else nullcontext()
+    )
+    with products:
+        return differences(
+            _attention(kind, here),
+            make_rows(),
+            (None, 7),
+            (8, 4),
+            here.rank,
+            here.world,
+            sum_over_ranks=here.all_sum,
         )
 
 
@@ -157,12 +176,12 @@ def _faulty(fault: str, here: Mesh) -> dict[str, float]:
     if fault == "positions not split":
         mine = mine._replace(positions=torch.arange(size).expand(len(rows.tokens), -1))
     elif fault == "a block skipped":
-        patch = mock.patch.object(ring, "plan_ring", partial(_skipping, ring.plan_ring))
+        patch = mock.patch.object(context, "plan_ring", partial(_skipping, context.plan_ring))
     elif fault == "cut in order":
         own = slice(here.rank * size, (here.rank + 1) * size)
         mine = Rows(*(None if each is None else each[:, own] for each in rows))  # type: ignore[arg-type]
     else:
-        patch = mock.patch.object(ring, "gather", lambda numbers, group: [numbers] * here.world)
+        patch = mock.patch.object(context, "gather", lambda numbers, group: [numbers] * here.world)
     with patch:
         return _decoder_case("plain" if fault == "positions not split" else "packed", here, mine)
 
@@ -218,6 +237,14 @@ def _compiled_case(here: Mesh) -> dict[str, float]:
         )
         graphs.append(counters["stats"]["unique_graphs"])
     return {"first": graphs[0], "more": graphs[-1] - graphs[0], "loss": losses}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks_take_part_as_over_whole_rows(found: list[Found], kind: str) -> None:
+    for rank, cases in enumerate(found):
+        assert max(cases[f"{kind} sinks"].values()) < tolerances.SHARED_ROWS, (
+            f"rank {rank}: {cases}"
+        )
 
 
 @pytest.mark.parametrize("case", ATTENTION)

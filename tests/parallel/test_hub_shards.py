@@ -22,6 +22,7 @@ from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, 
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optimizers import make_optimizer
 from tests import tolerances
+from tests.exhaustive import EXHAUSTIVE
 from tests.models.hf.shrunk import EOS
 from tests.models.hf.test_types import CASES, made
 from tests.models.hf.tiny import ALL, LABELS, VOCAB, drawn
@@ -31,6 +32,7 @@ from tests.train.test_step import distance
 
 ROWS, SOURCE, TARGET = 4, 12, 7
 COPIED = ("t5", "bart", "bart-untied", "bert", "modernbert")
+SHARDED = tuple(ALL) if EXHAUSTIVE else COPIED
 Layouts = dict[str, dict[str, int]]
 
 
@@ -105,13 +107,13 @@ def several(names: Sequence[str], layout: dict[str, int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return several(list(ALL), {})
+    return several(SHARDED, {})
 
 
 @pytest.mark.drawn("hub shards")
 @pytest.mark.parametrize(
     ("names", "layout"),
-    [(tuple(ALL), {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})],
+    [(SHARDED, {"shard": 2}), (COPIED, {"replicate": 2, "shard": 2})],
     ids=["shard", "shard-replicate"],
 )
 def test_sharded_equals_one_process(

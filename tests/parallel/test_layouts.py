@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
+from ingot.config.sections.training import SGD, AdamW, Muon, OptimizerSettings
 from ingot.verify.layout import LayoutResult
 from ingot.verify.layout_modes import (
     AXES,
@@ -99,6 +99,7 @@ FULL: dict[str, list[Layout]] = {
     },
 }
 """What there is: all of the table on tied and untied models, parts of it on the others."""
+HUB_WAYS = ("seq2seq", "classify", "reward")
 WAYS: list[tuple[str, dict[str, Any]]] = [
     *(
         (way, knobs)
@@ -117,7 +118,12 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("dpo-lora", {"shard": 2}),
     ("dpo-lora", {"tensor": 2}),
-    *((way, MODES[mode]) for way in ("seq2seq", "classify") for mode in HUB_MODES),
+    *(
+        (way, knobs)
+        for way in ("ipo", "simpo", "orpo", "kto")
+        for knobs in ({"shard": 2}, {"tensor": 2}, {"context": 2})
+    ),
+    *((way, MODES[mode]) for way in HUB_WAYS for mode in HUB_MODES),
 ]
 
 
@@ -128,8 +134,14 @@ SHORT_WAYS: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"context": 2}),
     ("dpo", {"tensor": 2, "sequence": False}),
     ("dpo-lora", {"shard": 2}),
+    ("ipo", {"shard": 2}),
+    ("simpo", {"shard": 2}),
+    ("orpo", {"context": 2}),
+    ("kto", {"shard": 2}),
+    ("kto", {"context": 2}),
     ("seq2seq", MODES["shard"]),
     ("classify", MODES["replicate"]),
+    ("reward", MODES["shard"]),
 ]
 """Of these, one case for each thing that an objective does over ranks: sums over rows and over the
 vocabulary, a teacher's states, the models of transformers.
@@ -172,11 +184,37 @@ def check(found: LayoutResult) -> None:
     assert found.holds, found.summary
 
 
+@pytest.mark.drawn(keep=7)
 @pytest.mark.parametrize(("model", "one"), cases(QUICK))
 def test_a_layout_equals_one_process(
     model: str, one: Layout, proving: Proving, texts: Path
 ) -> None:
     check(prove(proving, texts, model, one))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.drawn] * (mode != "shard"))
+        for mode in MODES
+        if "tensor" not in mode
+    ],
+)
+def test_a_base_in_few_bits_equals_one_process(mode: str, proving: Proving, texts: Path) -> None:
+    recipe = recipe_of(texts, "lora", model__quantize="{kind: nf4, double: true}")
+    check(proving.prover.finding(proving.reference(recipe), layout(**MODES[mode])))
+
+
+@pytest.mark.drawn("DoRA over layouts")
+@pytest.mark.parametrize(
+    "mode", ["shard", "tensor", "tensor alone", "1f1b", "zero bubble", "ring", "selective", "both"]
+)
+def test_the_norms_of_dora_are_those_of_whole_rows(
+    mode: str, proving: Proving, texts: Path
+) -> None:
+    """A layer that is split by its inputs has parts of each row on every rank."""
+    knobs = {"shard": 2, "tensor": 2} if mode == "both" else MODES[mode]
+    check(prove(proving, texts, "dora", layout(**knobs)))
 
 
 @pytest.mark.slow
@@ -199,7 +237,11 @@ def test_all_layouts_equal_one_process(
             way,
             knobs,
             id=f"{way}: {layout(**knobs).name}",
-            marks=[pytest.mark.slow] * ((way, knobs) not in SHORT_WAYS),
+            marks=[
+                pytest.mark.drawn("a way of training over layouts", keep=4)
+                if (way, knobs) in SHORT_WAYS
+                else pytest.mark.slow
+            ],
         )
         for way, knobs in WAYS
     ],
@@ -216,9 +258,10 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
     # Eps as large as a gradient: what is nothing but rounding stays small.
     "adamw": AdamW(lr=0.002, eps=1e-3, weight_decay=0.1),
     "momentum": SGD(kind="sgd", lr=0.02, momentum=0.9, weight_decay=0.1),
+    # What is nothing but rounding in a gradient of low rank would be made as large as the rest.
+    "muon": Muon(kind="muon", lr=0.0005, eps=1e-3, compute="fp32"),
 }
 """Beside plain descent, which all else here is proved with."""
-HUB_WAYS = ("seq2seq", "classify")
 
 
 def whole_runs() -> list[tuple[str, dict[str, Any], str]]:
@@ -228,7 +271,8 @@ def whole_runs() -> list[tuple[str, dict[str, Any], str]]:
         for way in ("pretrain", *dict.fromkeys(way for way, _ in WAYS))
         for mode in (HUB_MODES if way in HUB_WAYS else MODES)
         for optimizer in OPTIMIZERS
-        if not (way.startswith("dpo") and "pipeline" in MODES[mode])
+        if not (ways.SOURCES.get(way) in ("preferences", "rated") and "pipeline" in MODES[mode])
+        and not (optimizer == "muon" and way.endswith("lora"))
     ]
 
 
@@ -251,21 +295,24 @@ def pairwise(seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
     return chosen
 
 
+PAIRWISE = pairwise()
+
+
+def marks_of(case: tuple[str, dict[str, Any], str]) -> list[pytest.MarkDecorator]:
+    if case not in PAIRWISE:
+        return [pytest.mark.slow]
+    if case[0] == "pretrain" and case[-1] == "adamw":
+        return []
+    return [pytest.mark.drawn(f"{case[-1]} over layouts", keep=2 if case[-1] == "adamw" else 1)]
+
+
 @pytest.mark.parametrize(
     ("way", "knobs", "optimizer"),
     [
         pytest.param(
-            way,
-            knobs,
-            optimizer,
-            id=f"{way}: {layout(**knobs).name}: {optimizer}",
-            marks=[]
-            if (way, knobs, optimizer) in pairwise() and optimizer == "adamw"
-            else [pytest.mark.drawn("momentum over layouts")]
-            if (way, knobs, optimizer) in pairwise()
-            else [pytest.mark.slow],
+            *case, id=f"{case[0]}: {layout(**case[1]).name}: {case[2]}", marks=marks_of(case)
         )
-        for way, knobs, optimizer in whole_runs()
+        for case in whole_runs()
     ],
 )
 def test_an_optimizer_sees_the_same_in_every_layout(
@@ -331,6 +378,7 @@ def with_fault(proving: Proving, texts: Path, fault: str) -> LayoutResult:
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_a_planted_fault_is_seen(fault: str, proving: Proving, texts: Path) -> None:
     found = with_fault(proving, texts, fault)

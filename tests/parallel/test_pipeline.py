@@ -141,6 +141,7 @@ def test_eight_ranks_equal_one() -> None:
     assert_all_equal(8, EIGHT)
 
 
+@pytest.mark.drawn("two ranks, bit for bit")
 def test_schedules_agree_in_bf16() -> None:
     """Zero bubble adds up gradients of weights in float32, too."""
     kinds = [

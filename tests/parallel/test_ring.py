@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ingot.models.native.attention import causal_mask, document_mask
-from ingot.parallel.ring import RingAttention, plan_ring
+from ingot.parallel.context import RingAttention, plan_ring
 from ingot.parallel.rows import join_rows
 from tests.parallel.shared_rows import LENGTH, make_rows
 

@@ -10,7 +10,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.data.batches.loader import Batch
 from ingot.models.native.head import IGNORE
-from ingot.objectives.forward import reduce_values, shard_batch
+from ingot.objectives.forward import PipelinedBatches, reduce_values, shard_batch
 from ingot.parallel.rows import chunk_pair, chunk_size, join_rows, split_rows
 
 
@@ -73,15 +73,28 @@ def test_what_fills_up_a_shared_row_is_no_target() -> None:
     assert shared.segments.tolist() == [[1, 1, 1, 0]]
 
 
+class _Whole:
+    """An objective whose loss is a value of whole rows."""
+
+    name = "whole"
+
+    def reduce(self, values: Any, batch: Any, all_sum: Any) -> Any:
+        total = all_sum(values.sum())
+        return total, {"total": total.detach()}
+
+
 def test_a_loss_of_whole_rows_is_counted_once() -> None:
-    class Whole:
-        name = "whole"
-
-        def reduce(self, values: Any, batch: Any, all_sum: Any) -> Any:
-            total = all_sum(values.sum())
-            return total, {"total": total.detach()}
-
     row = torch.ones(1, 4, dtype=torch.int64)
     batch = Batch(row, row, row, row)
-    loss, metrics = reduce_values(cast("Any", Whole()), row.float(), batch, _OneOfTwo())
+    loss, metrics = reduce_values(cast("Any", _Whole()), row.float(), batch, _OneOfTwo())
     assert (float(loss), float(metrics["total"])) == (4.0, 4.0)
+
+
+def test_the_micro_batches_of_a_pipeline_are_summed() -> None:
+    row = torch.ones(1, 4, dtype=torch.int64)
+    batches = [Batch(row, row, row, row)] * 3
+    work = PipelinedBatches(cast("Any", _Whole()), batches, "fp32", torch.device("cpu"), None)
+    for number in range(3):
+        work.loss(row.float() * 10**number, number)
+    loss, metrics = work.sums()
+    assert (float(loss), float(metrics["total"])) == (444.0, 444.0)

@@ -28,6 +28,7 @@ from ingot.models.parameters import fill_normal, local_tensor, shard_slices
 from ingot.models.spec import ModelSpec, build_model, create_model, materialize_model
 from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.mesh import Mesh, running_mesh
+from tests.exhaustive import EXHAUSTIVE
 from tests.models.tiny import make_member, make_reference
 from tests.ranks import run_ranks
 
@@ -35,13 +36,16 @@ CPU = torch.device("cpu")
 LAYOUTS: list[dict[str, int]] = [
     {"shard": 4},
     {"tensor": 2, "shard": 2},
-    {"tensor": 4},
-    {"pipeline": 2, "tensor": 2},
     {"pipeline": 2, "virtual": 2, "shard": 2},
 ]
+if EXHAUSTIVE:
+    LAYOUTS += [{"tensor": 4}, {"pipeline": 2, "tensor": 2}]
 FOLDERS = ("tied", "untied", "large")
 SIZES = {"num_key_value_heads": 4, "num_hidden_layers": 4}
-ADAPTER = Lora(rank=3, alpha=6.0)
+ADAPTERS = {
+    "tied": Lora(rank=3, alpha=6.0),
+    "untied": Lora(rank=3, alpha=6.0, kind="dora"),  # its file has norms of the rows of all ranks
+}
 
 
 class Largest(TorchDispatchMode):
@@ -177,13 +181,13 @@ def _adapters(root: Path, layout: dict[str, int], mesh: Mesh) -> None:
     """A new adapter is drawn in parts, one in a folder is read in parts; the base beneath it
     too.
     """
-    for name in ("tied", "untied"):
+    for name in ADAPTERS:
         stored = drawing_of(root / name)
         model, whole = (
-            wrapped(stored, layout, mesh, ADAPTER),
+            wrapped(stored, layout, mesh, ADAPTERS[name]),
             build_model(stored, 0, CPU, filled=True),
         )
-        add_lora(whole, ADAPTER, 0)
+        add_lora(whole, ADAPTERS[name], 0)
         materialize_model(model, stored, 0, mesh.device, filled=True)
         init_adapter(model, 0)
         parts_of(model, whole)
@@ -207,12 +211,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype=torch.bfloat16,
         **SIZES,
     )
-    for name in ("tied", "untied"):
+    for name, knobs in ADAPTERS.items():
         model = build_model(drawing_of(made / name), 0, CPU, filled=True)
-        add_lora(model, ADAPTER, 0)
+        add_lora(model, knobs, 0)
         with torch.no_grad():
             for key, layer in lora_layers(model).items():
                 fill_normal(layer.lora_B, 1, key, 0.1)
+                if layer.is_dora:
+                    layer.lora_magnitude.add_(0.1)
         save_adapter(model, made / f"{name}-adapter", base=str(made / name), kind="decoder")
     return made
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ingot.base.storage import write_atomic
-from ingot.cli.arguments import read_recipe
 from ingot.cli.model import find_target
-from ingot.config.load import dump_recipe
+from ingot.config.load import dump_recipe, read_recipe
 from ingot.config.recipe import Recipe
 from ingot.evaluate.generation import encode_sample
 from ingot.pipeline import local as ask

@@ -11,8 +11,8 @@ import pytest
 
 import ingot
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.lock import folder_lock
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
+from ingot.base.runfolder import folder_lock
 from ingot.base.runlog import read_lines
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
@@ -153,6 +153,9 @@ def test_a_failed_step_leaves_no_record_and_is_written_down(
     assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
         ("failure", "ingest: disk full")
     ]
+    page = (recipe.folder.reports / "index.html").read_text(encoding="utf-8")
+    assert "ingest failed" in page
+    assert f"ingot run {recipe.folder.recipe}" in page
 
 
 def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Recipe]) -> None:

@@ -13,7 +13,7 @@ from ingot.base.markers import canonical_json
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
-from ingot.config.serving import _LIMITS, container_of
+from ingot.config.serving import SERVER_ARGUMENTS, container_of
 from ingot.pipeline.steps import DEPLOY, STEPS, step_named, upstream_steps
 
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
@@ -64,6 +64,9 @@ CHANGES_NOTHING = {
     "serve.any_template",
     "serve.canary",
     "serve.verify",
+    "serve.cors",
+    "serve.pack",
+    "serve.tool_call_parser",
 }
 
 
@@ -87,6 +90,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("tokenizer.sample_bytes=5000", {"prepare"}),
         ("tokenizer.source=some/folder", {"prepare"}),
         ("data.validation.fraction=0.5", {"prepare"}),
+        ("data.validation={fraction: 0.01, group: a}", {"prepare"}),
         ("data.validation=[]", {"prepare", "evaluate"}),
         ("data.fraction=0.5", {"prepare"}),
         ("data.seq_len=128", {"train", "evaluate"}),
@@ -107,6 +111,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("train.schedule.warmup=0.5", {"train"}),
         ("train.clip_norm=null", {"train"}),
         ("precision.export=fp32", {"train"}),
+        ("train.average={kind: ema, export: false}", {"train"}),
         ("evaluate.prompts=[a]", {"evaluate"}),
         ("evaluate.tasks=[{baselines: [gzip]}]", {"evaluate"}),
         ("evaluate.model=some/folder", {"evaluate"}),
@@ -115,6 +120,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("registry.name=other", {"gate", "register"}),
         ("serve.prompt=import", {"serve"}),
         ("serve.prompt_tokens=3", {"serve"}),
+        ("serve.prompt_temperature=0.5", {"serve"}),
         ("objective.kind=dpo", {"ingest", "prepare", "train", "evaluate", "gate"}),
         ("model.lora={}", {"train"}),
         ("train.start_from=runs/other", {"train"}),
@@ -132,6 +138,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("data.engine.workers=3", set()),
         ("evaluate.micro_batch=1", set()),
         ("evaluate.sample_tokens=3", set()),
+        ("evaluate.temperature=0.5", set()),
         ("serve.port=1", set()),
     ],
 )
@@ -173,9 +180,10 @@ def test_a_version_in_vertex_is_its_container_too(
     )
 
 
-@pytest.mark.parametrize("knob", _LIMITS)
+@pytest.mark.parametrize("knob", SERVER_ARGUMENTS)
 def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None:
-    changes = {"any_template": "true"}
+    changes = {"any_template": "true", "pack": "false", "cors": "[http://a.example]"}
+    changes["tool_call_parser"] = "hermes"
     before, after = (
         _recipe(*VERTEX),
         _recipe(*VERTEX, f"serve.{knob}={changes.get(knob, '7')}"),
@@ -203,6 +211,9 @@ def test_knobs_that_matter_only_with_others() -> None:
     }
     prompts = "evaluate.prompts=[a]"
     assert _changed(_recipe(prompts), _recipe(prompts, "evaluate.sample_tokens=3")) == {"evaluate"}
+    drawn = (prompts, "evaluate.temperature=0.5", "serve.prompt_temperature=0.5")
+    assert _changed(_recipe(prompts), _recipe(*drawn)) == {"evaluate", "serve"}
+    assert _changed(_recipe(*drawn), _recipe(*drawn, "seed=5")) == {"train", "evaluate", "serve"}
 
 
 def test_every_knob_is_decided() -> None:
@@ -212,18 +223,28 @@ def test_every_knob_is_decided() -> None:
             "train.early_stop.patience=2",
             "train.evaluate_every=10",
             "evaluate.prompts=[a]",
+            "evaluate.temperature=1",
+            "serve.prompt_temperature=1",
+            "data.validation={fraction: 0.1, group: a}",
             "train.skip.spike=5",
         ),
         _recipe("model.source=hf:a/b"),
         _recipe("data.validation=[{source: v.jsonl}]", "data.megatron_prefix=web"),
         _recipe("train.optimizer.kind=sgd", "data.skip=[[1, 2]]", "data.window=3"),
-        _recipe("objective.kind=dpo"),
+        _recipe("train.optimizer={kind: muon, groups: [{match: x}]}", "train.schedule.kind=wsd"),
+        _recipe("train.average.kind=ema", "train.experts.aux_loss=0.1"),
+        _recipe("train.average.kind=last", "checkpoint.keep=5"),
+        _recipe("objective.kind=dpo", "data.truncate=left"),
+        _recipe("objective.kind=simpo"),
+        _recipe("objective.kind=kto"),
+        _recipe("objective.kind=reward"),
         _recipe("objective={kind: distill, teacher: t}"),
+        _recipe("objective={kind: grpo, rewards: [{kind: exact}]}"),
         _recipe("gate.floor=bigram"),
         _recipe("tokenizer.target_language=deu_Latn"),
         _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"),
-        _recipe("model.lora={}"),
+        _recipe("model.lora={}", "model.quantize=nf4"),
         _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),
         _recipe(
             "evaluate.tasks=[{kind: hellaswag}, {kind: choice, source: c}, {kind: rouge}, {kind:"
@@ -234,9 +255,10 @@ def test_every_knob_is_decided() -> None:
         _plain(name) for recipe in recipes for step in STEPS for name in _names(step.knobs(recipe))
     }
     undecided = []
+    plain = [knob.plain for knob in knobs()]
     for knob in knobs():
         parents = {knob.plain.rsplit(".", count)[0] for count in range(knob.plain.count(".") + 1)}
-        is_section = any(other.plain.startswith(f"{knob.plain}.") for other in knobs())
+        is_section = any(other.startswith(f"{knob.plain}.") for other in plain)
         if not is_section and not parents & (read | CHANGES_NOTHING | OF_OTHERS):
             undecided.append(knob.path)
     assert not undecided

@@ -4,6 +4,8 @@ Against the service's own interface on loopback.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import signal
 import subprocess
@@ -26,7 +28,7 @@ from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.pipeline import submit
 from ingot.pipeline.submit import prepare_submission, render_submission
-from tests import gcs, golden
+from tests import forks, gcs, golden
 from tests.fakes import google, pipelines
 from tests.lazy import require
 from tests.small import small_recipe
@@ -38,6 +40,8 @@ require("kfp", reason="kfp is not installed")
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
     monkeypatch.setattr(clients, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(submit, "POLL_S", 0.01)
+    # kfp asks for the whole stack with source lines, 49 times for each pipeline that it compiles.
+    monkeypatch.setattr(inspect, "stack", functools.partial(inspect.stack, 0))
     with gcs.serving(monkeypatch) as server:
         yield server
 
@@ -505,20 +509,19 @@ def test_a_time_is_taken(cron: str) -> None:
     assert submit.check_cron(cron) == cron
 
 
-def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> subprocess.Popen[str]:
+def _command(root: Path, recipe: Recipe, *options: str, **variables: str) -> forks.Process:
     path = root / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
-    return subprocess.Popen(
-        [sys.executable, "-m", "ingot", "submit", str(path), *options],
+    return forks.start(
+        ("submit", str(path), *options),
         cwd=root,
         env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
+@pytest.mark.drawn("pipelines from the command line")
 def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_running(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -575,6 +578,7 @@ def test_a_dry_run_loads_no_client_of_the_service(tmp_path: Path) -> None:
     assert "schemaVersion" in done.stdout
 
 
+@pytest.mark.drawn("pipelines from the command line")
 def test_cancel_from_the_command_line(tmp_path: Path, service: pipelines.State) -> None:
     recipe, _, id = submitted(tmp_path, service)
     process = _command(tmp_path, recipe, "--cancel")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ingot.cli.arguments import read_recipe
+from ingot.config.load import read_recipe
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.plan.checks import (
@@ -30,7 +30,7 @@ from tests.graph import PROJECT
 from tests.plan.test_run_cost import PLACE, cost
 from tests.small import small_recipe
 
-LENGTHS = ColumnLengths(32, 20.0, 5.0, 20.0, 40.0, 90, 0.2, 0.1)
+LENGTHS = ColumnLengths(32, 20.0, 5.0, 20.0, 40.0, 90, 0.2, 0.1, 1.0)
 SAMPLE = LengthSample(
     about="all 100 documents",
     documents=100,
@@ -135,6 +135,7 @@ WEIGHTS = {
     "sft_llama": (1.2e9, False),
     "sft_llama_8b": (8e9, False),
     "dpo_llama": (1.2e9, False),
+    "reward_llama": (1.2e9, False),
     "lora_llama": (8e9, False),
     "continue_llama": (1.2e9, False),
     "chat_smollm2": (135e6, False),

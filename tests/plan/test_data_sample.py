@@ -15,7 +15,7 @@ from ingot.data.ingest import ingest
 from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import prepare
 from ingot.data.sample import sample_sources
-from ingot.plan.data_sample import data_bytes, look_at_data
+from ingot.plan.data_sample import ColumnLengths, data_bytes, look_at_data
 from ingot.plan.unknown import Unknown
 from tests.small import small_recipe, write_documents
 
@@ -145,3 +145,29 @@ def test_a_source_that_is_not_here_says_so(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, data__train=[{"source": "gs://bucket/texts.jsonl"}])
     with pytest.raises(WrongInput, match="run `ingot ingest` first"):
         look_at_data(recipe)
+
+
+@pytest.mark.parametrize("limit", [1024, 4096])
+@pytest.mark.parametrize("draw", [lambda rng: rng.integers(20, 4000, 400), lambda _: [100] * 80])
+def test_blocks_of_a_mask_that_hold_a_document_are_counted(limit: int, draw: Any) -> None:
+    lengths = np.asarray(draw(np.random.default_rng(0)), np.int64)
+    # Documents one after the other in a stream that is cut into rows, as flex attention sees them.
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    rows = document[: len(document) // limit * limit].reshape(-1, limit)
+    some = rows[:: max(1, len(rows) // 24)]
+    causal = np.tril(np.ones((limit, limit), bool))
+    blocks = limit // 128
+
+    def touched(mask: Any) -> int:
+        return int(mask.reshape(blocks, 128, blocks, 128).any((1, 3)).sum())
+
+    computed = np.mean([touched(causal & (row[:, None] == row[None])) for row in some])
+    told = ColumnLengths.of(lengths, limit, cut=True).attended
+    assert told == pytest.approx(computed / touched(causal), rel=0.15)
+
+
+def test_one_document_a_row_attends_to_all_of_it() -> None:
+    assert ColumnLengths.of(np.full(9, 512), 512).attended == 1.0
+    assert ColumnLengths.of(np.full(9, 1024), 512).attended == 1.0
+    two = ColumnLengths.of(np.full(9, 512), 1024).attended
+    assert 20 / 36 < two <= 28 / 36, "blocks of 128, wherever documents begin"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from ingot.config.degrees import Degrees
 from ingot.config.presets import preset
 from ingot.config.recipe import Recipe
-from ingot.config.shape import Degrees, parameter_count
+from ingot.config.shape import parameter_count
 from ingot.plan.place import GIB, PlacePrice, PlannedPlace, place_of
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunCost, RunInputs, cost_of
@@ -242,6 +243,23 @@ def test_room_for_one_checkpoint_more_than_is_kept(tmp_path: Path) -> None:
     assert [each.what for each in here if "bucket" in each.what] == []
 
 
+def test_the_disk_has_an_adapters_checkpoints_and_the_merged_model(tmp_path: Path) -> None:
+    """Of a 70B: twice as many bytes as weights, as the model is exported, and little beside it."""
+    config = preset("llama-8b") | {"num_hidden_layers": 80, "hidden_size": 8192}
+    for export, each in (("bf16", 2), ("fp32", 4)):
+        knobs: dict[str, Any] = {"model__lora": {"rank": 8}, "precision__export": export}
+        recipe = small_recipe(tmp_path, checkpoint__keep=2, **knobs)
+        size = model_size(recipe, config)
+        assert size is not None
+        found = spaces(recipe, PLACE, size, Range.exactly(0.0), checkpoint_bytes(recipe, size))
+        together = next(one.bytes for one in found if one.what == "on the disk together")
+        assert likely(together) == size.weights * each + 3 * 12 * size.trained
+    named = small_recipe(tmp_path, model__lora={"rank": 8, "targets": ["q_proj"]})
+    some = checkpoint_bytes(named, size)
+    assert isinstance(some, Range)
+    assert (some.low, some.high) == (0, 12 * size.trained)
+
+
 def test_what_grows_with_ranks_grows_with_ranks() -> None:
     def seconds(nodes: int) -> list[float]:
         place = replace(PLACE, nodes=nodes, processes=8)
@@ -251,6 +269,16 @@ def test_what_grows_with_ranks_grows_with_ranks() -> None:
     assert many[0] == pytest.approx(625 * few[0])
     assert many[1] == pytest.approx(625 * few[1])
     assert many[2] == few[2]  # rank 0 verifies the same bytes, eight files at a time
+
+
+def test_a_restart_waits_for_all_that_grows_with_ranks(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, train__steps=100, checkpoint__every=50)
+    found = cost(recipe, replace(PLACE, nodes=1250, processes=8))
+    grows = [likely(each.seconds) for each in found.per_rank]
+    assert len(grows) == 3
+    gap = 100 * 2.0 / 3
+    apart = likely(found.start_s) - grows[0]
+    assert likely(found.restart_s) == pytest.approx(sum(grows) + apart + gap / 2)
 
 
 def test_memory_by_formula_has_the_weights_in_it(tmp_path: Path) -> None:

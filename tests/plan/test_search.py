@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import Degrees
 from ingot.config.load import load_recipe
 from ingot.config.presets import preset
-from ingot.config.shape import Degrees
+from ingot.config.shape import least_parameters
 from ingot.plan.choose import Limits, choose
+from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, possible_layouts
 from ingot.plan.ranges import Range
-from ingot.plan.search import Candidate, Judged, SearchedLayout, search
+from ingot.plan.search import Judged, _Bench, search
 from ingot.plan.seconds import NOTHING, StepSeconds
 from ingot.plan.tracing.memory import RankMemory, kinds_of_ranks
 from ingot.plan.tracing.records import ROLES, MemoryUse, RankTrace
+from ingot.plan.tracing.workers import Tracer, TraceRequest
 
 RECIPE = """
 name: searched
@@ -47,10 +51,50 @@ def _seconds(recipe: Any, world: int, memory: tuple[RankMemory, ...]) -> StepSec
     return _step(Range.exactly(10 + again - memory[0].trace.micro_steps ** -1))
 
 
+class _Line:
+    """Stands in for the processes that trace: 100 bytes, and 10 for each row of a micro-batch;
+    `more` for each above four.
+    """
+
+    def __init__(self, more: int = 0) -> None:
+        self._more = more
+
+    def traces(self, requests: Sequence[TraceRequest]) -> list[RankTrace]:
+        rows = [request.recipe.train.micro_batch for request in requests]
+        uses = [
+            MemoryUse(dict.fromkeys(ROLES, 0)).plus(
+                "weights", 100 + 10 * count + self._more * max(0, count - 4)
+            )
+            for count in rows
+        ]
+        return [RankTrace(0, (use,), use, use, {}, {}, 1, 1) for use in uses]
+
+
+@pytest.mark.parametrize(("has", "rows"), [(109, None), (110, 1), (125, 2), (140, 4), (999, 8)])
+def test_the_largest_micro_batch_that_fits_is_proposed(
+    has: int, rows: int | None, recipe: Any
+) -> None:
+    others: list[tuple[str, str]] = []
+    layout = SearchedLayout(1, 1, 1, 1, 1)
+    bench = _Bench(cast("Tracer", _Line()), recipe(), "cpu", Range.exactly(has), others)
+    found = [one.micro_batch for one in bench.grown([layout], "none")]
+    assert found == ([] if rows is None else [rows])
+    assert [reason.split(":")[0] for _, reason in others] == ["does not fit"] * (rows is None)
+
+
+def test_of_a_micro_batch_that_does_not_fit_half_is_tried(recipe: Any) -> None:
+    """Memory grows faster than one and two rows promise, of which eight would fit."""
+    layout = SearchedLayout(1, 1, 1, 1, 1)
+    bench = _Bench(cast("Tracer", _Line(more=20)), recipe(), "cpu", Range.exactly(185), [])
+    assert [one.micro_batch for one in bench.grown([layout], "none")] == [4]
+
+
 def test_what_fits_is_found_and_what_does_not_is_told(recipe: Any) -> None:
     # A replica takes 44 MiB even where all is recomputed, a half 39 MiB, half of each matrix 26.
     has = Range.exactly(42 * MIB)
-    result = search(recipe(), CONFIG, [2], 2, "cpu", has, _seconds)
+    # One row a rank: what is searched is the layout alone.
+    one_row = recipe("train.global_batch=2")
+    result = search(one_row, CONFIG, [2], 2, "cpu", has, _seconds)
     assert all(one.peak.high <= 42 * MIB for one in result.found)
     best = result.found[0].candidate
     assert (best.layout.shard, best.layout.tensor) in ((2, 1), (1, 2))
@@ -72,7 +116,7 @@ def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
     one = Candidate(layout, "full", 2)
     assert one.of(recipe()) == recipe(*one.overrides)
     assert layout.replicate == 2
-    assert one.told() == (
+    assert one.text() == (
         "16 devices: tensor 2 x pipeline 2 x shard 2 x replicate 2, micro-batch 2, full"
         " recomputation"
     )
@@ -120,3 +164,26 @@ def test_devices_are_a_number_or_two(recipe: Any, devices: str) -> None:
     place = place_of(asked)
     with pytest.raises(WrongInput, match="give a number, or two such as"):
         choose(asked, place, ModelKnown(CONFIG, random=True), devices, Limits(None, None))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "fits"),
+    [
+        ([], False),
+        (["train.optimizer.kind=sgd"], True),
+        (["memory.offload.optimizer=1.0"], True),
+        (["model.lora.rank=8"], True),
+    ],
+)
+def test_what_cannot_fit_is_not_traced_whatever_the_model_and_only_that(
+    recipe: Any, knobs: list[str], fits: bool
+) -> None:
+    t5 = recipe("objective.kind=seq2seq", "model.source=preset:t5-mini", *knobs)
+    config = preset("t5-mini")
+    weights = least_parameters(config)
+    others: list[tuple[str, str]] = []
+    # Adam takes 16 bytes a weight, plain descent 8, a weight that is kept 4.
+    has = Range.exactly(12.0 * weights)
+    found = list(possible_layouts(t5, config, 1, 1, has, ALL_FREE, others))
+    assert bool(found) == fits
+    assert fits or others[0][1].startswith("does not fit: weights, gradients and optimizer")

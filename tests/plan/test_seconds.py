@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def likely(
     took = step_seconds([trace(micro_batch, steps=steps)], device(), layout)
     parts = ("matmul", "attention", "memory", "within", "between", "bubble", "total")
     return {name: round(getattr(took, name).likely, 9) for name in parts}
+
+
+def test_experts_that_are_chosen_more_often_are_the_upper_end() -> None:
+    even = trace({PRODUCT: 1})
+    crowded = replace(even, crowded=trace({PRODUCT: 3}))
+    took = step_seconds([crowded], device(), StepLayout())
+    assert bounds(took.matmul) == bounds(took.total) == (1, 1.3, 3)
+    assert took.total.origin == "guessed"
+    assert took.flops == 1e9
 
 
 def test_micro_batches_are_many_and_the_update_is_one() -> None:
@@ -174,3 +184,10 @@ def test_a_guessed_step_has_a_wide_range_and_says_so() -> None:
     took = step_seconds([trace(work)], guessed(device_type("h100")), StepLayout(8))
     assert took.total.origin == "guessed"
     assert took.total.high / took.total.low == pytest.approx(2, abs=0.1)
+
+
+def test_attention_of_documents_that_share_a_row_takes_its_share() -> None:
+    product = Operator("attention", "float32", 1e9, 1)
+    third = StepLayout(attended=Range.exactly(1 / 3))
+    assert likely({product: 3}, third)["attention"] == 2
+    assert likely({product: 3, PRODUCT: 1}, third)["matmul"] == 1

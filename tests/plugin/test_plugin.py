@@ -21,7 +21,7 @@ import torch
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric, read_report
-from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES
+from ingot.config.doors import OBJECTIVES, OPTIMIZERS, PLACES, REWARDS
 from ingot.config.identity import changes
 from ingot.config.knobs import knobs
 from ingot.config.load import dump_recipe, load_recipe
@@ -38,6 +38,8 @@ from ingot.evaluate.evaluate import evaluate
 from ingot.launch.job import Job
 from ingot.pipeline.steps import STEPS
 from ingot.registry.gate import decide
+from ingot.rewards.build import build_rewards
+from ingot.rewards.protocol import Sample
 from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
 from ingot.verify.layout import verify_layout
@@ -49,7 +51,7 @@ from tests.objectives.test_every_way import distance, logged, weights
 from tests.objectives.ways import recipe_of, write_all
 
 PACKAGE = Path(__file__).parent / "package"
-SIMPO = {"kind": "simpo", "beta": 2.0, "margin": 0.5}
+SLIC = {"kind": "slic", "beta": 2.0, "margin": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +77,15 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def prepared(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
     write_all(root)
-    recipe = recipe_of(root, "dpo", objective=SIMPO)
+    recipe = recipe_of(root, "dpo", objective=SLIC)
     ingest(recipe)
     prepare(recipe)
     return root
 
 
 def apart(prepared: Path, target: Path, **given: Any) -> Recipe:
-    """A recipe of SimPO in a folder of its own, over the prepared preferences."""
-    recipe = recipe_of(prepared, "dpo", objective=SIMPO, output=str(target / "runs"), **given)
+    """A recipe of SLiC in a folder of its own, over the prepared preferences."""
+    recipe = recipe_of(prepared, "dpo", objective=SLIC, output=str(target / "runs"), **given)
     if not recipe.folder.data.exists():
         shutil.copytree(prepared / "runs" / "dpo" / "data", recipe.folder.data)
     return recipe
@@ -91,21 +93,21 @@ def apart(prepared: Path, target: Path, **given: Any) -> Recipe:
 
 def test_its_kinds_are_understood_listed_and_explained(prepared: Path) -> None:
     recipe = apart(prepared, prepared, train__optimizer={"kind": "lion"})
-    assert (recipe.objective.kind, recipe.documents) == ("simpo", "preference")
+    assert (recipe.objective.kind, recipe.documents) == ("slic", "preference")
     file = prepared / "again.yaml"
     file.write_text(dump_recipe(recipe))
     assert load_recipe([file], environ={}, dotenv=None) == recipe
-    assert OBJECTIVES.package_of("simpo") == "ingot-extras 0.1"
+    assert OBJECTIVES.package_of("slic") == "ingot-extras 0.1"
     listed = {knob.path for knob in knobs(installed=True)} - {knob.path for knob in knobs()}
-    assert {"objective[simpo].margin", "train.optimizer[lion].betas"} <= listed
+    assert {"objective[slic].margin", "train.optimizer[lion].betas"} <= listed
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "simp0"}, r"objective\.kind.*did you mean 'simpo'"),
-        ({**SIMPO, "margen": 1}, r"unknown knob `objective\.margen`"),
-        ({**SIMPO, "beta": -1}, r"`objective\.beta` is -1; it should be greater than 0"),
+        ({"kind": "sl1c"}, r"objective\.kind.*did you mean 'slic'"),
+        ({**SLIC, "margen": 1}, r"unknown knob `objective\.margen`"),
+        ({**SLIC, "beta": -1}, r"`objective\.beta` is -1; it should be greater than 0"),
     ],
 )
 def test_what_is_wrong_is_said_as_of_built_in_kinds(
@@ -119,18 +121,18 @@ def test_without_the_package_its_kinds_are_unknown(
     plugin: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(plugin)])
-    assert OBJECTIVES.find("simpo") is OPTIMIZERS.find("lion") is None
-    with pytest.raises(WrongInput, match=r"`objective\.kind` is 'simpo'; it should be one of"):
-        recipe_of(prepared, "dpo", objective=SIMPO)
+    assert OBJECTIVES.find("slic") is OPTIMIZERS.find("lion") is None
+    with pytest.raises(WrongInput, match=r"`objective\.kind` is 'slic'; it should be one of"):
+        recipe_of(prepared, "dpo", objective=SLIC)
 
 
 def test_a_pipeline_is_refused_by_what_the_objective_says(prepared: Path) -> None:
-    with pytest.raises(WrongInput, match=r"objective\.kind simpo needs all of a row at once"):
+    with pytest.raises(WrongInput, match=r"objective\.kind slic needs all of a row at once"):
         apart(prepared, prepared, parallel__pipeline=2)
 
 
 def test_its_settings_import_no_torch(plugin: Path) -> None:
-    names = ("simpo", "lion", "contains", "niced", "shouting", "majority")
+    names = ("slic", "lion", "contains", "niced", "shouting", "majority", "vowels")
     code = f"import sys, {', '.join(f'ingot_extras.{name}' for name in names)};"
     code += " print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -282,7 +284,7 @@ def test_its_source_gives_the_items_of_an_evaluation(plugin: Path) -> None:
 def test_an_unknown_source_names_those_that_there_are(plugin: Path, tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"hf:, wikipedia:, bigquery:, megatron:, numbers: or"):
         ingest(small_data(tmp_path, {"source": "number:3"}))
-    with pytest.raises(WrongInput, match="builtin:stdlib is"):
+    with pytest.raises(WrongInput, match="builtin:stdlib and"):
         ingest(small_data(tmp_path, {"source": "builtin:other"}))
 
 
@@ -294,6 +296,14 @@ def test_its_evaluation_is_measured(prepared: Path, tmp_path: Path) -> None:
     evaluate(recipe)
     report = read_report(recipe.folder.reports / "evaluate.json")
     assert report.metrics["contains/share"].value == 1.0, "every answer contains nothing"
+
+
+def test_its_reward_scores_in_a_process_of_its_own(plugin: Path) -> None:
+    settings = REWARDS.load("vowels", "objective.rewards.kind")(weight=2.0, share=0.5)
+    with build_rewards([settings]) as rewards:
+        scores = rewards([Sample("", answer) for answer in ("ab", "aaaa", "...")])
+    assert scores.total == [2.0, 1.0, 0.0]
+    assert scores.reasons == {"vowels": "the answer has no letters"}
 
 
 def test_its_place_runs_a_job(prepared: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOLD = """
 import sys, time
 from pathlib import Path
-from ingot.base.lock import folder_lock
+from ingot.base.runfolder import folder_lock
 with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -121,6 +121,11 @@ def test_the_table_has_figures_reasons_and_the_best() -> None:
     assert "GPU" not in table
 
 
+def test_a_mixture_has_active_parameters_too() -> None:
+    table = shown(report(row(1, 1, active_parameters=13_000_000)))
+    assert "56 M parameters (13 M active for a token)" in table
+
+
 def test_a_gpu_has_its_columns_and_models_without_a_formula_no_share() -> None:
     table = shown(report(row(1, 1, gpu=0.5, gpu_memory=0.75, share_of_peak=None)))
     assert "GPU memory" in table

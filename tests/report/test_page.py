@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.base.lock import folder_lock
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -21,7 +20,7 @@ from ingot.base.reports import (
     write_record,
     write_report,
 )
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import RunFolder, folder_lock
 from ingot.base.runlog import append_line
 from ingot.report.page import write_page
 from tests.report.made_up import PROMPTS, made_up_run
@@ -79,6 +78,7 @@ def test_the_numbers_stand_where_they_belong(run: RunFolder) -> None:
         "loss/bits_per_byte 2.258 2.224 to 2.292 214 lower 0ddba11decaf0002",
         "Gate deploy",
         "live v1",
+        "loss/bits_per_byte lower is better",
         "2.2580 2.4193",
         "ingest 4.2 1,718 documents, 33.9 MB data/raw",
         "train 112.4",
@@ -313,7 +313,10 @@ def test_the_state_is_told(run: RunFolder) -> None:
         "done up to serve" in Page(write_page(run)).text
     )  # evaluate was done after all: it has its record
     (run.steps / "evaluate.json").unlink()
-    assert "failed: evaluate: disk full" in Page(write_page(run)).text
+    page = Page(write_page(run))
+    assert "failed: evaluate" in page.text
+    assert "disk full" in page.text
+    assert "failure" in page.ids
     append_line(run.events, {"kind": "stop", "step": 300, "cause": "SIGTERM", "t_wall": 2e9})
     (run.steps / "train.json").unlink()
     assert "stopped at step 300" in Page(write_page(run)).text
@@ -368,3 +371,26 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
         "examples/loss.parquet",
         "examples/odd%20name.parquet",
     ]
+
+
+def test_secrets_that_stand_in_the_recipe_are_hidden(run: RunFolder) -> None:
+    secrets = ("hf_abc", "pass word", "line\\nline", "me:pw")
+    run.recipe.write_text(
+        run.recipe.read_text()
+        + """
+launch:
+  environment: {WANDB_API_KEY: hf_abc, KEPT: plain}
+  variables:
+    HF_TOKEN: hf_abc
+    MY_PASSWORD: 'pass word'
+    PRIVATE_KEY: "line\\nline"
+    ADDRESS: https://me:pw@host/x
+    OTHER_TOKEN: env:SEEN
+    eos_token: <|end|>
+"""
+    )
+    page = Page(write_page(run))
+    for secret in secrets:
+        assert secret not in page.source, secret
+    for kept in ("plain", "env:SEEN", "host/x", "eos_token", "vocab_size"):
+        assert kept in page.text, kept

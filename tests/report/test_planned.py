@@ -11,7 +11,7 @@ import pytest
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.report.page import render
-from ingot.report.planned import PlanComparison, beside_plan
+from ingot.report.planned import PlanComparison, beside_plan, decisions
 from ingot.report.run_view import read_run
 from ingot.report.tables import show_run
 from tests.report.made_up import made_up_run
@@ -108,3 +108,22 @@ def test_a_run_without_a_plan_shows_none(tmp_path: Path) -> None:
     view = read_run(made_up_run(tmp_path))
     assert beside_plan(view) is None
     assert "Planned and come" not in render(view)
+
+
+def test_what_was_decided_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    layout = {"degrees": {"shard": 8, "tensor": 1}, "devices": {"world": 8, "name": "H100"}}
+    run.layout.write_text(json.dumps({**layout, "why": "the fastest of 3"}))
+    run.micro_batch.write_text(json.dumps({"micro_batch": 4, "why": "the largest that fits"}))
+    assert decisions(read_run(run)) == [], "the recipe gives both"
+    with run.recipe.open("a") as file:
+        file.write("\nparallel: {degrees: auto}\ntrain: {micro_batch: auto}\n")
+    told = decisions(read_run(run))
+    assert told == [
+        "parallel: auto is shard 8 on 8 x H100: the fastest of 3",
+        "train.micro_batch: auto is 4: the largest that fits",
+    ]
+    show_run(run)
+    assert all(line in capsys.readouterr().out.replace("\n", " ") for line in told[:1])
+    page = render(read_run(run))
+    assert all(line in page for line in told)

@@ -10,7 +10,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
-from ingot.report.tables import compare, runs_in, show_run, show_runs
+from ingot.report.run_view import read_run
+from ingot.report.tables import compare, runs_in, show_run, show_runs, show_samples
 from tests.report.made_up import made_up_run
 from tests.report.told import Told
 
@@ -114,6 +115,11 @@ def test_of_many_losses_the_largest_stand_there_and_the_rest_is_counted(
     assert "and 4 more that cost 34s together; they are in events.jsonl" in out
 
 
+def test_without_metrics_no_step_is_done(tmp_path: Path) -> None:
+    assert read_run(made_up_run(tmp_path / "whole")).steps_done == 300
+    assert read_run(RunFolder(tmp_path)).steps_done == 0
+
+
 def test_without_a_training_nothing_is_said_of_its_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,3 +219,25 @@ def test_text_from_files_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "[bold]x[/]: [/nonsense]" in out
     assert "[/x]/y" in out
+
+
+def test_the_answers_to_prompts_are_shown_the_best_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(WrongInput, match="only a training on rewards"):
+        show_samples(run, 2)
+    answers = [
+        {"answer": "3", "reward": 0.0, "finished": True},
+        {"answer": "9 [b]", "reward": 1.0, "finished": False},
+    ]
+    for step in (1, 2, 3):
+        append_line(
+            run.samples, {"step": step, "prompt": "3 9", "reference": "9", "answers": answers}
+        )
+    show_samples(run, 2)
+    out = capsys.readouterr().out
+    assert "step 1" not in out
+    assert "step 2: 3 9" in out
+    assert "reference: 9" in out
+    assert rows(out)[:3] == [["reward", "answer"], ["1.000", "9 [b] ..."], ["0", "3"]]

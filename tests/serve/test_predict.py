@@ -12,8 +12,8 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
+from tests.serve.http.test_openai import expected
 from tests.serve.running import Running
-from tests.serve.test_openai import expected
 from tests.serve.tiny import make_folder
 
 

@@ -20,6 +20,7 @@ from ingot.models.parameters import init_weights
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.models.hf.tiny import common, drawn, varied, write
+from tests.tokenizers.small import CHATML, bpe_files
 
 TEXT = (
     "the quick brown fox jumps over the lazy dog while five wizards box quietly in the äußere"
@@ -94,6 +95,29 @@ def make_classifier(folder: Path) -> Path:
         tokenizer,
         {"schema": 1},
     )
+
+
+def make_scorer(folder: Path) -> Path:
+    """A random Llama that gives chats one score."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = Tokenizer(bpe_files(CHATML))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=tokenizer.vocab_size,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.special.pad,
+        num_labels=1,
+        id2label={0: "score"},
+        label2id={"score": 0},
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
 
 
 def _finish(model: HFModel, folder: Path, tokenizer: Tokenizer, lineage: dict[str, Any]) -> Path:

@@ -133,6 +133,7 @@ def test_saved_it_is_the_same_and_transformers_opens_it(
         assert theirs(text)["input_ids"] == (
             tokenizer.encode_framed(text) if kind == "unigram" else tokenizer.encode_prompt(text)
         )
+        assert set(theirs(text, return_token_type_ids=True)["token_type_ids"]) == {0}
     assert (theirs.bos_token_id, theirs.eos_token_id) == (
         tokenizer.special.bos,
         tokenizer.special.eos,

@@ -327,6 +327,7 @@ REAL = [
 ]
 
 
+@pytest.mark.drawn("masks of real templates")
 @pytest.mark.parametrize("name", ["hf_llama3_2", "hf_qwen3"])
 def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str) -> None:
     folder = test_data / "tokenizers" / name

@@ -18,6 +18,7 @@ from ingot.tokenizers.chat_templates import (
     NamedTemplate,
     find_template,
     required_tokens,
+    with_padding,
     with_template,
 )
 from ingot.tokenizers.load import load_tokenizer
@@ -173,6 +174,7 @@ def test_a_file_or_a_name(tmp_path: Path) -> None:
         find_template(str(tmp_path / "broken.jinja"))
 
 
+@pytest.mark.drawn("real chat templates")
 def test_llama3_as_the_real_one(test_data: Path) -> None:
     """The real template puts knowledge and today's date into a system turn; the turns after it are
     the same.
@@ -187,6 +189,7 @@ def test_llama3_as_the_real_one(test_data: Path) -> None:
     assert not their_mask[: -len(ids) + 1].any()
 
 
+@pytest.mark.drawn("real chat templates")
 def test_chatml_as_qwens(test_data: Path) -> None:
     """Qwen's template puts an empty thought before the last answer; with a question at the end
     there is none.
@@ -232,3 +235,45 @@ def test_what_is_no_template_behind_the_door(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(BUILT_IN["template"], "odd", "tests.tokenizers.test_chat_templates:CHAT")
     with pytest.raises(WrongInput, match=r"template\.odd .* is no NamedTemplate"):
         find_template("odd")
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "pad"),
+    [
+        ("chatml", {}, "<|pad|>"),
+        # As many models are published: padded with what ends a chat, or with nothing.
+        ("chatml", {"pad_token": "<|im_end|>", "eos_token": "<|im_end|>"}, "<|pad|>"),
+        ("llama3", {"pad_token": "<|eot_id|>"}, "<|pad|>"),
+        ("llama2", {"pad_token": None}, "<|pad|>"),
+    ],
+)
+def test_scores_are_padded_with_what_no_chat_holds(
+    template: str, named: dict[str, str | None], pad: str, tmp_path: Path
+) -> None:
+    files = dict(with_template(all_tokens(), find_template(template)).files)
+    config = json.loads(str(files["tokenizer_config.json"])) | named
+    mapped = json.dumps({"pad_token": named.get("pad_token", pad)})
+    files |= {"tokenizer_config.json": json.dumps(config), "special_tokens_map.json": mapped}
+    found = with_padding(Tokenizer(files))
+    assert found.named["pad_token"] == pad
+    written, *_ = encode_chats(found, [NO_SYSTEM], found.encode_batch)
+    assert found.special.pad not in written.tolist()
+    found.save(tmp_path)
+    assert load_tokenizer(tmp_path).special.pad == found.special.pad
+    assert with_padding(found) is found
+
+
+def test_without_a_token_of_its_own_bos_pads_or_nothing_does() -> None:
+    """As GPT-2's and Llama 2's, which have two or three special tokens."""
+
+    def stripped(*left: str, **named: str | None) -> Tokenizer:
+        files = bpe_files(find_template("llama2"), pad_token=None, **named)
+        state = json.loads(files["tokenizer.json"])
+        for token in state["added_tokens"]:
+            token["special"] = token["content"] in left
+        return Tokenizer({**files, "tokenizer.json": json.dumps(state)})
+
+    both = ("<|begin_of_text|>", "<|end_of_text|>")
+    assert with_padding(stripped(*both)).named["pad_token"] == "<|begin_of_text|>"
+    with pytest.raises(WrongInput, match="no special token that its chats do not hold"):
+        with_padding(stripped("<|end_of_text|>", bos_token="<|end_of_text|>"))

@@ -241,6 +241,7 @@ def _threads(folder: Path, name: str) -> tuple[int, int]:
     return started, len([task for task in ours if "jemalloc" not in task])
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them"
 )

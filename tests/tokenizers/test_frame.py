@@ -144,6 +144,7 @@ def test_a_sentencepiece_model_without_bos_ends_a_text(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.drawn("real tokenizers in a frame")
 def test_real_t5(test_data: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -160,6 +161,7 @@ def test_real_t5(test_data: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.drawn("real tokenizers in a frame")
 def test_real_bert() -> None:
     """Its normaliser makes everything lower case; no fast library says the same, so the reference
     is taken.

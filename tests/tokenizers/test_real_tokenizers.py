@@ -38,6 +38,7 @@ def texts(test_data: Path) -> list[str]:
         ] + ODD
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ids_of_transformers(test_data: Path, texts: list[str], name: str) -> None:
     folder = test_data / "tokenizers" / name
@@ -129,6 +130,7 @@ def real(request: pytest.FixtureRequest, test_data: Path) -> tuple[str, Path, To
     return request.param, folder, real_tokenizer(folder)
 
 
+@pytest.mark.drawn
 def test_reference_and_fast_encoder_give_the_ids_of_the_library(
     real: tuple[str, Path, Tokenizer], texts: list[str]
 ) -> None:

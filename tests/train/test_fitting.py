@@ -30,6 +30,7 @@ from tests.ranks import run_ranks
 from tests.small import small_recipe
 from tests.train.test_run import losses
 
+SIZES = [1, 2, 4, 8, 16, 32]
 ALONE = Mesh(Ranks(), torch.device("cpu"))
 
 
@@ -143,6 +144,7 @@ def searched(root: Path, knobs: Mapping[str, Any] = {}) -> tuple[int, int]:
         fitting._probe = probe
 
 
+@pytest.mark.drawn("a micro-batch that fits")
 def test_it_is_found_on_the_real_trainee_told_and_kept(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,13 +165,16 @@ def test_it_is_found_on_the_real_trainee_told_and_kept(
     assert with_fitting_micro_batch(recipe, ALONE).train.micro_batch == size
 
 
+@pytest.mark.drawn("a micro-batch that fits")
 def test_it_is_sought_again_only_where_something_that_matters_changed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         fitting,
         "_try",
-        lambda recipe, sizes, mesh: sought.append(sizes) or fitting.FoundMicroBatch(2, "", []),
+        lambda recipe, sizes, mesh, begin: (
+            sought.append(sizes) or fitting.FoundMicroBatch(2, "", [])
+        ),
     )
     sought: list[Any] = []
     for knobs, times in (
@@ -258,6 +263,7 @@ def searched_with_uneven_room(root: Path) -> tuple[int, int]:
     return searched(root)
 
 
+@pytest.mark.drawn("a micro-batch that fits")
 def test_its_choice_changes_no_result(root: Path) -> None:
     """The made-up rows of the search leave no trace in what training computes."""
     fixed = small_recipe(root, train__global_batch=8, train__micro_batch=8)
@@ -275,3 +281,25 @@ def test_its_choice_changes_no_result(root: Path) -> None:
 def test_prepared_data_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"holds no prepared data; run `ingot prepare`"):
         fitting_micro_batch(small_recipe(tmp_path, train__micro_batch="auto"), ALONE)
+
+
+def test_trials_begin_where_the_plan_proposes_and_measuring_decides() -> None:
+    """As far as one size tells that the next fits, none smaller is tried; else one, for the slope."""
+    device = Device(weights=20, row=5)
+    assert search(SIZES, device, 0.9, largest=True, begin=9).micro_batch == 8
+    assert device.asked == [8, 4], "8 takes 60 %, so 16 might take 120 %"
+    roomy = Device(weights=1, row=1)
+    assert search(SIZES, roomy, 0.9, largest=True, begin=8).micro_batch == 32
+    assert roomy.asked == [8, 16, 32]
+    whole = Device(weights=1, row=1)
+    assert search(SIZES, whole, 0.9, largest=True, begin=500).micro_batch == 32
+    assert whole.asked == [32]
+
+
+def test_a_proposal_that_does_not_fit_is_gone_below() -> None:
+    device = Device(weights=20, row=20)
+    found = search(SIZES, device, 0.9, largest=True, begin=16)
+    assert (found.micro_batch, device.asked) == (2, [16, 8, 4, 2])
+    assert found.why.endswith("4 took 100% of the memory, and 90% may be taken")
+    with pytest.raises(Failed, match=r"out of memory with 1 rows at once"):
+        search(SIZES, Device(weights=200, row=1), 0.9, largest=True, begin=16)

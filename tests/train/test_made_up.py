@@ -5,6 +5,7 @@ apart; and each way of training steps on them.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
+from ingot.config import model_source
+from ingot.config.presets import preset
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.train.micro_batch import trial
 from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, open_trial, with_made_up_rows
 from ingot.train.setup import make_setup
 from tests import tolerances
@@ -48,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": "{rank: 2}"},
     "chats": {"objective__kind": "sft"},
     "preferences": {"objective__kind": "dpo"},
+    "rated": {"objective__kind": "kto"},
     "pairs": {"objective__kind": "seq2seq", "model__source": "preset:t5-mini", "model__config": T5},
     "labelled": {
         "objective__kind": "classify",
@@ -88,15 +93,15 @@ def test_the_same_rows_are_the_same_and_others_are_others(tmp_path: Path) -> Non
     assert not np.array_equal(rows.batch([3, 4]).tokens, rows.batch([5, 6]).tokens)
 
 
-@pytest.mark.parametrize("way", ["preferences", "pairs", "labelled"])
+@pytest.mark.parametrize("way", ["preferences", "rated", "pairs", "labelled"])
 def test_samples_have_the_shapes_of_their_kind(way: str, tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, data__target_len=16, **WAYS[way])
     first, *_, last = batches(made_up_rows(recipe, 50))
-    sides = 2 if way == "preferences" else 1
+    sides = 2 if way in ("preferences", "rated") else 1
     assert first.tokens.shape == first.segments.shape == (3 * sides, 32)
     assert (
         tuple(first.labels.shape)
-        == {"preferences": (6, 32), "pairs": (3, 16), "labelled": (3,)}[way]
+        == {"preferences": (6, 32), "rated": (6, 32), "pairs": (3, 16), "labelled": (3,)}[way]
     )
     targets = first.labels[first.labels != -100]
     assert 0 <= int(targets.min()) <= int(targets.max()) < (3 if way == "labelled" else 50)
@@ -130,6 +135,7 @@ def first_losses(root: Path, knobs: dict[str, Any]) -> list[float]:
             return [float(take(step).loss) for step in range(2)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "layout",
     [{}, {"parallel__shard": 2}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}],
@@ -173,3 +179,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             ),
             ALONE,
         )
+
+
+def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(preset("llama-3m")), encoding="utf-8")
+    asked = []
+    monkeypatch.setattr(trial, "fetch_config", lambda *model: asked.append(model) or tmp_path)
+    monkeypatch.setattr(model_source, "fetch_model", lambda *model: pytest.fail("weights"))
+    recipe = small_recipe(tmp_path, model__source="hf:a/b", model__config=None)
+    recipe = recipe.model_copy(
+        update={"tokenizer": recipe.tokenizer.model_copy(update={"source": None})}
+    )
+    assert made_up_plan(recipe, ALONE).model_spec.random
+    assert asked == [("a/b", None)]

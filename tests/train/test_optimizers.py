@@ -4,28 +4,32 @@ what decays are the matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from ingot.base.environment import Ranks
+from ingot.base.errors import WrongInput
 from ingot.config.sections.training import SGD, AdamW
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train import optimizers
-from ingot.train.optimizers import StochasticAdamW, make_optimizer
+from ingot.train.optimizers import StochasticAdamW, check_groups, make_optimizer
 
 LR, DECAY, EPS, BETAS, STEPS = 0.05, 0.3, 0.4, (0.8, 0.95), 3
 
 
 class Layer(nn.Module):
-    """A matrix, its bias and a norm's weight."""
+    """A matrix, its bias, a norm's weight and the biases of a stack."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.linear = nn.Linear(5, 4)
         self.norm = nn.LayerNorm(4, bias=False)
+        self.stack_bias = nn.Parameter(torch.empty(2, 3))
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) + 1
 
@@ -50,16 +54,22 @@ def trained(settings: AdamW | SGD) -> tuple[Layer, Layer]:
     return layer, before
 
 
-def adamw(name: str, weight: torch.Tensor, layer: Layer) -> torch.Tensor:
+def usual_decay(name: str, weight: torch.Tensor) -> float:
+    return DECAY if weight.ndim > 1 and not name.endswith("bias") else 0.0
+
+
+def adamw(
+    name: str, weight: torch.Tensor, layer: Layer, lr: float = LR, decay: float | None = None
+) -> torch.Tensor:
+    decay = usual_decay(name, weight) if decay is None else decay
     weight, mean, square = weight.double(), 0.0, 0.0
     for step in range(STEPS):
         gradient = gradients(step, layer)[name].double()
         mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
         square = BETAS[1] * square + (1 - BETAS[1]) * gradient**2
         root = (square / (1 - BETAS[1] ** (step + 1))) ** 0.5 + EPS
-        if weight.ndim > 1:
-            weight = weight * (1 - LR * DECAY)
-        weight = weight - LR * (mean / (1 - BETAS[0] ** (step + 1))) / root
+        weight = weight * (1 - lr * decay)
+        weight = weight - lr * (mean / (1 - BETAS[0] ** (step + 1))) / root
     return weight
 
 
@@ -76,9 +86,39 @@ def test_sgd_is_its_formula_and_norms_and_biases_do_not_decay() -> None:
         weight, move = parameter.detach().double(), 0.0
         for step in range(STEPS):
             gradient = gradients(step, before)[name].double()
-            move = 0.7 * move + gradient + (DECAY * weight if weight.ndim > 1 else 0.0)
+            move = 0.7 * move + gradient + usual_decay(name, weight) * weight
             weight = weight - LR * move
         torch.testing.assert_close(layer.get_parameter(name).detach().double(), weight)
+
+
+GROUPS: list[dict[str, Any]] = [
+    {"match": "linear.*", "lr_factor": 0.5},
+    {"match": "*", "weight_decay": 0.2},
+]
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    """The first pattern that matches counts, and a decay that is given counts for vectors too."""
+    settings = AdamW(lr=LR, weight_decay=DECAY, eps=EPS, betas=BETAS, groups=GROUPS)  # type: ignore[arg-type]
+    layer, before = trained(settings)
+    for name, weight in before.named_parameters():
+        group = GROUPS[0] if name.startswith("linear") else GROUPS[1]
+        decay = group.get("weight_decay", usual_decay(name, weight))
+        expected = adamw(name, weight.detach(), before, LR * group.get("lr_factor", 1.0), decay)
+        torch.testing.assert_close(layer.get_parameter(name).detach(), expected.float())
+
+
+def test_a_group_of_nothing_is_refused_with_near_names() -> None:
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+
+    def check(*groups: dict[str, Any]) -> None:
+        check_groups(AdamW(groups=list(groups)), names)  # type: ignore[arg-type]
+
+    check({"match": "*norm*"}, {"match": "*"})
+    with pytest.raises(WrongInput, match=r"0\.match \*embed_token\.\* .*; near are model\.embed"):
+        check({"match": "*embed_token.*"})
+    with pytest.raises(WrongInput, match=r"groups\.1\.match \*norm\* matches only parameters of"):
+        check({"match": "*"}, {"match": "*norm*"})
 
 
 @pytest.mark.parametrize("count", [1, 7])
@@ -111,8 +151,8 @@ def test_stochastic_adamw_is_its_formula_before_it_rounds(count: int) -> None:
 
 def test_each_shard_draws_the_bits_of_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, step = torch.zeros(8, 6), torch.ones(())
-    bits = optimizers._noise_of(3, "weight", weight).bits(step, slice(0, 8), 6)
+    bits = optimizers.noise_of(3, "weight", weight).bits(step, slice(0, 8), 6)
     monkeypatch.setattr(optimizers, "shard_slices", lambda tensor: (slice(4, 8), slice(2, 6)))
-    shard = optimizers._noise_of(3, "weight", weight).bits(step, slice(0, 4), 4)
+    shard = optimizers.noise_of(3, "weight", weight).bits(step, slice(0, 4), 4)
     assert torch.equal(shard, bits[4:, 2:])
     assert not torch.equal(shard, bits[:4, :4])

@@ -19,8 +19,9 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import newest_valid, step_folder
+from ingot.config.degrees import Degrees
 from ingot.config.sections.training import SGD, AdamW
-from ingot.config.shape import BatchPlan, Degrees
+from ingot.config.shape import BatchPlan
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -227,6 +228,7 @@ def test_gradients_of_bf16_weights_add_up_in_float32() -> None:
     assert (master.tensor.grad[1:] == 3 * (1 + 2.0**-7)).all()
 
 
+@pytest.mark.drawn("gradients in bf16", keep=2)
 @pytest.mark.parametrize("adam", [True, False])
 def test_a_model_learns_without_float32_weights(
     adam: bool, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +274,7 @@ def with_sums_watched(cases: list[Case]) -> list[Any]:
     return answer
 
 
+@pytest.mark.drawn("gradients in bf16", keep=2)
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"replicate": 2}])
 def test_gradients_are_summed_in_the_type_that_was_asked_for(layout: dict[str, Any]) -> None:
     case = Case(model={**MODEL, "num_hidden_layers": 2}, parallel=layout, steps=1, micro_batch=8)
@@ -311,8 +314,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"memory\.offload\.weights .* parallel\.shard is 1; set shard to 2"
     ):
-        check_memory(offloaded, "decoder", Degrees())
-    check_memory(offloaded, "decoder", Degrees(shard=2))
+        check_memory(offloaded, "decoder", Degrees(), "fp32")
+    check_memory(offloaded, "decoder", Degrees(shard=2), "fp32")
     with pytest.raises(
         WrongInput,
         match=(
@@ -324,14 +327,19 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             small_recipe(tmp_path, train__compile=True, parallel__tensor=2),
             "decoder",
             Degrees(tensor=2),
+            "bf16",
         )
+    compiled = small_recipe(tmp_path, train__compile=True)
+    check_memory(compiled, "decoder", Degrees(), "bf16", experts=True)
+    with pytest.raises(WrongInput, match=r"experts in bf16 alone .* is fp32; set that to bf16"):
+        check_memory(compiled, "decoder", Degrees(), "fp32", experts=True)
     runs = small_recipe(tmp_path, memory__recompute__kind="full", memory__recompute__layers=2)
-    check_memory(runs, "decoder", Degrees())
+    check_memory(runs, "decoder", Degrees(), "fp32")
     with pytest.raises(
         WrongInput,
         match=r"memory\.recompute\.layers 2 with method=uniform is for decoders.*kind encoder",
     ):
-        check_memory(runs, "encoder", Degrees())
+        check_memory(runs, "encoder", Degrees(), "fp32")
     batch = BatchPlan(8, 2, 1)
     check_formats(recipe, "decoder", batch, Degrees(), "bf16", cpu)
     with pytest.raises(
@@ -347,6 +355,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.drawn("gradients in bf16", keep=2)
 def test_a_recipe_with_bf16_weights_goes_on_from_a_checkpoint(root: Path) -> None:
     recipe = small_recipe(root, precision__master="stochastic", checkpoint__every=3)
     train(recipe)

@@ -14,7 +14,7 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Profile
+from ingot.config.sections.loop import Profile
 from ingot.parallel.mesh import Mesh
 from ingot.train.profile import ProfileHook
 from ingot.train.step import Hook, StepInfo, StepOutcome

@@ -120,6 +120,14 @@ def test_another_reference_has_a_table_of_its_own(
     assert names[2:] == [str(root / "reference2")], "the same folder with another model in it"
 
 
+def test_rows_that_are_cut_otherwise_have_a_table_of_their_own(root: Path) -> None:
+    train(recipe_of(root))
+    left = recipe_of(root, data__truncate="left")
+    prepare(left)
+    train(left, fresh=True)
+    assert len(tables(left)) == 4
+
+
 def on_ranks(root: str) -> None:
     train(recipe_of(Path(root), name="shared"))
 

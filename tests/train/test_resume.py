@@ -23,17 +23,18 @@ from tests.train.test_run import stop_after
 Spans = list[list[int]]
 
 
-def start(monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans) -> CommittedCheckpoint | None:
-    """Resume at step 10 of 4 samples each, trained with the ranges `before`, with the ranges
-    `now`.
-    """
-    found = CommittedCheckpoint(Path("step"), 10, {"identity": identity(before), "finished": False})
+def start(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], now: dict[str, Any]
+) -> CommittedCheckpoint | None:
+    """Resume at step 10 of 4 samples each, trained with the identity `before`, with `now`."""
+    found = CommittedCheckpoint(Path("step"), 10, {"identity": before, "finished": False})
     monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
-    return resume.find_start(RunFolder(Path("run")), identity(now), fresh=False)
+    return resume.find_start(RunFolder(Path("run")), now, fresh=False)
 
 
-def identity(skipped: Spans) -> dict[str, Any]:
-    return {"train.global_batch": 4} | ({"data.skip": skipped} if skipped else {})
+def identity(skipped: Spans, **knobs: Any) -> dict[str, Any]:
+    """With the ranges that are left out."""
+    return {"train.global_batch": 4, **knobs} | ({"data.skip": skipped} if skipped else {})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def identity(skipped: Spans) -> dict[str, Any]:
 def test_what_lies_ahead_is_free(
     monkeypatch: pytest.MonkeyPatch, before: Spans, now: Spans
 ) -> None:
-    assert start(monkeypatch, before, now) is not None
+    assert start(monkeypatch, identity(before), identity(now)) is not None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,15 @@ def test_what_was_trained_on_is_refused(
     sequence.
     """
     with pytest.raises(WrongInput, match=r"data\.skip"):
-        start(monkeypatch, before, now)
+        start(monkeypatch, identity(before), identity(now))
+
+
+@pytest.mark.parametrize(("before", "now"), [({}, {"new": 1}), ({"new": 1}, {})])
+def test_a_knob_that_only_one_of_both_has_is_a_change(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    with pytest.raises(WrongInput, match=r"of another recipe: new .*undo the change"):
+        start(monkeypatch, identity([], **before), identity([], **now))
 
 
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
@@ -133,6 +142,23 @@ def test_other_data_or_another_tokenizer_is_refused(
         WrongInput, match=rf"{named}.*undo the change to go on, or start over with --fresh"
     ):
         train(changed)
+
+
+def test_the_state_of_another_optimizer_is_not_taken_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(small_recipe(root, **UNFINISHED), 5, monkeypatch)
+    other = small_recipe(
+        root,
+        **UNFINISHED,
+        train__optimizer="{kind: muon}",
+        resume__allow="[train.optimizer]",
+    )
+    with pytest.raises(
+        WrongInput,
+        match=r"kind adamw, which muon cannot take over; .* train\.start_from=\S+runs/small",
+    ):
+        train(other)
 
 
 def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ingot.base.environment import processor_name
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
@@ -24,6 +24,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.train import step as step_module
 from ingot.train.trainer import train
+from tests import forks
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 
@@ -79,8 +80,11 @@ def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
     assert {"train/tokens_per_s", "train/examples_per_s", "train/mfu", "memory/rank0_gb"} <= next(
         read_lines(recipe.folder.metrics)
     ).keys()
-    kinds = [event["kind"] for event in read_lines(recipe.folder.events)]
-    assert kinds == ["start", "save", "save", "save", "finish"]
+    events = list(read_lines(recipe.folder.events))
+    assert [event["kind"] for event in events] == ["start", "save", "save", "save", "finish"]
+    threads = torch.get_num_threads()
+    own = {"type": "cpu", "name": processor_name(), "threads": threads, "world": 1, "per_node": 1}
+    assert events[0]["devices"] == own, "so that its plan is held against the same devices"
     assert {
         "config.json",
         "generation_config.json",
@@ -131,6 +135,7 @@ def stop_after(recipe: Recipe, steps: int, monkeypatch: pytest.MonkeyPatch) -> N
             train(recipe)
 
 
+@pytest.mark.drawn("a training of two ranks, killed")
 @pytest.mark.parametrize("kills", [[5], [3, 8], [7, 7]])
 def test_resumed_equals_undisturbed_bit_for_bit(
     kills: list[int], root: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +196,7 @@ def killed_on_ranks(root: Path) -> None:
         stop_after(small_recipe(root, train__micro_batch=1, checkpoint__every=2), 5, patch)
 
 
+@pytest.mark.drawn("a training of two ranks, killed")
 def test_one_process_goes_on_where_two_were_killed_and_the_other_way_round(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +226,7 @@ def train_on_ranks(root: Path) -> list[float]:
     return losses(recipe)
 
 
+@pytest.mark.drawn("a training of two ranks, killed")
 def test_two_ranks_train_as_one(root: Path, tmp_path: Path) -> None:
     from tests import tolerances
     from tests.small import copy_of
@@ -287,18 +294,17 @@ def test_a_finished_training_is_set_aside_and_brought_back(root: Path) -> None:
     assert all(torch.equal(weights(recipe)[name], first[0][name]) for name in first[0])
 
 
-def start_training(recipe: Recipe, root: Path) -> subprocess.Popen[str]:
+def start_training(recipe: Recipe, root: Path) -> forks.Process:
     file = root / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
-    return subprocess.Popen(
-        [sys.executable, "-m", "ingot", "train", str(file)],
+    return forks.start(
+        ("train", str(file)),
         stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
-def wait_for_step(recipe: Recipe, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(recipe: Recipe, step: int, process: forks.Process) -> None:
     deadline = time.monotonic() + 60
     while not any(line["step"] >= step for line in read_lines(recipe.folder.metrics)):
         assert process.poll() is None, process.stderr.read() if process.stderr else ""

@@ -31,6 +31,29 @@ def test_decay_ends_at_the_floor_with_the_last_step(kind: str) -> None:
     assert all(later < earlier for earlier, later in pairwise(values[9:]))
 
 
+@pytest.mark.parametrize("decay", [0.4, 40])
+@pytest.mark.parametrize(("curve", "half"), [("linear", 0.5), ("sqrt", 1 - 0.5**0.5)])
+def test_wsd_is_stable_until_its_decay_begins(decay: float, curve: str, half: float) -> None:
+    values = rates(kind="wsd", warmup=10, decay=decay, curve=curve, min_ratio=0.1)
+    assert values[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert set(values[10:60]) == {2.0}
+    assert values[79] == pytest.approx(2 * (0.1 + 0.9 * half))
+    assert values[-1] == pytest.approx(0.2)
+    assert all(later < earlier for earlier, later in pairwise(values[59:]))
+
+
+def test_a_jump_of_the_rate_is_told() -> None:
+    """Ten steps more of a schedule that decays over a share of all of them."""
+    told = LearningRate(Train(schedule={"kind": "wsd", "warmup": 10}).schedule, 2.0, 100).told  # type: ignore[arg-type]
+    phases = "the learning rate is 2 until step 80, then falls to 0.2 at step 100"
+    assert told(0, {}) == told(60, {"learning_rate": 2.0}) == told(60, {}) == [phases]
+    jump = "the learning rate goes from 2, that of the checkpoint, to 1.01 at once"
+    assert [line[: len(jump)] for line in told(90, {"learning_rate": 2.0})] == [
+        phases[: len(jump)],
+        jump,
+    ]
+
+
 def test_halfway_values() -> None:
     assert rates(kind="cosine", warmup=0, min_ratio=0)[49] == pytest.approx(1.0)
     assert rates(kind="linear", warmup=0, min_ratio=0)[74] == pytest.approx(0.5)

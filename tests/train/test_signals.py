@@ -26,6 +26,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.trainer import train
+from tests import forks
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 from tests.train.test_run import start_training
@@ -60,11 +61,8 @@ class Slow:
         file, sign = root / "recipe.yaml", root / "reached"
         file.write_text(dump_recipe(recipe))
         program = SLOW.format(module=module, name=name, sign=str(sign), wait=wait, recipe=str(file))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        self.process = forks.start_call(
+            _execute, program, environment={"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
         )
         deadline = time.monotonic() + 60
         while not sign.exists():
@@ -80,6 +78,10 @@ class Slow:
         assert time.monotonic() - began < within_s, messages
         assert "Traceback" not in messages
         return self.process.returncode, messages
+
+
+def _execute(program: str) -> None:
+    exec(program, {"__name__": "__main__"})
 
 
 def phase_of(recipe: Recipe) -> Phase:
@@ -166,7 +168,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
         "checkpoint__every": 4,
     }
     recipe = small_recipe(root, **knobs)
-    slow = Slow(recipe, root, "ingot.evaluate.validation._batch_without_targets", "time.sleep(1)")
+    slow = Slow(recipe, root, "ingot.evaluate.validation.validation_losses", "time.sleep(1)")
     code, messages = slow.ended(signal.SIGTERM)
     assert code == 75, messages
     found = newest_valid(recipe.folder.checkpoints)

@@ -24,7 +24,7 @@ from tests.objectives.test_every_way import SGD, apart, distance, logged, weight
 from tests.objectives.ways import make_ready
 from tests.ranks import run_ranks
 
-WITHOUT_DROPOUT = {"model__lora": {"rank": 4, "alpha": 8}}
+WITHOUT_DROPOUT = {"model__lora": {"rank": 4, "alpha": 8, "kind": "dora"}}
 BF16 = {"precision__compute": "bf16"}
 Layout = dict[str, int]
 Case = tuple[str, Layout, dict[str, Any]]
@@ -32,7 +32,6 @@ QUICK: list[Case] = [
     ("pretrain", {"shard": 2}, {}),
     ("sft-lora", {"tensor": 2}, WITHOUT_DROPOUT),
     ("dpo", {"tensor": 2}, {}),
-    ("distill", {"tensor": 2}, {}),
     ("seq2seq", {"shard": 2}, {}),
 ]
 # Sequence-to-sequence models and encoders of transformers are sharded and copied only.
@@ -44,9 +43,12 @@ SLOW: list[Case] = [
     ("dpo", {"context": 2}, {}),
     ("dpo-lora", {"shard": 2}, {}),
     ("distill", {"shard": 2}, {}),
+    ("distill", {"tensor": 2}, {}),
     ("distill", {"context": 2}, {}),
     ("distill", {"pipeline": 2}, {}),
     ("classify", {"shard": 2}, {}),
+    ("reward", {"shard": 2}, {}),
+    ("reward-lora", {"shard": 2}, {}),
     ("pretrain", {"shard": 2, "tensor": 2}, {}),
     ("pretrain", {"pipeline": 2, "shard": 2}, {}),
     ("dpo", {"shard": 2, "tensor": 2}, {}),

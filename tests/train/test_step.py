@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ingot.config.sections.training import SGD, AdamW
+from ingot.base.errors import WrongInput
+from ingot.config.sections.training import SGD, AdamW, ParameterGroup
 from ingot.data.batches.loader import Batch
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -113,6 +114,21 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return float(
         (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
     )
+
+
+def test_a_schedule_moves_each_group_by_its_factor() -> None:
+    with running_mesh() as mesh:
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        init_weights(model, 0)
+        masters = Masters(model, mesh)
+        slower = ParameterGroup(match="*norm*", lr_factor=0.5)
+        optimizer = make_optimizer(AdamW(groups=[slower]), masters)
+        batches = rows_of(global_batch(0), 0, ROWS, ROWS)
+        one_step(
+            model, CrossEntropy(), batches, masters, optimizer, mesh, learning_rate=lambda _: 0.1
+        )
+    rates = {group.get("lr_factor", 1.0): group["lr"] for group in optimizer.param_groups}
+    assert rates == {1.0: 0.1, 0.5: 0.05}
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -282,6 +298,50 @@ def test_what_fails_on_the_main_rank_fails_everywhere() -> None:
 def test_gradients_below_the_clipping_norm_stay_as_they_are() -> None:
     free, loose = train_a_little(ROWS, "sgd"), train_a_little(ROWS, "sgd", 1e6)
     assert distance(loose["weights"], free["weights"]) < tolerances.SPLIT_WEIGHTS
+
+
+class Watching:
+    """A hook that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[step.StepInfo] = []
+
+    def after_step(self, info: step.StepInfo) -> bool:
+        self.told.append(info)
+        return False
+
+    def close(self) -> None: ...
+
+
+def test_the_rate_is_that_of_the_step_wherever_training_begins() -> None:
+    with running_mesh() as mesh:
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        masters, watching = Masters(model, mesh), Watching()
+        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
+        control = step.StepControl(lambda number: rows_of(global_batch(0), 0, ROWS, ROWS))
+        context = step.StepContext(
+            model,
+            CrossEntropy(),
+            masters,
+            optimizer,
+            mesh,
+            control,
+            learning_rate=lambda number: (number + 1) / 10,
+            hooks=[watching],
+        )
+        step.run_steps(context, 3, 5)
+    assert [(info.step, info.lr) for info in watching.told] == [(4, 0.4), (5, 0.5)]
+
+
+def test_a_batch_without_a_target_is_no_step() -> None:
+    batch = global_batch(0)
+    batch.labels.fill_(-100)
+    with running_mesh() as mesh:
+        model = Decoder(DecoderConfig.from_hf(CONFIG))
+        masters = Masters(model, mesh)
+        optimizer = make_optimizer(SGD(kind="sgd", lr=1.0), masters)
+        with pytest.raises(WrongInput, match="step 1 has not one target"):
+            one_step(model, CrossEntropy(), [batch], masters, optimizer, mesh)
 
 
 def test_a_request_to_stop_is_followed_before_the_first_step_too() -> None:

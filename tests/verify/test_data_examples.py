@@ -55,6 +55,10 @@ def asked(kind: str, root: Path, runs: Path | None = None) -> Recipe:
             },
         ),
         (
+            "rated",
+            {"columns: masks": True, "columns: labels": True, "rows: none, 96 tokens": True},
+        ),
+        (
             "pair",
             {"columns: end of each record": True, "rows: none, 96 tokens, targets of 12": True},
         ),
@@ -230,8 +234,9 @@ def test_the_tokenizer_on_what_is_said(whole: Path, kind: str) -> None:
     found = {check.what: check for check in proof.checks}
     assert proof.holds, found
     assert found["round trip"].passed is True
-    assert ("around each text" in found) == (kind != "preference")
-    assert found["chat template"].passed is (True if kind == "preference" else None)
+    chats = ("preference", "rated")
+    assert ("around each text" in found) == (kind not in chats)
+    assert found["chat template"].passed is (True if kind in chats else None)
 
 
 def test_a_tokenizer_of_lower_case_is_not_broken(tmp_path: Path) -> None:

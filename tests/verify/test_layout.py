@@ -15,9 +15,10 @@ import torch
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, WrongInput
 from ingot.cli import verify as verbs
+from ingot.config.degrees import Degrees
 from ingot.config.presets import PRESETS
 from ingot.config.recipe import Recipe
-from ingot.config.shape import Degrees, check_layout
+from ingot.config.shape import check_layout
 from ingot.data.batches.rows import PackedRow
 from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
@@ -91,6 +92,7 @@ def test_the_verb_prints_the_table_and_keeps_it(root: Path) -> None:
         "shard": 2,
         "context": 1,
         "tensor": 1,
+        "expert": 1,
     }
     assert 0 <= first["difference"]["weights"] < kept["bounds"]["weights"]
     assert 0.49 < first["difference"]["share"] < first["difference"]["share_bound"] < 0.53
@@ -99,7 +101,7 @@ def test_the_verb_prints_the_table_and_keeps_it(root: Path) -> None:
 def test_help_shows_an_example() -> None:
     done = ingot("verify", "layout", "--help")
     assert done.returncode == EXIT_DONE
-    assert "Example: ingot verify layout recipes/quickstart.yaml" in " ".join(done.stdout.split())
+    assert "Example: ingot verify layout quickstart" in " ".join(done.stdout.split())
 
 
 def test_data_that_are_not_prepared_are_one_line(tmp_path: Path) -> None:
@@ -148,10 +150,14 @@ def test_layouts_are_read_with_their_knobs() -> None:
         ({}, "replicate 2"),
         ({"replicate": 1}, "one process"),
         ({"shard": "auto"}, "shard 2"),
+        ({"degrees": "auto"}, "shard 2"),
         ({"shard": 64}, "shard 8"),
         ({"replicate": 4, "shard": 8}, "replicate 2 x shard 4"),
         ({"shard": 16, "tensor": 8}, "shard 2 x tensor 4"),
         ({"shard": 12}, "shard 6"),
+        ({"shard": 8, "expert": 8}, "shard 8 x expert 8"),
+        ({"shard": 12, "expert": 4}, "shard 6 x expert 2"),
+        ({"replicate": 2, "context": 2, "expert": 4}, "replicate 2 x context 2 x expert 4, ring"),
         ({"shard": "auto", "tensor": 2, "pipeline": 2}, "pipeline 2 x shard 2 x tensor 2, auto"),
         (
             {"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2},
@@ -171,6 +177,15 @@ def test_a_large_layout_is_scaled_down(knobs: dict[str, Any], name: str) -> None
     own = scaled_layout(recipe(parallel=json.dumps(knobs)))
     assert own.name == name
     assert own.processes <= 8
+
+
+def test_a_layout_that_was_decided_is_the_recipes_own(tmp_path: Path) -> None:
+    auto = small_recipe(tmp_path, parallel="auto")
+    degrees = dict.fromkeys(("replicate", "shard", "pipeline", "context"), 1) | {"tensor": 16}
+    auto.folder.reports.mkdir(parents=True)
+    kept = {"schema": 1, "degrees": degrees, "devices": {"memory": 1}, "settings": {"seed": 0}}
+    auto.folder.layout.write_text(json.dumps(kept))
+    assert scaled_layout(auto).name == "tensor 8"
 
 
 def test_what_is_tried_for_a_recipe() -> None:
@@ -223,8 +238,9 @@ def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
 def test_a_small_model_is_of_its_family(name: str) -> None:
     large = DecoderConfig.from_hf(PRESETS[name])
     small = DecoderConfig.from_hf(small_decoder(PRESETS[name], SEQ_LEN))
-    for same in ("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "rope"):
+    for same in ("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "norms"):
         assert getattr(small, same) == getattr(large, same), same
+    assert set(small.ropes) == set(large.ropes)
     assert (
         small.num_attention_heads * large.num_key_value_heads
         == large.num_attention_heads * small.num_key_value_heads
@@ -346,7 +362,7 @@ def test_what_differs_fails_with_one_line(
     ]
     proof = LayoutProof("verify layout small", findings, Path("layout.json"))
     assert not proof.holds
-    assert verbs._compared(proof) == EXIT_FAILED
+    assert verbs._compared(proof, as_json=False) == EXIT_FAILED
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith(
         "verify layout small: 1 of 2 layouts differ from one process; the first is tensor 2: "
@@ -361,7 +377,7 @@ def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]
         [LayoutResult(layout(context=2), reason="no", possible=False)],
         Path("layout.json"),
     )
-    assert verbs._compared(proof) == EXIT_FAILED
+    assert verbs._compared(proof, as_json=False) == EXIT_FAILED
     assert "not one of these layouts can be" in capsys.readouterr().out
     failed = LayoutProof(
         "verify layout small",
@@ -371,4 +387,4 @@ def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]
         ],
         Path("layout.json"),
     )
-    assert verbs._compared(failed) == EXIT_FAILED
+    assert verbs._compared(failed, as_json=False) == EXIT_FAILED

@@ -81,24 +81,22 @@ def path_filter(parts: Collection[str] | None) -> PathFilter:
     return within
 
 
-def read_index(bucket: Bucket) -> Index:
-    """Read the index. Raises WrongInput if a newer ingot wrote it, Failed if it cannot be
-    parsed.
-    """
+def read_index(bucket: Bucket, name: str = INDEX) -> Index:
+    """Read an index. Raises WrongInput if a newer ingot wrote it, Failed if it cannot be parsed."""
     for _ in range(READ_ATTEMPTS):
         try:
             with tempfile.NamedTemporaryFile() as file:
-                about = bucket.get_to_file(INDEX, Path(file.name))
+                about = bucket.get_to_file(name, Path(file.name))
                 return _parse_index(
-                    Path(file.name).read_bytes(), about.generation, bucket.url_of(INDEX)
+                    Path(file.name).read_bytes(), about.generation, bucket.url_of(name)
                 )
         except Missing:
-            if bucket.stat(INDEX) is None:
+            if bucket.stat(name) is None:
                 return Index()
     raise written_too_fast(bucket)
 
 
-def write_index(bucket: Bucket, index: Index) -> None:
+def write_index(bucket: Bucket, index: Index, name: str = INDEX) -> None:
     """Replace the index of the same generation (compare and set).
 
     Raises:
@@ -113,9 +111,7 @@ def write_index(bucket: Bucket, index: Index) -> None:
         "garbage": garbage,
     }
     try:
-        bucket.put(
-            INDEX, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation
-        )
+        bucket.put(name, (json.dumps(about, indent=1) + "\n").encode(), generation=index.generation)
     except Conflict as error:
         raise Failed(
             f"{bucket.url} was written by somebody else meanwhile and is as they left it; stop one"
@@ -208,8 +204,13 @@ def find_garbage(
     }
 
 
+def content_name(local: LocalFile) -> str:
+    """The name of an object that holds this content of a file, and never another."""
+    return f"{local.path}~{base64.b64decode(local.crc32c).hex()}-{local.bytes}"
+
+
 def _candidate_keys(local: LocalFile) -> Iterator[str]:
-    beside = f"{local.path}~{base64.b64decode(local.crc32c).hex()}-{local.bytes}"
+    beside = content_name(local)
     yield from (local.path, beside)
     yield from (f"{beside}-{number}" for number in count(2))
 

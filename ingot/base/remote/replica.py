@@ -21,7 +21,6 @@ from pathlib import Path
 
 from ingot.base.errors import Failed, IngotError
 from ingot.base.progress import say
-from ingot.base.remote import bucket as storage
 from ingot.base.remote.bucket import Blob, Bucket, open_bucket
 from ingot.base.remote.index import (
     INDEX,
@@ -48,7 +47,7 @@ from ingot.base.remote.memory import (
     local_files,
 )
 from ingot.base.remote.service import Conflict, Missing
-from ingot.base.remote.transfer import fetch_file, in_parallel
+from ingot.base.remote.transfer import fetch_file, in_parallel, send_file
 from ingot.base.storage import disk_errors, fsync_folder
 
 
@@ -227,13 +226,13 @@ def _send(
     longer exists.
     """
     path = root / local.path
+    hidden = root / HIDDEN / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.copy"
     if not is_absent:
         return IndexEntry(local.path, key, local.bytes, local.crc32c, local.mtime_ns)
     try:
-        if local.bytes > storage.WHOLE_BYTES:
-            blob = _send_large(bucket, root, local, key)
-        else:
-            blob = bucket.put(key, path.read_bytes(), generation=0)
+        blob = send_file(
+            bucket, path, key, there=None, note=hidden.with_suffix(".upload"), copy=hidden
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Conflict as error:
@@ -242,26 +241,6 @@ def _send(
             " run the same command again"
         ) from error
     return IndexEntry(local.path, key, blob.bytes, blob.crc32c, local.mtime_ns)
-
-
-def _send_large(bucket: Bucket, root: Path, local: LocalFile, key: str) -> Blob:
-    """Continue an interrupted upload; a file that changes while it is sent is sent from a copy."""
-    path, name = root / local.path, hashlib.sha256(key.encode()).hexdigest()[:32]
-    try:
-        return bucket.put(key, path, generation=0, note=root / HIDDEN / f"{name}.upload")
-    except Conflict:
-        raise
-    except Failed:
-        about = path.stat()
-        if (about.st_size, about.st_mtime_ns) == (local.bytes, local.mtime_ns):
-            raise
-    copy = root / HIDDEN / f"{name}.copy"
-    try:
-        with disk_errors(copy):
-            shutil.copyfile(path, copy)
-        return bucket.put(key, copy, generation=0)
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _delete_garbage(bucket: Bucket, left: dict[str, int]) -> None:

@@ -126,21 +126,21 @@ def _length(sheet: GivenKeys, draft: Draft) -> None:
     if steps > 0:
         draft.put_from(sheet, "--max-steps", "train.steps", steps)
         if epochs is not None:
-            told = "--max-steps is given too, and says here how long is trained"
-            draft.note("changed", sheet.name("--max-epochs"), told)
+            about = "--max-steps is given too, and says here how long is trained"
+            draft.note("changed", sheet.name("--max-epochs"), about)
     elif isinstance(limit, int):
         made = -(-limit // accumulated) * (epochs or 1)
         draft.put_from(sheet, "--limit-train-batches", "train.steps", made)
-        told = f"{limit} batches in each of {epochs or 1} epochs are {made} steps in all"
-        draft.note("changed", sheet.name("--limit-train-batches"), told)
+        about = f"{limit} batches in each of {epochs or 1} epochs are {made} steps in all"
+        draft.note("changed", sheet.name("--limit-train-batches"), about)
     elif epochs is not None:
         draft.put_from(sheet, "--max-epochs", "train.epochs", epochs)
     else:
         draft.note("fill", "train.epochs", "no --max_epochs is given; one epoch is trained")
     if isinstance(limit, float) and limit < 1:
         draft.put_from(sheet, "--limit-train-batches", "data.fraction", limit)
-        told = "the same share of the documents in each epoch, chosen by a hash of them"
-        draft.note("changed", sheet.name("--limit-train-batches"), told)
+        about = "the same share of the documents in each epoch, chosen by a hash of them"
+        draft.note("changed", sheet.name("--limit-train-batches"), about)
 
 
 def _places(sheet: GivenKeys, draft: Draft) -> None:

@@ -119,11 +119,11 @@ def recognise(files: Sequence[File]) -> Project:
         found.append([project for project in PROJECTS if scores[project.title] == most])
     common = [project for project in found[0] if all(project in candidates for candidates in found)]
     if not common:
-        told = ", ".join(
+        names = ", ".join(
             f"{file.path} of {' or '.join(project.title for project in candidates)}"
             for file, candidates in zip(files, found, strict=True)
         )
-        raise WrongInput(f"the files are of different projects ({told}); adopt each by itself")
+        raise WrongInput(f"the files are of different projects ({names}); adopt each by itself")
     known = sum(common[0].knows(file) for file in files)
     if known < min(ENOUGH, max(1, sum(len(file.entries) for file in files))):
         raise _none_of_them(files[0].path)

@@ -312,8 +312,8 @@ def _start(sheet: GivenKeys, draft: Draft) -> None:
         row.key for row in sheet.rows.values() if row.lost == OWN_FORMAT and sheet.has(row.key)
     ]
     if dropped:
-        told = f"counts from {sheet.name(dropped[0])}, which is not carried over; begins at 0 here"
-        draft.note("lost", sheet.name("--start-step"), told)
+        about = f"counts from {sheet.name(dropped[0])}, which is not carried over; begins at 0 here"
+        draft.note("lost", sheet.name("--start-step"), about)
     else:
         draft.put_from(sheet, "--start-step", "train.start_step")
 

@@ -131,8 +131,8 @@ class Draft:
     remarks: dict[KeyPath, str] = field(default_factory=dict)
     notes: dict[Kind, list[str]] = field(default_factory=dict)
 
-    def note(self, kind: Kind, what: str, told: str) -> None:
-        line = f"{one_line(what)}: {told}"
+    def note(self, kind: Kind, what: str, about: str) -> None:
+        line = f"{one_line(what)}: {about}"
         if line not in self.notes.setdefault(kind, []):
             self.notes[kind].append(line)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ingot.config.section import Positive, Section
-from ingot.config.sections.training import Every
+from ingot.config.sections.loop import Every
 
 
 class Checkpoint(Section):
@@ -56,6 +56,7 @@ Changeable = Literal[
     "train.clip_norm",
     "train.skip",
     "train.early_stop",
+    "train.average",
     "package",
 ]
 

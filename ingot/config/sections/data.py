@@ -19,7 +19,7 @@ from pydantic import (
 
 from ingot.config.doors import CLEANING
 from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
 
 MOST_STEPS = 200
 """What dropped a document is one byte of it."""
@@ -31,7 +31,8 @@ class SourceSettings(Section):
     source: str
     """Path, folder, glob (local or `gs://...`), `hf:NAME[:SUBSET]` (a data set on the hub),
     `bigquery:SQL`, `wikipedia:LANG[:DATE]`, `megatron:PREFIX` (existing .bin and .idx), or
-    `builtin:stdlib`, the sources of the running interpreter's standard library.
+    `builtin:stdlib`, the sources of the running interpreter's standard library, or
+    `builtin:digits`, chats that ask for the larger of two digits.
     """
     format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text", "arrow", "wikipedia"] = "auto"
     """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`,
@@ -77,6 +78,21 @@ class ValidationShare(Section):
     """Share of the training documents that is held out, chosen by a hash of the document's
     identity: the same ones in every run.
     """
+    group: str | None = None
+    """Pattern (a regular expression) of the beginning of identities, which are `FILE:NUMBER`, by
+    which documents belong together: those for which it finds the same text (its first group, if it
+    has one) are held out together or not at all, such as `([^/]+)/` for a folder's files. Without
+    it, or where it finds nothing, each document stands alone.
+    """
+
+    @field_validator("group")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        return pattern
 
 
 class Fuzzy(Section):
@@ -266,6 +282,13 @@ class Data(Section):
     documents side by side with little padding, those that are too long split (for chats:
     truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else.
     """
+    truncate: Literal["right", "left", "drop"] = "right"
+    """What is done with a document of messages that is longer than `seq_len`. `right`: its end is
+    cut off, which is where answers stand. `left`: its beginning is cut off; of preferences and
+    rated answers that of the prompt alone, of both sides alike, and of an answer that is still too
+    long the end. What begins a text goes with it: BOS, a system message. `drop`: it is left out;
+    so may be pairs and labelled texts. `prepare` counts what was cut or left out.
+    """
     window: Positive | None = None
     """How many parts of the prepared columns (files of 16 to 512 MB of text; of each source, where
     sources have weights) training draws its rows from at a time; all of them where it is empty.
@@ -300,7 +323,7 @@ class Data(Section):
         """All ways to say so become the empty list."""
         none = given is None or (
             isinstance(given, dict)
-            and given.keys() == {"fraction"}
+            and {"fraction"} <= given.keys() <= {"fraction", "group"}
             and type(given["fraction"]) in (int, float)
             and given["fraction"] == 0
         )
@@ -317,10 +340,20 @@ class Data(Section):
         return "validation" if self.holds_out else "train"
 
 
+def truncations(documents: Documents) -> tuple[str, ...]:
+    """What `truncate` may be: texts are split over rows and lose nothing, and only messages have a
+    prompt.
+    """
+    if documents == "text":
+        return ("right",)
+    return ("right", "left", "drop") if documents in CHAT_TEMPLATED else ("right", "drop")
+
+
 COLUMNS: dict[Documents, tuple[str, ...]] = {
     "text": ("tokens",),
     "chat": ("tokens", "mask"),
     "preference": ("chosen", "chosen_mask", "rejected", "rejected_mask"),
+    "rated": ("answer", "answer_mask", "label"),
     "pair": ("source", "target"),
     "labelled": ("tokens", "label"),
 }

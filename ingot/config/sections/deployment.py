@@ -4,6 +4,7 @@ as a pipeline there, and of failures on purpose.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,11 +18,14 @@ from pydantic import (
 from ingot.config.doors import GATES
 from ingot.config.section import ByKind, KindSettings, Positive, Section
 from ingot.config.sections.launch import Duration, Machine, Place
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import Judged
 
-GATED: dict[Documents, str] = {
+GATED: dict[Judged, str] = {
     "preference": "loss/accuracy",
+    "rated": "loss/accuracy",
     "labelled": "classification/accuracy",
+    "answers": "reward/mean",
+    "scores": "preference/accuracy",
 }
 """What the gate compares unless the recipe says so; bits per byte for all others."""
 
@@ -42,11 +46,11 @@ class GateSettings(KindSettings):
     override: Literal["deploy", "keep"] | None = None
     """Decide this way whatever the numbers say; written down in the decision."""
 
-    def metrics(self, documents: Documents) -> list[str]:
+    def metrics(self, documents: Judged) -> list[str]:
         """The metrics of the evaluation report that the gate cannot do without."""
         return []
 
-    def resolved(self, documents: Documents) -> GateSettings:
+    def resolved(self, documents: Judged) -> GateSettings:
         """The same gate with what stands for knobs that were left empty."""
         return self
 
@@ -61,7 +65,8 @@ class MetricGate(GateSettings):
     metric: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be
     better. Empty: `loss/bits_per_byte`, for preferences `loss/accuracy`, for classifiers
-    `classification/accuracy`.
+    `classification/accuracy`, for training on rewards `reward/mean`, for reward models
+    `preference/accuracy`.
     """
     direction: Literal["lower", "higher"] | None = None
     """Which way is better; the metric's own direction when empty."""
@@ -73,11 +78,11 @@ class MetricGate(GateSettings):
     which it must beat.
     """
 
-    def metrics(self, documents: Documents) -> list[str]:
+    def metrics(self, documents: Judged) -> list[str]:
         metric = self.metric or GATED.get(documents, "loss/bits_per_byte")
         return [metric] if isinstance(metric, str) else metric
 
-    def resolved(self, documents: Documents) -> MetricGate:
+    def resolved(self, documents: Judged) -> MetricGate:
         return self.model_copy(update={"metric": self.metric or self.metrics(documents)[0]})
 
     @model_serializer(mode="wrap")
@@ -141,6 +146,10 @@ class Serve(Section):
     """Reference (`env:NAME`) to a key that clients must send as `Authorization: Bearer KEY`; nobody
     is asked when empty.
     """
+    cors: tuple[str, ...] = ()
+    """Origins whose pages may call the server from a browser, such as `https://app.example.com`;
+    `"*"` lets every page.
+    """
     max_body_bytes: Positive = 1_500_000
     """Largest request body; larger ones get 413."""
     max_tokens: Positive = 1024
@@ -149,12 +158,37 @@ class Serve(Section):
     """Requests that may wait; more get 429."""
     max_batch: Positive = 8
     """Requests that are decoded together."""
+    pack: bool = True
+    """On an x86 CPU, keep a decoder's weights packed as float16 where that changes none of them, as
+    for models that were exported in bf16: half the memory and half the time for a token. The
+    computation stays in float32.
+    """
     any_template: bool = False
     """Serve a model although its chat template is not the one that it was trained with."""
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    """How the model writes calls of the tools that a chat request offers, by vLLM's names; empty:
+    what its chat template shows (vLLM itself reads no calls then).
+    """
     prompt: str = "def "
     """The prompt that `ingot run` sends at the end, to see the served model answer."""
     prompt_tokens: Positive = 64
     """Tokens that `ingot run` asks for."""
+    prompt_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Temperature that `ingot run` asks a decoder for, with the recipe's `seed`; 0 always takes the
+    likeliest token.
+    """
+
+    @field_validator("cors")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """One with a path would be compared with origins, and never match."""
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
+                raise ValueError(
+                    f"{origin!r} is not an origin; write it as https://HOST or http://HOST:PORT,"
+                    " without a path"
+                )
+        return value
 
     @field_validator("api_key")
     @classmethod

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from ingot.config.doors import TASKS
 from ingot.config.section import ByKind, KindSettings, Positive, Section
+from ingot.config.sections.grpo import GRPOSettings
+from ingot.config.sections.objective import ObjectiveSettings
+from ingot.config.sections.rewards import Reward
 
 Baseline = Literal["gzip", "xz", "bigram"]
 """What a loss is compared with: two general compressors, and a bigram of the same tokens."""
@@ -51,6 +54,10 @@ class TaskSettings(KindSettings):
     def needs_held_out(self) -> bool:
         """Whether it measures on the held-out documents, rather than on items of its own."""
         return self.needs_rows
+
+    def resolved(self, objective: ObjectiveSettings) -> Self:
+        """The same task with what stands for knobs that were left empty."""
+        return self
 
 
 class LossTask(TaskSettings):
@@ -170,6 +177,53 @@ class ClassificationTask(TaskSettings):
     """The name that its metrics carry in the report."""
 
 
+class PreferenceTask(TaskSettings):
+    """Accuracy of a reward model on held-out preferences: how often it scores the preferred answer
+    higher.
+    """
+
+    implementation = "ingot.evaluate.tasks.preference:open_preference"
+    model_kinds = ("encoder",)
+    needs_rows = True
+
+    kind: Literal["preference"]
+    """Which evaluation."""
+    name: str = "preference"
+    """The name that its metrics carry in the report."""
+
+
+class RewardTask(TaskSettings):
+    """Rewards of a model's most likely answers to the held-out prompts of chats."""
+
+    implementation = "ingot.evaluate.tasks.reward:open_reward"
+    model_kinds = ("decoder",)
+
+    kind: Literal["reward"]
+    """Which evaluation."""
+    name: str = "reward"
+    """The name that its metrics carry in the report."""
+    rewards: list[Reward] = []
+    """What judges an answer; empty: `objective.rewards`."""
+    max_tokens: Positive | None = None
+    """Tokens of an answer; empty: `objective.max_answer_tokens`, or 256."""
+    limit: Positive | None = None
+    """Use only the first so many held-out prompts; empty: all."""
+
+    @property
+    def needs_held_out(self) -> bool:
+        return True
+
+    def resolved(self, objective: ObjectiveSettings) -> Self:
+        if not isinstance(objective, GRPOSettings):
+            return self
+        return self.model_copy(
+            update={
+                "rewards": self.rewards or objective.rewards,
+                "max_tokens": self.max_tokens or objective.max_answer_tokens,
+            }
+        )
+
+
 class LMEvalTask(TaskSettings):
     """Tasks of EleutherAI's lm-evaluation-harness, by name; needs `ingot[lm-eval]`."""
 
@@ -198,11 +252,24 @@ class LMEvalTask(TaskSettings):
 Task = Annotated[TaskSettings, ByKind(TASKS, "loss")]
 
 
+def default_tasks(objective: ObjectiveSettings) -> list[Task]:
+    """What is measured on held-out documents unless the recipe says so."""
+    if objective.scores_chats:
+        return [PreferenceTask(kind="preference")]
+    return [
+        LossTask(),
+        *([ClassificationTask(kind="classification")] if objective.class_names else []),
+        *([RewardTask(kind="reward")] if objective.samples_answers else []),
+    ]
+
+
 class Evaluate(Section):
     """How good the model is."""
 
     tasks: list[Task] = []
-    """The evaluations, in order. Empty: `loss`, and for classifiers `classification`."""
+    """The evaluations, in order. Empty: `loss`, for classifiers `classification` as well, and for
+    training on rewards `reward`; for reward models `preference` alone.
+    """
     model: str | None = None
     """Model folder to evaluate; the run's own exported model when empty."""
     base: bool = False
@@ -218,4 +285,8 @@ class Evaluate(Section):
     with `train.sample_every`, while training runs.
     """
     sample_tokens: Positive = 64
-    """Tokens generated for each of `prompts`, greedily."""
+    """Tokens generated for each of `prompts`."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """What the logits are divided by when tokens are drawn for `prompts`, from the recipe's `seed`,
+    the same ones each time; 0 always takes the likeliest token.
+    """

@@ -4,20 +4,26 @@ number formats.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ingot.config.section import Positive, Section
 
 PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+DEGREES = ("replicate", "shard", "tensor", "pipeline", "virtual", "context", "expert")
 
 
 class Parallel(Section):
-    """Degrees of the device mesh; their product is the number of processes. Whatever they are,
-    training gives the same numbers.
+    """Degrees of the device mesh; their product is the number of processes (`expert` is of none).
+    Whatever they are, training gives the same numbers. `parallel: auto` lets ingot choose them.
     """
 
+    degrees: Literal["given", "auto"] = "given"
+    """`auto`: what `ingot plan --search` finds fastest on the devices that training starts on, with
+    the recipe's own recomputation. Rank 0 decides; it is kept in the run folder, and searched anew
+    only on other devices. `parallel: auto` is short for it.
+    """
     replicate: Positive | Literal["auto"] = "auto"
     """Groups of ranks that each hold all weights and take a share of the batch (DDP; HSDP together
     with `shard`); `auto`: what the other degrees leave.
@@ -54,9 +60,31 @@ class Parallel(Section):
     """With `context`: `ring` hands keys and values around; `ulysses` trades sequence for heads, and
     needs heads that divide.
     """
+    expert: Positive = 1
+    """Ranks that share the experts of a mixture, for which tokens travel to the ranks of the
+    experts that they chose (expert parallelism). They are ranks of `replicate`, `shard` and
+    `context`, and no further processes. Must divide their number and that of the experts.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        """`parallel: auto` stands for the section in which `degrees` is `auto`."""
+        if not isinstance(given, str):
+            return given
+        if given != "auto":
+            raise ValueError(f"is {given!r:.80}; it should be `auto`, or a section of degrees")
+        return {"degrees": given}
 
     @model_validator(mode="after")
     def _consistent(self) -> Parallel:
+        usual = {name: type(self).model_fields[name].default for name in DEGREES}
+        given = [name for name, value in usual.items() if getattr(self, name) != value]
+        if self.degrees == "auto" and given:
+            raise ValueError(
+                f"parallel.{given[0]} {getattr(self, given[0])} beside parallel.degrees auto, which"
+                " chooses it; set parallel.degrees to given, or remove it"
+            )
         if self.pipeline == 1 and self.virtual > 1:
             raise ValueError(
                 f"parallel.virtual {self.virtual} is about parallel.pipeline, which is 1; set"

@@ -6,10 +6,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from ingot.config.doors import OPTIMIZERS, SCHEDULES
 from ingot.config.section import ByKind, KindSettings, Positive, Section
+from ingot.config.sections.loop import (
+    Average,
+    EarlyStop,
+    Every,
+    Profile,
+    RouterSettings,
+    Skip,
+    seconds_of,
+)
+from ingot.config.sections.quantize import Quantize
 
 
 class Lora(Section):
@@ -17,23 +27,46 @@ class Lora(Section):
     learnt beside each of some.
     """
 
+    kind: Literal["lora", "rslora", "dora"] = "lora"
+    """`lora`: products scaled by alpha / rank. `rslora`: by alpha / sqrt(rank), which keeps their
+    size at large ranks (Kalajdzievski 2023). `dora`: as `lora`, and the norm of each row of the
+    adapted weight is trained too (Liu et al. 2024): nearer to training all weights at small ranks,
+    slower by the norms that each step computes.
+    """
     rank: Positive = 16
     """Inner size of the products."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The products are scaled by alpha / rank."""
+    """The products are scaled by alpha / rank; with `kind: rslora` by alpha / sqrt(rank)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the inputs of the products that is dropped while training."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj,
-    v_proj]`; Meta's names (`wq`, `w1`) are understood.
+    v_proj]`; Meta's names (`wq`, `w1`) are understood. Of a mixture of experts those of attention.
+    """
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How the first matrix begins, as PEFT's `init_lora_weights`: `kaiming` (its default) with
+    variance 1 / (3 * inputs), `gaussian` with standard deviation 1 / rank. The second one begins
+    with 0. PEFT's ways that change the weights of the base (`pissa`, `olora`, `loftq`) are refused.
     """
     adapter: str | None = None
     """Folder of an adapter in PEFT's layout to go on from; rank, alpha and targets must be its own.
     Empty: a new one, which changes nothing yet.
     """
 
+    @field_validator("init", mode="before")
+    @classmethod
+    def _leaves_the_base(cls, value: object) -> object:
+        if value is True:
+            return "kaiming"
+        if value in ("pissa", "olora", "loftq", "corda", "lora_ga"):
+            raise ValueError(
+                f"{value} begins with other weights of the base, so the adapter would not fit the"
+                " base that others have; take kaiming or gaussian"
+            )
+        return value
 
-class Model(Section):
+
+class ModelSettings(Section):
     """Which model is trained, and what it starts from."""
 
     source: str = "preset:llama-3m"
@@ -57,6 +90,24 @@ class Model(Section):
     """Train an adapter and leave the weights as they are; `{}` for the defaults. Null trains all
     weights.
     """
+    quantize: Quantize | None = None
+    """With `lora`: keep the frozen matrices in few bits, `nf4` or `int8`. Null leaves them as they
+    are.
+    """
+
+    @model_validator(mode="after")
+    def _frozen(self) -> ModelSettings:
+        if self.quantize is not None and self.lora is None:
+            raise ValueError(
+                "model.quantize keeps frozen weights in few bits, and without model.lora all are"
+                " trained; set model.lora={}, or model.quantize=null"
+            )
+        if self.quantize is not None and self.lora is not None and self.lora.kind == "dora":
+            raise ValueError(
+                "model.lora.kind dora needs the norms of the frozen rows in each step, which"
+                " model.quantize keeps in few bits; set kind to lora or rslora"
+            )
+        return self
 
 
 class TokenizerSettings(Section):
@@ -93,6 +144,21 @@ class TokenizerSettings(Section):
     """
 
 
+class ParameterGroup(Section):
+    """Parameters that are trained at another rate."""
+
+    match: str
+    """Pattern of whole parameter names, such as `*embed_tokens*` or `model.layers.[01].*`. A
+    parameter belongs to the first group that matches it.
+    """
+    lr_factor: Annotated[float, Field(ge=0)] = 1.0
+    """Learning rate as a multiple of the optimizer's, throughout the schedule; 0 leaves the
+    parameters as they are.
+    """
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of all of them, norms and biases too; null for the optimizer's."""
+
+
 class OptimizerSettings(KindSettings):
     """What every optimizer says of itself beside its knobs.
 
@@ -112,12 +178,9 @@ class OptimizerSettings(KindSettings):
         return float(getattr(self, "weight_decay", 0.0))
 
 
-class AdamW(OptimizerSettings):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
+class AdamSettings(OptimizerSettings):
+    """The knobs of AdamW, and of what is used together with it."""
 
-    implementation = "ingot.train.optimizers:adamw"
-    kind: Literal["adamw"] = "adamw"
-    """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
@@ -129,6 +192,16 @@ class AdamW(OptimizerSettings):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay; applied to matrices, never to norms and biases."""
+    groups: list[ParameterGroup] = []
+    """Parameters with a rate or weight decay of their own, by name."""
+
+
+class AdamW(AdamSettings):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
+
+    implementation = "ingot.train.optimizers:adamw"
+    kind: Literal["adamw"] = "adamw"
+    """Which optimizer."""
 
 
 class SGD(OptimizerSettings):
@@ -145,6 +218,25 @@ class SGD(OptimizerSettings):
     """Momentum; 0 for none."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay added to the gradient of matrices."""
+
+
+class Muon(AdamSettings):
+    """Momentum whose direction is made orthogonal by a Newton-Schulz iteration, for each matrix of
+    the layers (Jordan 2024); AdamW for embeddings, head, norms, biases and routers. Updates have
+    AdamW's size (Liu et al. 2025, arXiv 2502.16982), so `lr` and `weight_decay` are AdamW's.
+    """
+
+    implementation = "ingot.train.muon:muon"
+    kind: Literal["muon"]
+    """Which optimizer."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of the mean gradient of a matrix; Nesterov's form."""
+    iterations: Annotated[int, Field(ge=1, le=20)] = 5
+    """Steps of the Newton-Schulz iteration."""
+    compute: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of the iteration's products. `auto`: bf16 where the device has instructions for it
+    (every recent GPU, CPUs with AVX-512 BF16 or AMX), else fp32.
+    """
 
 
 Optimizer = Annotated[OptimizerSettings, ByKind(OPTIMIZERS, "adamw")]
@@ -164,6 +256,10 @@ class ScheduleSettings(KindSettings):
     """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end, as a share of the peak."""
+
+    def over(self, total: int) -> ScheduleSettings:
+        """The settings for a training of `total` steps: numbers of steps as shares."""
+        return self
 
 
 class CosineSchedule(ScheduleSettings):
@@ -190,70 +286,28 @@ class ConstantSchedule(ScheduleSettings):
     """Shape after the warm-up."""
 
 
+class WSDSchedule(ScheduleSettings):
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395): the peak until the last steps,
+    then down to `min_ratio`. Any checkpoint of the stable phase can be decayed: start a new run
+    from it, or resume it, with fewer or more `train.steps`.
+    """
+
+    implementation = "ingot.train.schedules:wsd"
+    kind: Literal["wsd"]
+    """Shape after the warm-up."""
+    decay: Annotated[float, Field(gt=0)] = 0.2
+    """Decay: below 1 a share of all steps, from 1 on a number of steps."""
+    curve: Literal["linear", "sqrt"] = "linear"
+    """Shape of the decay: a straight line, or 1 less the square root, which falls faster first."""
+
+    def over(self, total: int) -> WSDSchedule:
+        warm = self.warmup * total if self.warmup < 1 else self.warmup
+        after = max(1, total - round(warm))
+        steps = round(self.decay * total if self.decay < 1 else self.decay)
+        return self.model_copy(update={"decay": min(1.0, max(1, steps) / after)})
+
+
 Schedule = Annotated[ScheduleSettings, ByKind(SCHEDULES, "cosine")]
-
-
-Every = Positive | Annotated[str, Field(pattern=r"^(epoch|[1-9]\d*[smh])$")]
-"""How often: after so many steps, once an `epoch`, or after a time such as `30m`."""
-
-
-def seconds_of(every: Every | None) -> float | None:
-    """The time that `every` gives; None where it counts steps or epochs."""
-    if not isinstance(every, str) or every == "epoch":
-        return None
-    return int(every[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[every[-1]]
-
-
-class EarlyStop(Section):
-    """Stop when the model no longer gets better on the validation rows; all ranks together."""
-
-    patience: Positive = 3
-    """Evaluations in a row without improvement before training stops."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """An improvement smaller than this, in the metric's units, does not count."""
-    metric: str = "loss"
-    """What must improve: `loss`, the objective's own on the validation rows, or a metric of
-    `train.evaluate_tasks`, such as `hellaswag/accuracy_norm`.
-    """
-
-
-class Skip(Section):
-    """Steps that would do harm are not taken: those whose loss or gradient is not finite, and
-    spikes.
-    """
-
-    spike: Annotated[float, Field(gt=1)] | None = None
-    """A step whose gradient norm is more than this many times its running mean is not taken either;
-    null for non-finite ones only.
-    """
-    in_row: Positive = 10
-    """Steps not taken, one after the other, that are too many."""
-    then: Literal["stop", "roll_back"] = "stop"
-    """What too many lead to: training ends and says so, or goes back to the newest checkpoint and
-    leaves out the data of those steps.
-    """
-    rollbacks: Positive = 3
-    """How often a training goes back; then it ends."""
-
-
-class Profile(Section):
-    """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or
-    chrome://tracing.
-    """
-
-    begin: Positive = 3
-    """First step that is traced, counted from 1."""
-    end: Positive = 5
-    """Last step that is traced."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Profile:
-        if self.end < self.begin:
-            raise ValueError(
-                f"train.profile ends with step {self.end}, before it begins with step {self.begin};"
-                " raise train.profile.end"
-            )
-        return self
 
 
 class Train(Section):
@@ -275,6 +329,10 @@ class Train(Section):
     """How weights follow gradients."""
     schedule: Schedule = CosineSchedule()
     """Learning rate over the steps."""
+    experts: RouterSettings = RouterSettings()
+    """How the routers of a mixture of experts learn, and what balances the load."""
+    average: Average | None = None
+    """Average the weights too, and export that; `{}` for the defaults. Null for none."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the whole gradient; null for no clipping."""
     skip: Skip = Skip()

@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,11 @@ class Batch:
     up a batch, have segments 0 and labels -100.
 
     rows: the number of each row in its split, [B], -1 for dummy rows; empty where not given.
+    ratings: of rated answers 1 where one is good, else 0, [B]; empty for all else.
+    values: what an objective needs of each token beside its id, [B, T, C] float32; None for
+    nothing.
+    count: how many targets the batch stands for, where `values` are given and the objective does
+    not count them itself.
     """
 
     tokens: torch.Tensor
@@ -42,15 +48,48 @@ class Batch:
     positions: torch.Tensor
     segments: torch.Tensor
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    ratings: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    values: torch.Tensor | None = None
+    count: int = 0
 
     @property
     def single_documents(self) -> bool:
         """Whether each row is a single document and needs no segment mask; asked on the host."""
         return bool((self.segments == self.segments[:, :1]).all())
 
+    def side(self, number: int) -> Batch:
+        """The first (0) or second (1) row of each sample, of samples that are two rows."""
+        return replace(
+            self,
+            tokens=self.tokens[number::2],
+            labels=self.labels[number::2],
+            positions=self.positions[number::2],
+            segments=self.segments[number::2],
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        tensors = (self.tokens, self.labels, self.positions, self.segments, self.rows)
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
+        names = ("tokens", "labels", "positions", "segments", "rows", "ratings", "values")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{
+                name: tensor.to(device, non_blocking=non_blocking)
+                for name, tensor in tensors.items()
+                if tensor is not None
+            },
+        )
+
+
+class BatchSource(Protocol):
+    """What a training takes its batches from."""
+
+    def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> Sequence[Batch]:
+        """This rank's micro-batches of step `i`, in host memory. While they are waited for,
+        `meanwhile` is polled; once it returns True on any rank, the result may be empty.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 class Loader:
@@ -195,7 +234,8 @@ def fixed_batches(
             tokens, labels, positions, segments = (
                 torch.from_numpy(values) for values in rows.fields(some, micro_batch)
             )
-            yield Batch(tokens, labels, positions, segments, _numbers(some, micro_batch))
+            numbers, ratings = _numbers(some, micro_batch), rows.ratings(some, micro_batch)
+            yield Batch(tokens, labels, positions, segments, numbers, torch.from_numpy(ratings))
         return
     memory = BatchBuffers() if memory is None else memory
     at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch

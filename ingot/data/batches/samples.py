@@ -1,5 +1,5 @@
-"""Samples of preferences, pairs and labelled texts, made from prepared columns on demand: one
-record each.
+"""Samples of preferences, rated answers, pairs and labelled texts, made from prepared columns on
+demand: one record each.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ little padding.
 """
 
 
+GOLDEN = 0.381966
+"""A share that is far from all small fractions."""
+SIDES = ("chosen", "rejected")
+
+
 class SampleArrays(NamedTuple):
     """Some samples, int64. tokens, positions, segments: [R, S], where S is the length of the
     longest, rounded up.
@@ -33,7 +38,8 @@ class SampleArrays(NamedTuple):
     tokens are 0 in padding.
     labels: of preferences the next token where it is trained, else -100, [R, S]; of pairs the
     target, not shifted, -100 behind its end, [R, T]; of labelled texts the class, [R]. A preference
-    is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one.
+    is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one. So is a rated answer:
+    2i is itself, 2i + 1 its prompt with the answer of another record (`_SampleSource.other`).
     """
 
     tokens: Ids
@@ -64,7 +70,7 @@ class Samples(PreparedSplit):
         own = target_len if self.kind == "pair" else None
         table = table_name(pack, seq_len, own)
         super().__init__(columns, prepared, split, seq_len, table, weights)
-        if pack != "none":
+        if pack.partition("-")[0] != "none":
             raise WrongInput(
                 f"{columns} holds a {self.kind} in each record, which data.pack={pack} cannot put"
                 " side by side; set it to none"
@@ -88,7 +94,17 @@ class Samples(PreparedSplit):
         count = len(ids) if count is None else count
         found = [self._record(i) for i in ids]
         if self.kind == "preference":
-            return self._preferences(found, count)
+            sides = [(record[name], record[f"{name}_{MASK}"]) for record in found for name in SIDES]
+            return self._answers(sides, count)
+        if self.kind == "rated":
+            answers = [(record["answer"], record[f"answer_{MASK}"]) for record in found]
+            others = [self._record(i, other=True) for i in ids]
+            mixed = [
+                mismatched(*own, other["answer"], other[f"answer_{MASK}"])
+                for own, other in zip(answers, others, strict=True)
+            ]
+            both = [row for pair in zip(answers, mixed, strict=True) for row in pair]
+            return self._answers(both, count)
         first = "source" if self.kind == "pair" else "tokens"
         tokens, live = padded(
             [_truncated(record[first], self.seq_len, self._closing) for record in found],
@@ -108,28 +124,31 @@ class Samples(PreparedSplit):
             labels[: len(found)] = [int(record[LABEL][0]) for record in found]
         return _fields(tokens, labels, live)
 
-    def _preferences(self, found: Sequence[dict[str, Ids]], count: int) -> SampleArrays:
-        sides = [
-            record[name][: self.seq_len] for record in found for name in ("chosen", "rejected")
-        ]
-        trained = [
-            record[f"{name}_{MASK}"][: self.seq_len]
-            for record in found
-            for name in ("chosen", "rejected")
-        ]
-        tokens, live = padded(sides, 2 * count, self.seq_len, 0)
-        mask, _ = padded(trained, 2 * count, self.seq_len, 0)
+    def ratings(self, ids: Sequence[int], count: int) -> Ids:
+        """Of the rated answers `ids` 1 where one is good, else 0; then 0 up to `count`. Of other
+        kinds of samples there is none, `[0]`.
+        """
+        if self.kind != "rated":
+            return np.empty(0, np.int64)
+        made = np.zeros(count, np.int64)
+        made[: len(ids)] = [int(self._record(i)[LABEL][0]) for i in ids]
+        return made
+
+    def _answers(self, rows: Sequence[tuple[Ids, Ids]], count: int) -> SampleArrays:
+        """Rows of ids and their masks, two for each of `count` samples."""
+        tokens, live = padded([ids[: self.seq_len] for ids, _ in rows], 2 * count, self.seq_len, 0)
+        mask, _ = padded([mask[: self.seq_len] for _, mask in rows], 2 * count, self.seq_len, 0)
         labels = np.full_like(tokens, IGNORE)
         np.copyto(labels[:, :-1], tokens[:, 1:], where=mask[:, 1:] == 1)
         return _fields(tokens, labels, live)
 
-    def _record(self, i: int) -> dict[str, Ids]:
+    def _record(self, i: int, *, other: bool = False) -> dict[str, Ids]:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         source = bisect.bisect_right(self._ends, i)
-        return self._sources[source].record(
-            i - (self._ends[source] - self.sizes[source]), COLUMNS[self.kind]
-        )
+        number = i - (self._ends[source] - self.sizes[source])
+        found = self._sources[source]
+        return found.record(found.other(number) if other else number, COLUMNS[self.kind])
 
 
 class _SampleSource(PartReader):
@@ -141,6 +160,15 @@ class _SampleSource(PartReader):
         super().__init__(opening, parts, rows)
         self._table = table
 
+    def other(self, number: int) -> int:
+        """The row whose answer is put behind the prompt of row `number`: another one of the same
+        part, as far apart for all. The distance is neither 1 nor half of the rows, so that the
+        answers to one prompt, side by side or in two halves, do not meet.
+        """
+        index = bisect.bisect_right(self._ends, number)
+        first, size = self._ends[index] - self._sizes[index], self._sizes[index]
+        return first + (number - first + max(1, round(GOLDEN * size))) % size
+
     def record(self, number: int, names: Sequence[str]) -> dict[str, Ids]:
         """The columns `names` of the record that is row `number` of this source."""
         index = bisect.bisect_right(self._ends, number)
@@ -150,7 +178,8 @@ class _SampleSource(PartReader):
             raise self._damaged(table, number)
         columns = [self.column(name, index) for name in names]
         found = {
-            name: column[int(piece[0])]
+            # Of a prompt that is too long the first ids may be cut off.
+            name: column[int(piece[0])][0 if name == LABEL else int(piece[1]) :]
             for name, column in zip(names, columns, strict=True)
             if 0 <= piece[0] < len(column)
         }
@@ -163,6 +192,17 @@ class _SampleSource(PartReader):
             f"{bin_path(table.prefix)} plans row {number} of what is not there; it is damaged, run"
             " `ingot prepare` again"
         )
+
+
+def mismatched(ids: Ids, mask: Ids, other: Ids, other_mask: Ids) -> tuple[Ids, Ids]:
+    """The prompt of one answered chat, which is what stands before its first trained token, with
+    the answer of another: ids and mask.
+    """
+    begin, from_there = int(np.argmax(mask != 0)), int(np.argmax(other_mask != 0))
+    return (
+        np.concatenate((ids[:begin], other[from_there:])),
+        np.concatenate((mask[:begin], other_mask[from_there:])),
+    )
 
 
 def _truncated(ids: Ids, most: int, closing: int) -> Ids:

@@ -118,7 +118,7 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
         versions[step.kind] = CLEANING.package_of(step.kind) or ""
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint(
-        [CODE, knobs.model_dump(mode="json"), raw.identity, asdict(shares), versions, cuts]
+        [CODE, knobs.model_dump(mode="json"), raw.identity, shares.identity(), versions, cuts]
     )
 
 

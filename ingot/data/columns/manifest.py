@@ -205,6 +205,8 @@ def _source(value: dict[str, Any]) -> PreparedSource:
 
 
 MASK, LABEL = "mask", "label"
+VERDICTS = ("bad", "good")
+"""The labels of rated answers."""
 
 
 def is_mask(column: str) -> bool:

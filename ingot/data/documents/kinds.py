@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
 from ingot.data.documents.chats import from_messages, to_messages
 from ingot.data.documents.messages import (
     ColumnNames,
@@ -24,6 +24,7 @@ from ingot.data.documents.messages import (
     stored,
 )
 from ingot.data.documents.preferences import from_preference, to_preference
+from ingot.data.documents.rated import from_rated, to_rated
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked, missing_column
 
 PAIR = ("source", "target")
@@ -136,6 +137,7 @@ PLURALS: dict[Documents, str] = {
     "text": "texts",
     "chat": "chats",
     "preference": "preferences",
+    "rated": "rated answers",
     "pair": "pairs",
     "labelled": "labelled texts",
 }
@@ -177,7 +179,7 @@ class DocumentExtractor:
         """Whether numbers in records must be kept exactly: the arguments of a tool call in a
         message.
         """
-        return self.documents in ("chat", "preference")
+        return self.documents in CHAT_TEMPLATED
 
     @property
     def required_columns(self) -> list[str]:
@@ -203,6 +205,8 @@ class DocumentExtractor:
             return to_messages(row, record, self.layout, self.columns)
         if self.documents == "preference":
             return to_preference(row, record, self.layout, self.columns)
+        if self.documents == "rated":
+            return to_rated(row, record, self.layout, self.columns)
         if self.documents == "pair":
             return to_pair(row, record, self.columns)
         if self.documents == "labelled":
@@ -257,6 +261,9 @@ def said(documents: Documents, stored: str) -> list[str]:
         return _contents(from_messages(stored))
     if documents == "preference":
         return [content for messages in from_preference(stored) for content in _contents(messages)]
+    if documents == "rated":
+        found = from_rated(stored)
+        return _contents([*found.prompt, *found.answer])
     return list(from_pair(stored)) if documents == "pair" else [from_labelled(stored).text]
 
 

@@ -134,11 +134,11 @@ def _preference(record: Mapping[str, Any], layout: str, columns: ColumnNames) ->
             ),
         )
     guess = layout == "auto"
-    chosen, rejected = (_answer(record, name, kind, columns, guess=guess) for name in SIDES)
-    prompt = _prompt(record, kind, columns, guess=guess)
+    chosen, rejected = (answer_in(record, name, kind, columns, guess=guess) for name in SIDES)
+    prompt = prompt_in(record, kind, columns, guess=guess)
     if prompt is None:
         return _parted(system_of(record, columns), chosen, rejected)
-    if _begins(chosen, prompt) and _begins(rejected, prompt):
+    if begins_with(chosen, prompt) and begins_with(rejected, prompt):
         # Some data sets repeat the prompt in both answers.
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     before = prompt if kind == "alpaca" else [*system_of(record, columns), *prompt]
@@ -161,7 +161,7 @@ def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
     )
 
 
-def _prompt(
+def prompt_in(
     record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message] | None:
     """The messages before the answers; None if no column has them."""
@@ -178,8 +178,8 @@ def _prompt(
     return None
 
 
-def _answer(
-    record: Mapping[str, Any], name: Side, kind: str, columns: ColumnNames, *, guess: bool
+def answer_in(
+    record: Mapping[str, Any], name: str, kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message]:
     """An answer: a string, one message, or several."""
     value = _in_json(column(record, name, columns))
@@ -224,5 +224,5 @@ def _parted(
     return Preference([*before, *chosen[:same]], list(chosen[same:]), list(rejected[same:]))
 
 
-def _begins(side: Sequence[Message], prompt: Sequence[Message]) -> bool:
+def begins_with(side: Sequence[Message], prompt: Sequence[Message]) -> bool:
     return bool(prompt) and list(side[: len(prompt)]) == list(prompt)

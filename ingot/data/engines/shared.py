@@ -13,22 +13,22 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
-import json
 import os
 import pickle
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import Any
 
+from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import Bucket, crc32c, open_bucket
-from ingot.base.remote.index import IndexEntry, read_index
+from ingot.base.remote.index import Index, IndexEntry, content_name, read_index, write_index
 from ingot.base.remote.memory import ChecksumCache, LocalFile, local_files
-from ingot.base.remote.transfer import fetch_file, in_parallel
+from ingot.base.remote.transfer import fetch_file, in_parallel, send_file
 from ingot.base.storage import fsync_folder
 from ingot.data.engines.engine import Advance, Engine, Result, Stage, Task
 
@@ -96,7 +96,7 @@ class SharedEngine:
         name = (  # unique, since a worker process may have seen other lists of this run
             f"{AREA}/stage-{uuid.uuid4().hex}.json"
         )
-        self._bucket.put(name, json.dumps([asdict(entry) for entry in entries]).encode())
+        write_index(self._bucket, Index(self._made), name)
         return name
 
     def _take(self, written: Mapping[str, IndexEntry]) -> None:
@@ -183,9 +183,10 @@ class _WorkerFolder:
     def list_anew(self, name: str) -> None:
         """Read the file list of this stage; local files that have not changed are kept."""
         self._bucket = open_bucket(self._bucket.url)
-        entries = {
-            entry["path"]: IndexEntry(**entry) for entry in json.loads(self._bucket.get(name))
-        }
+        index = read_index(self._bucket, name)
+        if not index.generation:
+            raise Failed(f"{self._bucket.url_of(name)} is missing; run the same command again")
+        entries = dict(index.entries)
         for path in [path for path in self._seen if entries.get(path) != self.entries.get(path)]:
             self._drop(path)
         self.entries = entries
@@ -278,8 +279,8 @@ def _send(bucket: Bucket, root: Path, local: LocalFile) -> IndexEntry:
     """Upload a file to the area, named by path and content, so that a repeated task writes the same
     object.
     """
-    name = f"{AREA}/files/{local.path}~{local.crc32c.replace('/', '_')}-{local.bytes}"
-    blob = bucket.put(name, root / local.path)
+    name = f"{AREA}/files/{content_name(local)}"
+    blob = send_file(bucket, root / local.path, name, there=bucket.stat(name))
     return IndexEntry(local.path, name, blob.bytes, blob.crc32c, local.mtime_ns)
 
 

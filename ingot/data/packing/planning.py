@@ -44,6 +44,8 @@ class PackingCounts:
     """Records left out because truncation removed every trained token of the record or of one of
     its sides.
     """
+    too_long: int = 0
+    """Records left out because they are longer than a row and `data.truncate` is `drop`."""
     untrained: int = 0
     """Records left out because they have no trained token: no mask is set, or they have too few
     tokens.
@@ -82,6 +84,23 @@ def any_set(mask: Column, begins: Ids, ends: Ids) -> npt.NDArray[np.bool_]:
     return found
 
 
+def truncation(how: str) -> str:
+    """What a way of packing, such as `none` or `best_fit-left`, does with what is too long."""
+    return how.partition("-")[2] or "right"
+
+
+def first_set(mask: Column, begins: Ids, ends: Ids) -> Ids:
+    """How far behind the beginning of each of the spans `begins` to `ends` the mask is first set;
+    the length of a span where it is not.
+    """
+    if not len(begins):
+        return begins
+    values = mask.slice(int(begins[0]), int(ends[-1]))
+    places = np.append(np.flatnonzero(values) + begins[0], ends[-1])
+    found: Ids = np.minimum(places[np.searchsorted(places, begins)], ends) - begins
+    return found
+
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -104,6 +123,7 @@ class SingleRecordStage:
     documents: Documents
     seq_len: int
     target_len: int | None
+    truncate: str = "right"
 
     def open(self) -> Callable[[tuple[Split, int], Advance], PlannedPart]:
         return self._make
@@ -139,10 +159,18 @@ class SingleRecordStage:
     def _pieces(
         self, columns: dict[str, Column], first: int, last: int
     ) -> tuple[Ids, PackingCounts]:
-        """(record, 0, ids) of the kept records among `first` to `last`, [P, 3]."""
+        """(record, begin, ids) of the kept records among `first` to `last`, [P, 3]: the ids of each
+        column from `begin` on.
+        """
         most = column_limits(self.documents, self.seq_len, self.target_len)
         lengths = {name: columns[name].lengths(first, last).astype(np.int64) for name in most}
-        kept = {name: np.minimum(lengths[name], most[name]) for name in most}
+        longer = np.logical_or.reduce([lengths[name] > most[name] for name in most])
+        cut = (
+            self._cut_prompts(columns, first, lengths)
+            if self.truncate == "left"
+            else np.zeros(last - first, np.int64)
+        )
+        kept = {name: np.minimum(lengths[name] - cut, most[name]) for name in most}
         before, after = np.ones(last - first, np.bool_), np.ones(last - first, np.bool_)
         for name in most:
             if f"{name}_{MASK}" in columns:
@@ -151,20 +179,33 @@ class SingleRecordStage:
                     columns[name].begin(first) + np.cumsum(lengths[name]) - lengths[name],
                 )
                 before &= any_set(mask, begins + 1, begins + lengths[name])
-                after &= any_set(mask, begins + 1, begins + kept[name])
+                after &= any_set(mask, begins + cut + 1, begins + cut + kept[name])
             else:
                 before &= lengths[name] > 0
-        rows: Flags = before & after
-        longer = np.logical_or.reduce([lengths[name] > most[name] for name in most])
+        too_long: Flags = before & longer & (self.truncate == "drop")
+        rows: Flags = before & after & ~too_long
         record, own = np.flatnonzero(rows), next(iter(kept.values()))
         counts = PackingCounts(
             rows=len(record),
             tokens=int(sum(sizes[rows].sum() for sizes in kept.values())),
             truncated=int((longer & rows).sum()),
-            lost=int((before & ~after).sum()),
+            lost=int((before & ~after & ~too_long).sum()),
+            too_long=int(too_long.sum()),
             untrained=int((~before).sum()),
         )
-        return np.stack((record + first, np.zeros_like(record), own[record]), axis=1), counts
+        return np.stack((record + first, cut[record], own[record]), axis=1), counts
+
+    def _cut_prompts(self, columns: dict[str, Column], first: int, lengths: dict[str, Ids]) -> Ids:
+        """How many ids of the prompt of each record are cut off: as many as one of its sides is too
+        long, but the last one, which predicts the answer.
+        """
+        over, prompt = [], []
+        for name, sizes in lengths.items():
+            begins = columns[name].begin(first) + np.cumsum(sizes) - sizes
+            over.append(sizes - self.seq_len)
+            prompt.append(first_set(columns[f"{name}_{MASK}"], begins, begins + sizes) - 1)
+        found: Ids = np.minimum.reduce([np.maximum.reduce(over), *prompt]).clip(0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -192,7 +233,7 @@ class PackStage:
                 pieces, done = self._pieces(tokens, mask, first, last)
                 bins = (
                     best_fit(pieces[:, 2], self.seq_len)
-                    if self.how == "best_fit"
+                    if self.how.startswith("best_fit")
                     else np.arange(len(pieces))
                 )
                 order, sizes = _by_row(bins)
@@ -212,6 +253,7 @@ class PackStage:
         """
         lengths = tokens.lengths(first, last).astype(np.int64)
         long = lengths > self.seq_len
+        cut = np.zeros_like(lengths)
         if mask is None:
             # The last token has no label, so a record of k * seq_len + 1 tokens gets no piece of
             # one token.
@@ -222,19 +264,23 @@ class PackStage:
         else:
             kept = np.minimum(lengths, self.seq_len)
             begins = tokens.begin(first) + np.cumsum(lengths) - lengths
+            if truncation(self.how) == "left":
+                cut = lengths - kept
             trained, before = (
-                any_set(mask, begins + 1, begins + kept),
+                any_set(mask, begins + cut + 1, begins + cut + kept),
                 any_set(mask, begins + 1, begins + lengths),
             )
-            number = trained.astype(np.int64)
+            too_long = before & long & (truncation(self.how) == "drop")
+            number = (trained & ~too_long).astype(np.int64)
             counts = PackingCounts(
-                truncated=int((long & trained).sum()),
-                lost=int((before & ~trained).sum()),
+                truncated=int((long & trained & ~too_long).sum()),
+                lost=int((before & ~trained & ~too_long).sum()),
+                too_long=int(too_long.sum()),
                 untrained=int((~before).sum()),
             )
         record = np.repeat(np.arange(len(lengths)), number)
         piece = np.arange(len(record)) - np.repeat(np.cumsum(number) - number, number)
-        begin = piece * self.seq_len
+        begin = piece * self.seq_len + cut[record]
         return (
             np.stack(
                 (record + first, begin, np.minimum(lengths[record] - begin, self.seq_len)), axis=1

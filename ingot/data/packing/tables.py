@@ -17,10 +17,10 @@ from ingot.base.storage import link_file
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.manifest import MASK, PreparedData, missing_files
 from ingot.data.engines.engine import Engine
-from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordStage
+from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordStage, truncation
 from ingot.data.splits import Split
 
-ONE_PER_ROW: tuple[Documents, ...] = ("preference", "pair", "labelled")
+ONE_PER_ROW: tuple[Documents, ...] = ("preference", "rated", "pair", "labelled")
 """Kinds of documents with one record per row."""
 PLAN = "pack-1"
 """Version in the marker; raise it when the same columns would give other rows."""
@@ -59,15 +59,8 @@ class RowTables:
         told = f"{total.rows:,} {self._rows}"
         for count, words in (
             (total.split, "records were split over several rows"),
-            (
-                total.truncated,
-                "records were longer and cut"
-                + (
-                    ""
-                    if self.documents in ONE_PER_ROW
-                    else f" to their first {self.seq_len:,} tokens"
-                ),
-            ),
+            (total.truncated, f"records were longer and cut{self._how_cut}"),
+            (total.too_long, "records were left out: they are longer, and data.truncate is drop"),
             (
                 total.lost,
                 "records were left out: what remained of them has nothing that is trained",
@@ -78,9 +71,18 @@ class RowTables:
         return told
 
     @property
+    def _how_cut(self) -> str:
+        left = truncation(self.pack) == "left"
+        if self.documents in ONE_PER_ROW:
+            return " at the beginning of their prompt" if left else ""
+        return f" to their {'last' if left else 'first'} {self.seq_len:,} tokens"
+
+    @property
     def _rows(self) -> str:
         if self.documents == "preference":
             return f"preferences of up to {self.seq_len:,} tokens a side"
+        if self.documents == "rated":
+            return f"rated answers of up to {self.seq_len:,} tokens with their prompt"
         if self.documents == "pair":
             return (
                 f"pairs of up to {self.seq_len:,} tokens in the source and {self.target_len:,} in"
@@ -118,7 +120,7 @@ def pack(
     with contextlib.suppress(WrongInput):
         return read_packed(folder, prepared, seq_len, how, target_len)
     table, documents = table_name(how, seq_len, target_len), prepared.documents
-    picked = SingleRecordStage(folder, table, documents, seq_len, target_len)
+    picked = SingleRecordStage(folder, table, documents, seq_len, target_len, truncation(how))
     work = (
         picked
         if documents in ONE_PER_ROW
@@ -167,9 +169,11 @@ def read_packed(
     marker = read_marker(folder, name)
     if marker is None or (marker.get("data"), marker.get("plan")) != (_data(prepared), PLAN):
         of_targets = "" if target_len is None else f", data.target_len={target_len}"
+        packed, _, cut = how.partition("-")
+        of_cut = f", data.truncate={cut}" if cut else ""
         raise WrongInput(
-            f"{folder} holds no rows of data.seq_len={seq_len}{of_targets}, data.pack={how}; run"
-            " `ingot prepare` with this recipe"
+            f"{folder} holds no rows of data.seq_len={seq_len}{of_targets},"
+            f" data.pack={packed}{of_cut}; run `ingot prepare` with this recipe"
         )
     if found := missing_files(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare` again")

@@ -20,7 +20,7 @@ from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
 
-STDLIB = "builtin:stdlib"
+STDLIB, DIGITS = "builtin:stdlib", "builtin:digits"
 
 
 FORMATS: dict[str, Format] = {
@@ -167,10 +167,16 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class StandardLibrary(SourceKind):
-    """`builtin:stdlib`, the `.py` files of this interpreter's standard library."""
+class BuiltIn(SourceKind):
+    """`builtin:stdlib`, the `.py` files of this interpreter's standard library, and
+    `builtin:digits`, chats that ask for the larger of two digits.
+    """
 
     def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
-        if source.source != STDLIB:
-            raise WrongInput(f"{knob} {source.source} is not built in; {STDLIB} is")
-        return list(standard_library())
+        if source.source == STDLIB:
+            return list(standard_library())
+        if source.source == DIGITS:
+            path = Path(__file__).with_name("digits.jsonl")
+            stamp = {"path": path.name, "bytes": path.stat().st_size}
+            return [SourceFile(str(path), path.name, "jsonl", stamp)]
+        raise WrongInput(f"{knob} {source.source} is not built in; {STDLIB} and {DIGITS} are")

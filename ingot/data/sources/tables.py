@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
-from ingot.base.doors import lazy_import
 from ingot.base.errors import WrongInput
+from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 

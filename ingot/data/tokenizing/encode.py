@@ -28,6 +28,7 @@ from ingot.data.documents.chats import from_messages
 from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import from_preference
+from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
 from ingot.tokenizers.chat import encode_chats
@@ -39,6 +40,7 @@ RECORDS: dict[Documents, str] = {
     "text": "pretrain-1",
     "chat": "sft-1",
     "preference": "preference-1",
+    "rated": "rated-1",
     "pair": "pair-1",
     "labelled": "labelled-1",
 }
@@ -142,6 +144,17 @@ def _preferences(
     return columns, sum(_spoken(one.chosen) for one in found)
 
 
+def _rated(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> EncodedColumns:
+    found = [from_rated(text) for text in texts]
+    flat, mask, lengths = encode_chats(
+        tokenizer, [one.chat for one in found], encode_batch, [len(one.prompt) for one in found]
+    )
+    labels = np.array([one.label for one in found], np.int32), np.ones(len(found), np.int64)
+    return [(flat, lengths), (mask, lengths), labels], sum(_spoken(one.answer) for one in found)
+
+
 def _pairs(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
 ) -> EncodedColumns:
@@ -168,6 +181,7 @@ _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], 
     "text": _texts,
     "chat": _chats,
     "preference": _preferences,
+    "rated": _rated,
     "pair": _pairs,
     "labelled": _labelled,
 }

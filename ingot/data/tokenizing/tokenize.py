@@ -242,7 +242,7 @@ def inputs_of(
 ) -> str:
     """Fingerprint of what determines every part besides its range."""
     return fingerprint(
-        {**identity(documents, tokenizer, prefix), **asdict(shares), "cleaned": cleaned.identity}
+        {**identity(documents, tokenizer, prefix), **shares.identity(), "cleaned": cleaned.identity}
     )
 
 

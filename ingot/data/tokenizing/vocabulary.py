@@ -58,14 +58,12 @@ def provide_tokenizer(
 
 def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, Any]:
     """Everything that determines a trained vocabulary."""
-    shares = Shares.of(recipe.data)
     return {
         "trainer": TRAINER,
         "library": tokenizers.__version__,
         "vocab_size": recipe.tokenizer.vocab_size,
         "sample_bytes": recipe.tokenizer.sample_bytes,
-        "validation": shares.validation,
-        "fraction": shares.fraction,
+        **Shares.of(recipe.data).identity(),
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],

@@ -49,7 +49,7 @@ def open_held_out(
         recipe.folder.columns,
         "validation",
         data.seq_len,
-        pack=recipe.pack_held_out,
+        pack=recipe.held_out_row_plan,
         pad_last=True,
         target_len=data.target_len,
     )
@@ -82,11 +82,13 @@ def comparison_set(prepared: PreparedData, rows: Rows | Samples, recipe: Recipe,
     left out for their length, and the number of rows if not all are used.
     """
     identity = prepared.sets["validation"]
-    cut = (
+    cut: dict[str, int | str] = (
         {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
         if not isinstance(rows, Rows) and rows.left_out
         else {}
     )
+    if recipe.data.truncate != "right" and rows.left_out:
+        cut |= {"truncate": recipe.data.truncate}
     first = {"rows": count} if count < len(rows) else {}
     return fingerprint({"documents": identity, **cut, **first}) if cut or first else identity
 
@@ -122,7 +124,7 @@ class OpenRowLossTask:
         return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
-        if recipe.pack_held_out == "cut":
+        if recipe.documents == "text":
             losses = losses.whole()
             columns = open_columns(recipe.folder.columns, self.prepared, "validation")
             total = (
@@ -154,7 +156,9 @@ def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class OpenSampleLossTask:
-    """The loss on preferences, pairs and labelled texts, each of which is a sample."""
+    """The loss on preferences, rated answers, pairs and labelled texts, each of which is a
+    sample.
+    """
 
     task: LossTask
     rows: Samples
@@ -171,6 +175,8 @@ class OpenSampleLossTask:
                 {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)},
                 _label_examples(sums),
             )
+        if recipe.documents == "rated":
+            return self._rated(sums, on)
         metrics = sum_metrics(
             name,
             sums.nats,
@@ -183,6 +189,34 @@ class OpenSampleLossTask:
             return TaskResult(metrics, _examples(sums.nats, sums.targets, sums.bytes))
         return TaskResult(
             {**metrics, **_preference_metrics(name, sums, on)}, _preference_examples(sums)
+        )
+
+    def _rated(self, sums: SampleLosses, on: str) -> TaskResult:
+        """The loss of good answers, and how often one of them is likelier per token than a bad one
+        (the area under the ROC curve; ties count half). This is left out where all are alike.
+        """
+        good, name = sums.ratings > 0, self.task.name
+        if not good.any():
+            raise WrongInput(
+                f"none of the {len(good):,} held-out rated answers is a good one; set"
+                " data.validation to more documents"
+            )
+        metrics = sum_metrics(
+            name,
+            *(values[good] for values in (sums.nats, sums.targets, sums.bytes)),
+            documents=on,
+            tokenizer=self.prepared.tokenizer,
+        )
+        mean = -sums.nats / sums.targets
+        bad = np.sort(mean[~good])
+        if len(bad):
+            below, up_to = (np.searchsorted(bad, mean[good], side) for side in ("left", "right"))
+            share = (below + up_to) / (2 * len(bad))
+            metrics |= {f"{name}/accuracy": mean_metric(share, direction="higher", on=on)}
+        examples = _examples(sums.nats, sums.targets, sums.bytes)
+        return TaskResult(
+            metrics,
+            [one | {"good": bool(rated)} for one, rated in zip(examples, good, strict=True)],
         )
 
 

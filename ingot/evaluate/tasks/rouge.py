@@ -14,6 +14,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import RougeTask
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.kinds import from_pair
@@ -155,7 +156,7 @@ def _items_from_source(
         limit=limit,
     ):
         source, reference = record.text("source"), record.text("target")
-        if info.kind == "decoder" and info.recipe.documents in ("chat", "preference"):
+        if info.kind == "decoder" and info.recipe.documents in CHAT_TEMPLATED:
             prompt = info.tokenizer.encode_chat([{"role": "user", "content": source}])
         elif info.kind == "decoder":
             prompt = info.tokenizer.encode_prompt(source)

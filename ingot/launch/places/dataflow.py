@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.processes import started_at
 from ingot.base.progress import say
 from ingot.base.remote.replica import replica_url
+from ingot.base.runfolder import folder_lock
 from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import label

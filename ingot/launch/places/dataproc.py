@@ -14,10 +14,10 @@ import uuid
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.lock import folder_lock
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
+from ingot.base.runfolder import folder_lock
 from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients, message_types
 from ingot.cloud.images import image_of

@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ingot.base.errors import EXIT_FAILED, Failed, IngotError, WrongInput
-from ingot.base.lock import folder_lock, lock_holder
 from ingot.base.progress import duration, say
+from ingot.base.runfolder import folder_lock, lock_holder
 from ingot.cloud import instances
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import Instance, NoCapacity, NoSuchMachine

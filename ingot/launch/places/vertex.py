@@ -14,8 +14,8 @@ import uuid
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.lock import folder_lock
 from ingot.base.progress import duration, say
+from ingot.base.runfolder import folder_lock
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import resource_name

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
-from ingot.base.lock import lock_holder
 from ingot.base.markers import read_marker
 from ingot.base.progress import say
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import NON_FAILURE_CODES, StartAttempt, StopRequests, follow

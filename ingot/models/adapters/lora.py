@@ -10,162 +10,28 @@ reads and writes adapter folders.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
-from ingot.models.hf.tensor_names import LINEAR_FROM_META, LORA_A, LORA_B
-from ingot.models.parameters import fill_normal, local_tensor
+from ingot.models.adapters.layer import LoRALinear, LoRASize, LoRAState
+from ingot.models.hf.tensor_names import (
+    LINEAR_FROM_META,
+    LORA_A,
+    LORA_LEAVES,
+    LORA_MAGNITUDE,
+    stored_name,
+    stored_parts,
+)
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import fill_normal, local_tensor, named_weights
 
 _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
-_GOLDEN, _MIX1, _MIX2 = (
-    0x9E3779B97F4A7C15 - 2**64,
-    0xBF58476D1CE4E5B9 - 2**64,
-    0x94D049BB133111EB - 2**64,
-)  # as signed 64-bit
-
-
-class LoRASize(NamedTuple):
-    """The adaptation of one layer: the inner size of the product, and its scale."""
-
-    rank: int
-    scale: float
-
-
-class LoRAState:
-    """What the adapted layers of one model share: whether the adapter is active, and the dropout
-    masks in training.
-
-    The masks are a hash of (seed, step, row, position, layer, feature): independent of the rank or
-    micro-batch that a row falls to, and the same when activations are recomputed.
-    """
-
-    def __init__(self, seed: int, dropout: float) -> None:
-        self.seed, self.dropout, self.active = seed, dropout, True
-        self._rows: Tensor | None = None
-
-    def begin_batch(self, step: int, rows: Tensor) -> None:
-        """Call before each micro-batch. `rows` int64 `[R]` identifies the rows of one step, for
-        example by their number in the split.
-        """
-        if self.dropout:
-            self._rows = _mix(rows.long() * _GOLDEN + _signed(f"{self.seed}/lora/{step}"))
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The rows of the current batch, hashed; None if `begin_batch` was not called or there is
-        no dropout.
-        """
-        return self._rows
-
-    @contextlib.contextmanager
-    def with_rows(self, rows: Tensor | None) -> Iterator[None]:
-        """Inside the block, use the remembered `rows` of an earlier batch to recompute it."""
-        now, self._rows = self._rows, rows
-        try:
-            yield
-        finally:
-            self._rows = now
-
-    def drop(self, x: Tensor, layer: int) -> Tensor:
-        """Dropout of x `[R, ..., in]`: a share of its elements is 0, the others are scaled up so
-        that the mean stays.
-
-        Without `begin_batch`, or if x does not have one entry per row of the batch (a layer that
-        folds rows into another shape), the mask comes from the device's generator instead.
-        """
-        if not self.dropout:
-            return x
-        if self._rows is None or x.ndim < 2 or x.shape[0] != self._rows.shape[0]:
-            return functional.dropout(x, self.dropout)
-        keep = _keep_mask(
-            self._rows.to(x.device), x.shape[1:-1].numel(), x.shape[-1], layer, self.dropout
-        )
-        return torch.where(keep.view(x.shape), x, 0.0).mul(1 / (1 - self.dropout))
-
-
-@torch.no_grad()
-def _keep_mask(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
-    """The mask of kept elements, bool `[R, positions, features]`, each True with probability
-    1 - dropout.
-    """
-    counter = torch.arange(max(positions, features), device=rows.device) * _GOLDEN
-    place = _mix(rows[:, None] + counter[:positions] + layer)[:, :, None]  # [R, positions, 1]
-    bits = place + _mix(counter[:features] ^ layer)  # [R, positions, features]
-    bits = (bits ^ _shift(bits, 32)) * _MIX1
-    return (bits ^ _shift(bits, 29)) >= int(dropout * 2.0**64) - 2**63
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): each output bit depends on every
-    input bit.
-    """
-    bits = (bits ^ _shift(bits, 30)) * _MIX1
-    bits = (bits ^ _shift(bits, 27)) * _MIX2
-    return bits ^ _shift(bits, 31)
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's own shift of a signed integer is arithmetic."""
-    zeros: int = 2 ** (64 - by) - 1
-    return (bits >> by) & zeros
-
-
-def _signed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-class LoRALinear(nn.Linear):
-    """`x W^T + b + scale * drop(x) A^T B^T`, A `[rank, in]`, B `[out, rank]`, both float32; W and b
-    are those of the layer that it replaces.
-    """
-
-    def __init__(self, base: nn.Linear, name: str, size: LoRASize, state: LoRAState) -> None:
-        super().__init__(
-            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
-        )
-        self.weight, self.bias = base.weight, base.bias
-        self.rank, self.scale, self.state = size.rank, size.scale, state
-        self.key = _signed(name)
-        device = base.weight.device
-        self.lora_A = nn.Parameter(
-            torch.empty(size.rank, base.in_features, dtype=torch.float32, device=device)
-        )
-        self.lora_B = nn.Parameter(
-            torch.empty(base.out_features, size.rank, dtype=torch.float32, device=device)
-        )
-        self.train(base.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = functional.linear(x, self.weight, self.bias)
-        if not self.state.active:
-            return out
-        kept = self.state.drop(x, self.key) if self.training else x
-        if not torch.is_autocast_enabled(x.device.type):
-            kept = kept.to(
-                self.lora_A.dtype
-            )  # a model held in bf16: the products of the adapter stay float32
-        low = functional.linear(kept, self.lora_A) * self.scale
-        return (out + functional.linear(low, self.lora_B)).to(out.dtype)
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor | None = None) -> Tensor:
-        """Weight (this layer's, or one read elsewhere) plus the scaled product, as one float32
-        matrix `[out, in]`.
-        """
-        return torch.addmm(
-            (self.weight if weight is None else weight).float(),
-            self.lora_B,
-            self.lora_A,
-            alpha=self.scale,
-        )
 
 
 def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
@@ -178,7 +44,7 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
     Raises:
         WrongInput: a target that matches no linear layer, or a model that has none.
     """
-    size, inner = LoRASize(knobs.rank, knobs.alpha / knobs.rank), hf_module(model)
+    size, inner = LoRASize.of(knobs.kind, knobs.rank, knobs.alpha), hf_module(model)
     # Layers that only other inputs use are frozen already: an adapter there would never learn.
     targets = [
         name
@@ -190,14 +56,16 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
             f"model.lora: {type(inner).__name__} has no linear layer that can be adapted; set"
             " model.lora=null, or take another model"
         )
-    attach_lora(model, dict.fromkeys(targets, size), dropout=knobs.dropout, seed=seed)
+    if knobs.kind == "dora":
+        _check_whole_modules(model, targets)
+    sizes = dict.fromkeys(targets, size)
+    state = LoRAState(seed, knobs.dropout, knobs.kind, knobs.init)
+    attach_lora(model, sizes, state)
 
 
-def attach_lora(
-    model: nn.Module, sizes: Mapping[str, LoRASize], *, dropout: float, seed: int
-) -> None:
+def attach_lora(model: nn.Module, sizes: Mapping[str, LoRASize], state: LoRAState) -> None:
     """Adapt exactly these layers, and freeze everything but them and a classification head."""
-    inner, state = hf_module(model), LoRAState(seed, dropout)
+    inner = hf_module(model)
     if lora_layers(model):
         raise ValueError("this model has an adapter already")
     for name, size in sizes.items():
@@ -205,22 +73,24 @@ def attach_lora(
     trained = set(adapter_parameters(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    init_adapter(model, seed)
+    init_adapter(model, state.seed)
 
 
 @torch.no_grad()
 def init_adapter(model: nn.Module, seed: int) -> None:
-    """Set B to 0 and A to normal values with mean 0 and variance 1 / (3 * in), the variance of
-    PEFT's uniform A, from the generator of `ingot.models.parameters`.
+    """Set B, and DoRA's changes of magnitudes, to 0, and A to normal values with mean 0, from the
+    generator of `ingot.models.parameters`: `kaiming` of variance 1 / (3 * in), that of PEFT's
+    uniform A; `gaussian` of standard deviation 1 / rank, as in PEFT.
 
     Every rank therefore makes the same matrices. Does nothing on `meta`.
     """
     for name, layer in lora_layers(model).items():
         if not layer.lora_A.is_meta:
-            fill_normal(
-                layer.lora_A, seed, f"{name}.{LORA_A}", 1 / math.sqrt(3 * layer.in_features)
-            )
-            local_tensor(layer.lora_B).zero_()
+            uniform = 1 / math.sqrt(3 * layer.in_features)
+            std = 1 / layer.rank if layer.state.init == "gaussian" else uniform
+            fill_normal(layer.lora_A, seed, f"{name}.{LORA_A}", std)
+            for zero in (layer.lora_B, *([layer.lora_magnitude] if layer.is_dora else [])):
+                local_tensor(zero).zero_()
 
 
 def hf_module(model: nn.Module) -> nn.Module:
@@ -280,27 +150,53 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
 
 def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[str]) -> list[str]:
     """The layers that `targets` name: each target is a layer's name or a dotted suffix of one, or,
-    if nothing here has that name, one of Meta's names.
+    if nothing here has that name, one of Meta's names, or that of the module which holds several
+    layers in the family's files.
+
+    Of a mixture of experts only attention is adapted: PEFT takes an adapter of `up_proj` for one of
+    the experts, and leaves dense layers and shared experts without it.
 
     Raises:
         WrongInput: a target that matches nothing.
     """
-    linears = linear_layers(model)
+    config = getattr(model, "config", None)
+    linears, fused = linear_layers(model), getattr(config, "fused", {})
+    mixture = isinstance(model, Decoder) and model.config.experts is not None
+    if mixture:
+        linears = [name for name in linears if ".self_attn." in name]
     if targets == "all-linear":
         return linears
     found: set[str] = set()
     for target in targets:
-        matches = _ending_in(linears, target) or _ending_in(
-            linears, LINEAR_FROM_META.get(target, target)
+        matches = (
+            _ending_in(linears, target)
+            or _ending_in(linears, LINEAR_FROM_META.get(target, target))
+            or [name for name in linears if _ending_in([stored_name(name, fused)], target)]
         )
         if not matches:
             there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise WrongInput(
                 f"model.lora.targets: `{target}` matches no linear layer of this model; choose from"
                 f" {there}, or all-linear"
+                + ("; of a mixture of experts attention alone is adapted" if mixture else "")
             )
         found.update(matches)
     return [name for name in linears if name in found]
+
+
+def _check_whole_modules(model: nn.Module, targets: list[str]) -> None:
+    """Raises WrongInput if DoRA is to adapt a part of what the family's files hold as one module:
+    the adapter's file has magnitudes of all its rows.
+    """
+    fused = getattr(getattr(model, "config", None), "fused", {})
+    for stored, parts in stored_parts(linear_layers(model), fused).items():
+        left = [part for part in parts if part not in targets]
+        if left and len(left) < len(parts):
+            raise WrongInput(
+                f"model.lora.targets leaves {left[0]} out, and this family's files hold it with"
+                f" others as {stored}, which model.lora.kind dora adapts as one; add it, or set"
+                " kind to lora"
+            )
 
 
 def _ending_in(names: Iterable[str], tail: str) -> list[str]:
@@ -314,19 +210,29 @@ def _linear(inner: nn.Module, name: str) -> nn.Linear:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters trained under LoRA, by the model's own names: the low-rank matrices, and a
-    classifier's head.
+    """The parameters trained under LoRA, by the model's own names: the low-rank matrices, DoRA's
+    changes of magnitudes, and a classifier's head.
     """
     prefix = "" if hf_module(model) is model else "inner."
-    names = {
-        f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in (LORA_A, LORA_B)
-    }
+    names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in LORA_LEAVES}
     heads = tuple(f"{prefix}{head}." for head in head_modules(model))
     return {
         name: parameter
         for name, parameter in model.named_parameters()
         if name in names or (heads and name.startswith(heads))
     }
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a file has of `adapter_parameters`: DoRA's magnitudes in place of their changes."""
+    found: dict[str, Tensor] = {
+        name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()
+    }
+    for name in [name for name in found if name.endswith(LORA_MAGNITUDE)]:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(layer, LoRALinear)
+        found[name] = layer.magnitude()
+    return found
 
 
 @contextlib.contextmanager
@@ -355,11 +261,11 @@ def merged_weights(
     None for all parameters, tied ones once.
     """
     layers = lora_layers(model)
-    for name, tensor in hf_module(model).named_parameters() if tensors is None else tensors:
+    for name, tensor in named_weights(hf_module(model)) if tensors is None else tensors:
         owner, _, leaf = name.rpartition(".")
         if owner not in layers:
             yield name, tensor.detach()
-        elif leaf not in (LORA_A, LORA_B):
+        elif leaf not in LORA_LEAVES:
             yield name, layers[owner].merged(tensor) if leaf == "weight" else tensor.detach()
 
 

@@ -23,9 +23,17 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.storage import atomic_folder
+from ingot.models.adapters.fused import (
+    Product,
+    join_products,
+    product_shapes,
+    product_tensors,
+    short_targets,
+    split_products,
+    stored_modules,
+)
+from ingot.models.adapters.layer import LoraKind, LoRALinear, LoRASize, LoRAState
 from ingot.models.adapters.lora import (
-    LoRALinear,
-    LoRASize,
     attach_lora,
     head_modules,
     hf_module,
@@ -36,7 +44,7 @@ from ingot.models.adapters.lora import (
 )
 from ingot.models.adapters.peft_config import CONFIG, INSTEAD, AdapterConfig, read_adapter_config
 from ingot.models.hf.content import content_check, digest
-from ingot.models.hf.tensor_names import LORA_A, LORA_B, to_peft
+from ingot.models.hf.tensor_names import LORA_A, LORA_B, PEFT_MAGNITUDE, to_peft
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import local_tensor, shard_slices
 
@@ -71,13 +79,25 @@ def save_adapter(
     """
     layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
     assert state is not None, "the model has no adapter"
+    products = join_products(
+        model,
+        {
+            name: Product(
+                layer.lora_A,
+                layer.lora_B,
+                layer.scale,
+                layer.magnitude() if layer.is_dora else None,
+            )
+            for name, layer in layers.items()
+        },
+    )
     # The most common rank and alpha are the defaults; other layers are listed by name.
+    ranks = {name: product.a.shape[0] for name, product in products.items()}
     alphas = {
-        name: _without_rounding_error(layer.scale * layer.rank) for name, layer in layers.items()
+        name: LoRASize(ranks[name], product.scale).alpha(state.kind)
+        for name, product in products.items()
     }
-    (rank, alpha), _ = Counter(
-        (layer.rank, alphas[name]) for name, layer in layers.items()
-    ).most_common(1)[0]
+    (rank, alpha), _ = Counter((ranks[name], alphas[name]) for name in products).most_common(1)[0]
     config = {
         "peft_type": "LORA",
         "task_type": TASKS[kind],
@@ -86,19 +106,19 @@ def save_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": state.dropout,
-        "target_modules": _short_targets(model, layers),
+        "target_modules": short_targets(model, products),
         "modules_to_save": list(heads) or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
+        "use_rslora": state.kind == "rslora",
+        "use_dora": state.kind == "dora",
+        "init_lora_weights": "gaussian" if state.init == "gaussian" else True,
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
     tensors = {
         key: tensor.detach().cpu().contiguous()
-        for key, tensor in _adapter_tensors(model, layers, heads).items()
+        for key, tensor in product_tensors(model, products, heads).items()
     }
     with atomic_folder(folder) as partial:
         save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
@@ -106,44 +126,6 @@ def save_adapter(
             json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
     return {key: digest(tensor) for key, tensor in tensors.items()}
-
-
-def _without_rounding_error(number: float) -> float | int:
-    """The number without the rounding error of dividing by the rank and multiplying again."""
-    rounded = float(f"{number:.12g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-def _short_targets(model: nn.Module, layers: Mapping[str, LoRALinear]) -> list[str]:
-    """The last parts of the layer names if no other module of the model has them, else the whole
-    names.
-    """
-    tails = sorted({name.rpartition(".")[2] for name in layers})
-    heads = head_modules(model)
-    called = {
-        name
-        for name, _ in hf_module(model).named_modules()
-        if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads
-    }
-    return tails if called == set(layers) else sorted(layers)
-
-
-def _adapter_tensors(
-    model: nn.Module, layers: Mapping[str, LoRALinear], heads: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """The tensors of an adapter in the model, by PEFT's key."""
-    places: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        places[to_peft(f"{name}.{LORA_A}")] = layer.lora_A
-        places[to_peft(f"{name}.{LORA_B}")] = layer.lora_B
-    for head in heads:
-        places |= {
-            to_peft(f"{head}.{name}"): tensor
-            for name, tensor in (
-                hf_module(model).get_submodule(head).state_dict(keep_vars=True).items()
-            )
-        }
-    return places
 
 
 @torch.no_grad()
@@ -163,23 +145,44 @@ def load_adapter(
     config, path = read_adapter_config(folder), folder / CONFIG
     whole = _whole_model(model)
     heads = _heads(whole, config, path)
-    sizes = _sizes(whole, config, heads, path)
-    if present := lora_layers(model):
-        here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
-        _compare(
-            here, {name: LoRASize(layer.rank, layer.scale) for name, layer in present.items()}, path
-        )
+    stored = _sizes(whole, config, heads, path)
     tensors = _read(folder)
     if check:
         content = content_check(folder)
         for name, tensor in tensors.items():
             content.compare(folder / WEIGHTS, name, tensor)
         content.finish()
-    _check(_shapes(whole, sizes, heads), tensors, folder / WEIGHTS)
-    if not present:
-        attach_lora(model, sizes, dropout=config.dropout, seed=seed)
-    for key, place in _adapter_tensors(model, lora_layers(model), heads).items():
-        local_tensor(place).copy_(tensors[key][shard_slices(place)])
+    shapes = product_shapes(whole, stored, heads, dora=config.kind == "dora")
+    _check(shapes, tensors, folder / WEIGHTS)
+    products = split_products(
+        whole,
+        {
+            name: Product(
+                tensors[to_peft(f"{name}.{LORA_A}")],
+                tensors[to_peft(f"{name}.{LORA_B}")],
+                size.scale,
+                tensors.get(to_peft(f"{name}.{PEFT_MAGNITUDE}")),
+            )
+            for name, size in stored.items()
+        },
+        heads,
+    )
+    sizes = {name: LoRASize(made.a.shape[0], made.scale) for name, made in products.items()}
+    if present := lora_layers(model):
+        here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
+        _compare(here, config.kind, present, path)
+    else:
+        attach_lora(model, sizes, LoRAState(seed, config.dropout, config.kind))
+    for name, layer in lora_layers(model).items():
+        for place, whole_matrix in (
+            (layer.lora_A, products[name].a),
+            (layer.lora_B, products[name].b),
+        ):
+            local_tensor(place).copy_(whole_matrix[shard_slices(place)])
+        if (magnitude := products[name].magnitude) is not None:
+            layer.set_magnitude(magnitude)
+    for key, head in product_tensors(model, {}, heads).items():
+        local_tensor(head).copy_(tensors[key][shard_slices(head)])
     if merge:
         merge_in_place(model)
 
@@ -197,8 +200,8 @@ def _whole_model(model: nn.Module) -> nn.Module:
 def _sizes(
     model: nn.Module, config: AdapterConfig, heads: tuple[str, ...], path: Path
 ) -> dict[str, LoRASize]:
-    """The layers that an adapter applies to, and the adaptation of each."""
-    linears, targets = linear_layers(model, heads), config.targets
+    """The modules that an adapter applies to, by PEFT's names, and the adaptation of each."""
+    linears, targets = list(stored_modules(model, heads)), config.targets
     if isinstance(targets, tuple):
         names = [
             name
@@ -232,7 +235,7 @@ def _sizes(
         )
         if rank < 1:
             raise WrongInput(f"{path}: the rank of {name} is {rank}; fetch the adapter again")
-        sizes[name] = LoRASize(rank, alpha / (math.sqrt(rank) if config.root else rank))
+        sizes[name] = LoRASize.of("rslora" if config.root else "lora", rank, alpha)
     return sizes
 
 
@@ -266,8 +269,17 @@ def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ..
     return tuple(name for name in here if name in held)
 
 
-def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], path: Path) -> None:
-    """Check that a recipe that continues an adapter asks for the same layers, ranks and scales."""
+def _compare(
+    stored: Mapping[str, LoRASize], kind: LoraKind, present: Mapping[str, LoRALinear], path: Path
+) -> None:
+    """Check that a recipe that continues an adapter asks for the same layers, ranks, scales and
+    magnitudes.
+    """
+    asked_kind = next(iter(present.values())).state.kind
+    if (kind == "dora") != (asked_kind == "dora"):
+        raise WrongInput(
+            f"{path} is of kind {kind}, model.lora.kind asks for {asked_kind}; set it to {kind}"
+        )
     if different := sorted(stored.keys() ^ present.keys()):
         side = (
             "adapts it, the recipe does not"
@@ -285,7 +297,7 @@ def _compare(stored: Mapping[str, LoRASize], present: Mapping[str, LoRASize], pa
                 f" {present[name].rank}; set it to {size.rank}"
             )
         if not math.isclose(size.scale, present[name].scale, rel_tol=1e-6):
-            alpha = _without_rounding_error(size.scale * size.rank)
+            alpha = size.alpha(asked_kind)
             has, asked = differing(size.scale, present[name].scale, "{:g}".format)
             raise WrongInput(
                 f"{path}: {name} is scaled by {has}, the recipe asks for {asked}; set"
@@ -307,20 +319,6 @@ def _read(folder: Path) -> dict[str, Tensor]:
         raise WrongInput(
             f"{file} is torn or not safetensors ({error}); fetch the adapter again"
         ) from None
-
-
-def _shapes(
-    model: nn.Module, sizes: Mapping[str, LoRASize], heads: tuple[str, ...]
-) -> dict[str, tuple[int, ...]]:
-    """PEFT's key and the shape of every tensor that the adapter must have."""
-    shapes: dict[str, tuple[int, ...]] = {
-        key: tuple(tensor.shape) for key, tensor in _adapter_tensors(model, {}, heads).items()
-    }
-    for name, size in sizes.items():
-        rows, columns = hf_module(model).get_parameter(f"{name}.weight").shape
-        shapes[to_peft(f"{name}.{LORA_A}")] = (size.rank, columns)
-        shapes[to_peft(f"{name}.{LORA_B}")] = (rows, size.rank)
-    return shapes
 
 
 def _check(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], file: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.models.adapters.layer import LoraKind
 
 CONFIG = "adapter_config.json"
 
@@ -26,6 +27,7 @@ _READ = {
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "use_dora",
     "init_lora_weights",
     "bias",
 }
@@ -70,6 +72,8 @@ class AdapterConfig:
     dropout: float
     root: bool
     """Products are scaled by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)."""
+    dora: bool
+    """Each row of the adapted weight has a trained norm (Liu et al. 2024)."""
     targets: str | tuple[str, ...]
     """Names of layers or suffixes of them; a string is `all-linear`, or one regular expression for
     whole names.
@@ -80,6 +84,11 @@ class AdapterConfig:
     `alphas`.
     """
     alphas: Mapping[str, float]
+
+    @property
+    def kind(self) -> LoraKind:
+        """With both of PEFT's switches `dora`: the scale is that of each layer anyway."""
+        return "dora" if self.dora else "rslora" if self.root else "lora"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -101,7 +110,7 @@ def base_of(folder: Path) -> str:
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read an adapter's configuration. Raises WrongInput if the folder has no adapter, or one that
-    is more than low-rank products beside linear layers.
+    is more than low-rank products beside linear layers, and DoRA's norms.
     """
     path = folder / CONFIG
     try:
@@ -125,6 +134,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             alpha=float(config.get("lora_alpha", 8)),
             dropout=float(config.get("lora_dropout", 0.0)),
             root=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
             targets=targets if isinstance(targets, str) else tuple(targets),
             heads=tuple(config.get("modules_to_save") or ()),
             ranks={
@@ -141,8 +151,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_others(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse what this adapter has beyond plain LoRA, by name; also settings of later PEFT versions
-    if they are switched on.
+    """Refuse what this adapter has beyond LoRA, rsLoRA and DoRA, by name; also settings of later
+    PEFT versions if they are switched on.
     """
     if config.get("peft_type") != "LORA":
         raise WrongInput(

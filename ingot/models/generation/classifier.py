@@ -5,13 +5,14 @@ their scores.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ingot.models.generation.request import CompletionChunk, Request
+from ingot.models.generation.request import CompletionChunk, DecoderLimits, Request
 from ingot.models.generation.seq2seq import check_text
 from ingot.models.hf.models import Encoder
 
@@ -19,7 +20,7 @@ from ingot.models.hf.models import Encoder
 @dataclass(frozen=True)
 class ClassScores(CompletionChunk):
     """The answer of a classifier: `text` is the most likely label, `scores` the probability of each
-    class, in the model's order.
+    class, in the model's order. Of a model with one output it is that output as it is.
     """
 
     scores: tuple[float, ...] = ()
@@ -27,7 +28,9 @@ class ClassScores(CompletionChunk):
 
 @torch.inference_mode()
 def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Class probabilities of each text (framed ids), computed in one batch."""
+    """Class probabilities of each text (framed ids), computed in one batch; of a model with one
+    output its score.
+    """
     device = next(model.parameters()).device
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
@@ -35,42 +38,47 @@ def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]
         [[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device
     )
     positions = torch.arange(longest, device=device).expand(len(texts), longest)
-    scores: list[list[float]] = model.logits(tokens, positions, segments).softmax(dim=-1).tolist()
+    logits = model.logits(tokens, positions, segments)
+    scores: list[list[float]] = (logits if model.config.scores else logits.softmax(-1)).tolist()
     return scores
 
 
-class ClassifierJob:
-    """A text queued in a `Classifier`."""
+class TextJob:
+    """A text queued in a `TextBatches`."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
 
-class Classifier:
-    """The interface of `Generator` for encoders: each step classifies up to `max_rows` waiting
-    texts and returns one final chunk for each.
+class TextBatches(ABC):
+    """The interface of `Generator` for what reads texts and writes none: each step answers up to
+    `max_rows` waiting texts with one final chunk each.
 
-    A request's `prompt` is the framed text as the model reads it; its other fields are ignored.
+    A request's `prompt` is the framed text as the model reads it.
     """
 
-    def __init__(self, model: Encoder, *, max_rows: int = 8) -> None:
-        self._model, self._max_rows = model, max_rows
-        self._pending: deque[ClassifierJob] = deque()
+    def __init__(self, limits: DecoderLimits, *, max_rows: int = 8) -> None:
+        self._limits, self._max_rows = limits, max_rows
+        self._pending: deque[TextJob] = deque()
+
+    @abstractmethod
+    def _answers(self, requests: Sequence[Request]) -> Sequence[CompletionChunk]:
+        """The answers to texts that are computed together."""
 
     @property
     def busy(self) -> int:
-        """The number of texts not yet classified."""
+        """The number of texts not yet answered."""
         return len(self._pending)
 
-    def add(self, request: Request) -> ClassifierJob:
+    def add(self, request: Request) -> TextJob:
         """Queue a text. Raises WrongInput if the model cannot read it."""
-        check_text(request.prompt, self._model.config)
-        job = ClassifierJob(request)
+        check_text(request.prompt, self._limits)
+        job = TextJob(request)
         self._pending.append(job)
         return job
 
-    def cancel(self, job: ClassifierJob) -> None:
-        """Drop a text; one that is already classified is ignored."""
+    def cancel(self, job: TextJob) -> None:
+        """Drop a text; one that is already answered is ignored."""
         if job in self._pending:
             self._pending.remove(job)
 
@@ -78,15 +86,29 @@ class Classifier:
         """Drop every text; for use after `step` raised."""
         self._pending.clear()
 
-    def step(self) -> list[tuple[ClassifierJob, ClassScores]]:
-        """Classify the next batch."""
+    def step(self) -> list[tuple[TextJob, CompletionChunk]]:
+        """Answer the next batch."""
         group = [self._pending[index] for index in range(min(self._max_rows, len(self._pending)))]
         if not group:
             return []
-        verdicts = classify(self._model, [job.request.prompt for job in group])
+        answers = self._answers([job.request for job in group])
         for job in group:
             self._pending.remove(job)
-        return [(job, self._scored(scores)) for job, scores in zip(group, verdicts, strict=True)]
+        return list(zip(group, answers, strict=True))
+
+
+class Classifier(TextBatches):
+    """Classifies texts by an encoder; fields of requests beside `prompt` are ignored."""
+
+    def __init__(self, model: Encoder, *, max_rows: int = 8) -> None:
+        super().__init__(model.config, max_rows=max_rows)
+        self._model = model
+
+    def _answers(self, requests: Sequence[Request]) -> list[ClassScores]:
+        return [
+            self._scored(scores)
+            for scores in classify(self._model, [request.prompt for request in requests])
+        ]
 
     def _scored(self, scores: Sequence[float]) -> ClassScores:
         if not all(math.isfinite(score) for score in scores):

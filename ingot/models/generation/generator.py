@@ -1,5 +1,5 @@
-"""Text generation by the native decoder with continuous batching: requests join and leave a running
-batch, which does not change their completions.
+"""Text generation by the native decoder with continuous batching, and its cache of keys and values:
+requests join and leave a running batch, which does not change their completions.
 
 One `step` prefills a share of the waiting prompts and then decodes one token for every running
 request. Knows no HTTP and no tokenizer.
@@ -16,13 +16,129 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.cache import KVCache
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
-from ingot.models.generation.request import CompletionChunk, Decode
+from ingot.models.generation.request import CompletionChunk, Decode, PromptToken
+from ingot.models.generation.sampling import token_logprobs
 from ingot.models.native.decoder import Decoder
+
+LEAST_LENGTH = 64
+
+
+class KVCache:
+    """Rows for up to `max_rows` requests of up to `max_length` tokens, for layers that see
+    `windows` tokens back (None: all).
+
+    Nothing is allocated before the first keys arrive: their heads, dtype and device decide, so that
+    sharded models and any number format work. Rows and lengths double when they run out. Rows in
+    use are kept contiguous, so that attention reads them in place.
+
+    Shapes: B rows of one pass, K key/value heads, T new tokens, S tokens to attend over, E head
+    size.
+    """
+
+    def __init__(self, windows: Sequence[int | None], max_rows: int, max_length: int) -> None:
+        self.windows, self.max_rows, self.max_length = windows, max_rows, max_length
+        self._rows, self._length = 0, 0
+        self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
+
+    def window(
+        self, first: int, starts: Sequence[int], time: int, device: torch.device
+    ) -> CacheWindow:
+        """The view of the cache for one forward pass: rows `first`, `first + 1`, ... each get
+        `time` tokens from position `starts[i]` on.
+        """
+        needed = max(starts) + time
+        if first + len(starts) > self.max_rows or needed > self.max_length:
+            raise ValueError(
+                f"rows {first} to {first + len(starts)} of {needed} tokens, {self.max_rows} of"
+                f" {self.max_length} fit"
+            )
+        self._rows = _grown_size(self._rows, first + len(starts), 1, self.max_rows)
+        self._length = _grown_size(self._length, needed, LEAST_LENGTH, self.max_length)
+        return CacheWindow(self, first, starts, time, device)
+
+    def store(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each `[rows, K, length, E]`, large enough for every window
+        handed out so far.
+        """
+        _, heads, _, size = like.shape
+        old = self._stores[layer]
+        if old is None or old[0].shape[0] < self._rows or old[0].shape[2] < self._length:
+            # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
+            made = tuple(like.new_zeros(self._rows, heads, self._length, size) for _ in range(2))
+            if old is not None:
+                rows, _, length, _ = old[0].shape
+                for new, had in zip(made, old, strict=True):
+                    new[:rows, :, :length] = had
+            old = self._stores[layer] = (made[0], made[1])
+        return old
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of row `source` to row `target`."""
+        for store in self._stores:
+            for tensor in store or ():
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def wipe(self, row: int) -> None:
+        """Zero a row that holds non-finite numbers, which would reach the next request in it even
+        through the mask.
+        """
+        for store in self._stores:
+            for tensor in store or ():
+                tensor[row].zero_()
+
+
+class CacheWindow:
+    """The cache as the layers see it in one forward pass."""
+
+    def __init__(
+        self, cache: KVCache, first: int, starts: Sequence[int], time: int, device: torch.device
+    ) -> None:
+        self._cache, self._length = cache, max(starts) + time
+        self._first, self._last = first, first + len(starts)
+        begin = torch.tensor(starts, device=device)
+        self.positions = begin[:, None] + torch.arange(time, device=device)  # [B, T]
+        self._rows = torch.arange(self._first, self._last, device=device)[:, None]  # [B, 1]
+        self._masks = {window: self._view(window, min(starts)) for window in set(cache.windows)}
+
+    def _view(self, window: int | None, earliest: int) -> tuple[int, Tensor]:
+        """The first stored token that any query of a layer with this window sees, and the mask
+        `[B, 1, T, S]` from there on.
+        """
+        begin = 0 if window is None else max(0, earliest - window + 1)
+        distance = self.positions[:, None, :, None] - torch.arange(
+            begin, self._length, device=self.positions.device
+        )
+        return begin, distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Store new keys and values `[B, K, T, E]`; returns the visible keys and values,
+        `[B, K, S, E]` each, and the mask `[B, 1, T, S]`.
+        """
+        keys, values = self._cache.store(layer, k)
+        keys[self._rows, :, self.positions] = k.transpose(1, 2)
+        values[self._rows, :, self.positions] = v.transpose(1, 2)
+        here = slice(self._first, self._last)
+        begin, mask = self._masks[self._cache.windows[layer]]
+        return keys[here, :, begin : self._length], values[here, :, begin : self._length], mask
+
+
+def _grown_size(have: int, needed: int, least: int, most: int) -> int:
+    """A size of at least `needed`, doubled from the present one, so that growing by ones is
+    amortised.
+    """
+    if needed <= have:
+        return have
+    size = max(least, have)
+    while size < needed:
+        size *= 2
+    return min(size, most)
+
 
 # Prompt tokens read in one step: it bounds how long running requests wait between two tokens.
 PREFILL_TOKENS = 512
+# Tokens of a prompt whose logits are in memory at once, if their log-probabilities are asked for.
+SCORED_AT_ONCE = 64
 
 
 @dataclass
@@ -90,7 +206,9 @@ class Generator(DecodingLoop):
             [row + [0] * (time - len(row)) for row in rows],
             [start] * len(rows),
         )
-        for job, row in zip(group, rows, strict=True):
+        for job, row, states in zip(group, rows, hidden, strict=True):
+            if job.request.prompt_logprobs is not None:
+                self._score_prompt(job, states[: len(row)])
             job.read += len(row)
         if group[0].read < len(group[0].request.prompt):
             self._batch.entering = group[0]
@@ -100,6 +218,23 @@ class Generator(DecodingLoop):
         first = len(self._batch.decoding)
         self._batch.decoding += group
         return self._choose(first, hidden[torch.arange(len(rows), device=hidden.device), last])
+
+    def _score_prompt(self, job: GenerationJob, states: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens behind those just read, from their hidden states
+        `[T, D]`.
+        """
+        prompt, count = job.request.prompt, job.request.prompt_logprobs or 0
+        if not job.read:
+            job.prompt.append(PromptToken(prompt[0]))
+        targets = prompt[job.read + 1 : job.read + 1 + len(states)]
+        for start in range(0, len(targets), SCORED_AT_ONCE):
+            ids = list(targets[start : start + SCORED_AT_ONCE])
+            tokens = torch.tensor(ids, device=states.device)
+            logits = self._model.logits(states[start : start + len(ids)])
+            ranks = (logits > logits.gather(-1, tokens[:, None])).sum(dim=-1) + 1
+            scored = token_logprobs(logits, tokens, count)
+            for token, (logprob, top), rank in zip(ids, scored, ranks.tolist(), strict=True):
+                job.prompt.append(PromptToken(token, logprob, top, rank))
 
     def _next_group(self) -> list[GenerationJob]:
         """Waiting jobs to prefill in one pass: together at most `prefill_tokens` with padding, or a

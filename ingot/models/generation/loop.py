@@ -23,19 +23,23 @@ from ingot.models.generation.request import (
     DecoderLimits,
     FinishReason,
     GeneratedToken,
+    PromptToken,
     Request,
     TextStream,
     check_request,
     join_chunks,
 )
+from ingot.models.generation.rules import rules_of
 from ingot.models.generation.sampling import SampledToken, UniformDraws, sample_tokens
 
 
 class GenerationJob:
-    """A request inside a `DecodingLoop`."""
+    """A request inside a `DecodingLoop`, of a model that ends with `eos`."""
 
-    def __init__(self, request: Request, decode: Decode | None) -> None:
+    def __init__(self, request: Request, decode: Decode | None, eos: Collection[int] = ()) -> None:
         self.request = request
+        self.ends = request.ends(eos)
+        self.rules = rules_of(request, self.ends)
         self.read = 0  # tokens in the cache
         self.last = 0  # the newest token, not in the cache yet
         self.generated = 0
@@ -43,14 +47,27 @@ class GenerationJob:
         self.draws = UniformDraws(request.sampling)
         self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
+        self.prompt: list[PromptToken] = []  # until they are given out
 
-    def accept(self, choice: SampledToken, eos: Collection[int], room: int) -> CompletionChunk:
+    def accept(self, choice: SampledToken, room: int) -> CompletionChunk:
         """Take the next token. `room`: how many more tokens fit the model's positions."""
+        chunk = self._taken(choice, room)
+        if self.prompt:
+            chunk, self.prompt = replace(chunk, prompt=tuple(self.prompt)), []
+        return chunk
+
+    def _taken(self, choice: SampledToken, room: int) -> CompletionChunk:
         self.last = choice.token
         self.generated += 1
-        if not choice.finite:
+        if self.rules is not None:
+            self.rules.push(choice.token)
+        if not choice.finite or (self.rules is not None and self.rules.failed):
             return self._finish("error", "")
-        if choice.token in eos:
+        if choice.token in self.ends:
+            if self.request.prompt_logprobs is not None:
+                place = self.stream.length if self.stream else 0
+                end = GeneratedToken(choice.token, place, choice.logprob, choice.top)
+                self.waiting.append(end)
             return self._finish("stop", self.stream.finish() if self.stream else "")
         text = self._read(choice)
         if self.stream and self.stream.stopped:
@@ -140,7 +157,7 @@ class DecodingLoop(ABC):
     def add(self, request: Request) -> GenerationJob:
         """Queue a request. Raises WrongInput if it cannot be served; see `check_request`."""
         check_request(request, self._limits)
-        job = GenerationJob(request, self._decode)
+        job = GenerationJob(request, self._decode, self._eos)
         self._pending.append(job)
         return job
 
@@ -181,14 +198,10 @@ class DecodingLoop(ABC):
             logits,
             [job.request.sampling for job in jobs],
             [job.draws.next_uniform() for job in jobs],
+            [job.rules for job in jobs],
         )
         positions = self._limits.max_position_embeddings
         return [
-            (
-                job,
-                job.accept(
-                    choice, self._eos, positions - len(job.request.prompt) - job.generated - 1
-                ),
-            )
+            (job, job.accept(choice, positions - len(job.request.prompt) - job.generated - 1))
             for job, choice in zip(jobs, choices, strict=True)
         ]

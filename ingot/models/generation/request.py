@@ -4,9 +4,11 @@ needed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.sampling import Sampling
@@ -15,16 +17,44 @@ FinishReason = Literal["stop", "length", "error"]
 GREEDY = Sampling()
 
 
+class Constraint(Protocol):
+    """Which tokens may come next in one answer, for a request of its own."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot go on; the answer then ends with an error."""
+        ...
+
+    def apply(self, logits: Tensor) -> None:
+        """Exclude tokens from the logits `[V]` of the next one, in place."""
+        ...
+
+    def push(self, token: int) -> None:
+        """Take the token that was chosen."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it: at most `max_tokens` tokens, until EOS or one of the `stop`
-    strings.
+    """A prompt and how to continue it: at most `max_tokens` tokens, until EOS (unless it is to be
+    ignored), one of `stop_ids` or one of the `stop` strings; none of these ids ends it before
+    `min_tokens`. `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
+    completion then also tells the token that ends it.
     """
 
     prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    ignore_eos: bool = field(default=False, kw_only=True)
+    min_tokens: int = field(default=0, kw_only=True)
+    constraint: Constraint | None = field(default=None, kw_only=True)
+    prompt_logprobs: int | None = field(default=None, kw_only=True)
+
+    def ends(self, eos: Collection[int]) -> frozenset[int]:
+        """The tokens that end the completion, of a model that ends with `eos`."""
+        return frozenset(self.stop_ids) | (frozenset() if self.ignore_eos else frozenset(eos))
 
 
 @dataclass(frozen=True)
@@ -40,19 +70,33 @@ class GeneratedToken:
 
 
 @dataclass(frozen=True)
+class PromptToken:
+    """A token of the prompt, what the model gives it behind those before it, and its place among
+    all tokens by that, from 1; nothing is known of the first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
 class CompletionChunk:
     """What one step produced for one request.
 
     `tokens` are those whose text is contained in the chunks so far: never EOS, nothing of a stop
     string. `generated` counts all tokens so far, EOS included. `finish`: None while more follows;
     `stop` at EOS or a stop string, `length` at max_tokens or the model's last position, `error` if
-    the model's logits were not finite.
+    the model's logits were not finite or the request's constraint failed. `prompt`: the prompt's
+    tokens, in the first chunk, if their log-probabilities were asked for.
     """
 
     text: str
     tokens: tuple[GeneratedToken, ...]
     generated: int
     finish: FinishReason | None = None
+    prompt: tuple[PromptToken, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -63,6 +107,7 @@ class Completion:
     tokens: tuple[GeneratedToken, ...]
     generated: int
     finish: FinishReason
+    prompt: tuple[PromptToken, ...] = ()
 
 
 class DecoderLimits(Protocol):
@@ -90,14 +135,25 @@ def check_request(request: Request, config: DecoderLimits) -> None:
             f" {config.max_position_embeddings:,} positions for prompt and completion together;"
             " shorten it"
         )
-    if min(request.prompt) < 0 or max(request.prompt) >= config.vocab_size:
-        worst = min(request.prompt) if min(request.prompt) < 0 else max(request.prompt)
+    check_ids(request.prompt, config)
+    check_ids([*request.stop_ids, *(token for token, _ in request.sampling.logit_bias)], config)
+    if request.max_tokens < 1:
+        raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
+    if request.min_tokens > request.max_tokens:
+        raise WrongInput(
+            f"min_tokens is {request.min_tokens} and max_tokens {request.max_tokens}; lower the"
+            " first or raise the second"
+        )
+
+
+def check_ids(ids: Sequence[int], config: DecoderLimits) -> None:
+    """Raises WrongInput for ids that the model does not have."""
+    worst = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+    if worst is not None:
         raise WrongInput(
             f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
             " this model's tokenizer"
         )
-    if request.max_tokens < 1:
-        raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
 
 
 def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
@@ -108,6 +164,7 @@ def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
         tokens,
         pieces[-1].generated,
         pieces[-1].finish or "error",
+        pieces[0].prompt,
     )
 
 
@@ -159,7 +216,7 @@ class TextStream:
             self.length -= len(text) - min(found)
             self._held = ""
             return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -204,7 +261,7 @@ class TextStream:
         self._old = len(self._window)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next(
         (

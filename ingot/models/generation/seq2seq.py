@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,10 +20,13 @@ from ingot.models.generation.request import (
     Completion,
     CompletionChunk,
     Decode,
+    DecoderLimits,
     FinishReason,
     Request,
+    check_ids,
     join_chunks,
 )
+from ingot.models.generation.rules import rules_of
 from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.models import Seq2Seq
@@ -149,6 +152,8 @@ class _SearchMonitor:
         self._requests, self._is_cancelled = requests, is_cancelled
         self._beams = requests[0].beams
         self._draws = [UniformDraws(request.sampling) for request in requests]
+        # The source does not count as written: penalties are for what the answer repeats.
+        self._rules = [rules_of(replace(request, prompt=()), ()) for request in requests]
         self._length = 0
         self.broken: set[int] = set()
 
@@ -163,8 +168,12 @@ class _SearchMonitor:
             scores,
             [request.sampling for request in self._requests],
             [draws.next_uniform() for draws in self._draws],
+            self._rules,
         )
         self._mark([choice.finite for choice in choices])
+        for rules, choice in zip(self._rules, choices, strict=True):
+            if rules is not None:
+                rules.push(choice.token)
         chosen = torch.tensor([[choice.token] for choice in choices], device=scores.device)
         return torch.full_like(scores, float("-inf")).scatter(1, chosen, 0.0)
 
@@ -212,6 +221,7 @@ def _answer(
 def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
     """Raises WrongInput if the model cannot serve the request."""
     check_text(request.prompt, config)
+    check_ids([token for token, _ in request.sampling.logit_bias], config)
     if not 1 <= request.max_tokens <= config.target_positions:
         raise WrongInput(
             f"max_tokens is {request.max_tokens}, but the model writes from 1 to"
@@ -224,9 +234,19 @@ def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
             f"beams {request.beams} and temperature {request.sampling.temperature} exclude each"
             " other; set beams to 1 or temperature to 0"
         )
+    if request.min_tokens or request.stop_ids or request.ignore_eos or request.constraint:
+        raise WrongInput(
+            "min_tokens, stop_token_ids, ignore_eos and response_format are for decoders; leave"
+            " them out with this sequence-to-sequence model"
+        )
+    if request.beams > 1 and rules_of(request, ()) is not None:
+        raise WrongInput(
+            f"beams {request.beams} and penalties or logit_bias exclude each other; set beams to 1"
+            " or leave these out"
+        )
 
 
-def check_text(ids: Sequence[int], config: HFConfig) -> None:
+def check_text(ids: Sequence[int], config: DecoderLimits) -> None:
     """Raises WrongInput if a text has no tokens, more than the model has positions, or unknown ids.
     Texts are never truncated.
     """
@@ -237,12 +257,7 @@ def check_text(ids: Sequence[int], config: HFConfig) -> None:
             f"the text has {len(ids):,} tokens, but the model has"
             f" {config.max_position_embeddings:,} positions; shorten it"
         )
-    if min(ids) < 0 or max(ids) >= config.vocab_size:
-        worst = min(ids) if min(ids) < 0 else max(ids)
-        raise WrongInput(
-            f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
-            " this model's tokenizer"
-        )
+    check_ids(ids, config)
 
 
 class Seq2SeqJob:
@@ -280,11 +295,7 @@ class Seq2SeqGenerator:
 
     def add(self, request: Request) -> Seq2SeqJob:
         """Queue a request. Raises WrongInput if the model cannot serve it."""
-        asked = (
-            request
-            if isinstance(request, Seq2SeqRequest)
-            else Seq2SeqRequest(request.prompt, request.max_tokens, request.sampling, request.stop)
-        )
+        asked = request if isinstance(request, Seq2SeqRequest) else Seq2SeqRequest(**vars(request))
         check_seq2seq_request(asked, self._model.config)
         job = Seq2SeqJob(asked)
         self._pending.append(job)

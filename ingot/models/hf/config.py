@@ -53,6 +53,17 @@ class HFConfig:
     names in `generation_config.json`: those of the source would belong to another model.
     """
 
+    reads_last_place: bool = False
+    """Whether a decoder's classes are read where a text ends, however it is padded. transformers
+    reads them at the last token that is not padding by its id, so a model that is trained with this
+    needs a `pad_token_id` that no text ends with.
+    """
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model gives a text one number, rather than probabilities of classes."""
+        return self.kind == "encoder" and len(self.labels) == 1
+
     def to_hf(self) -> dict[str, Any]:
         """The configuration to write into `config.json`."""
         return dict(self.source)
@@ -142,7 +153,7 @@ def _positions(parsed: Any, values: Mapping[str, Any], first: int) -> tuple[int,
 
 
 def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """The class settings of a configuration for single-label classification."""
+    """The class settings of a configuration for single-label classification, or for one score."""
     names = list(labels)
     if not names:
         given = values.get("id2label") or {}
@@ -153,7 +164,7 @@ def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]
         "num_labels": len(names),
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "problem_type": "single_label_classification",
+        "problem_type": "regression" if len(names) == 1 else "single_label_classification",
     }
 
 

@@ -5,7 +5,7 @@ shape, are all named, and then nothing is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,28 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.progress import say
 from ingot.base.storage import sha256_file
-from ingot.config.family import overridden
 from ingot.config.model_content import read_lineage
 from ingot.config.model_source import CONFIG, model_config
+from ingot.config.rotary import overridden
 from ingot.models.hf.content import ALL, Share, compared, content_check
-from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_mismatches
+from ingot.models.hf.mxfp4 import BLOCKS, SCALES, PackedStack, split_name
+from ingot.models.hf.tensor_names import (
+    EMBEDDING,
+    HEAD,
+    Piece,
+    describe_mismatches,
+    is_further,
+    language_name,
+    pieces_shape,
+    stored_pieces,
+)
 from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import Slices, allocate, local_tensor, shard_slices
+from ingot.models.parameters import Slices, allocate, local_tensor, named_weights, shard_slices
+from ingot.models.quantized import packed_matrices
 
 
 def load_model(
@@ -63,34 +75,38 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
     """
     with torch.device("meta"):
         whole = {
-            name: tuple(parameter.shape)
-            for name, parameter in Decoder(model.config).named_parameters()
+            name: tuple(parameter.shape) for name, parameter in named_weights(Decoder(model.config))
         }
     tied = model.config.tie_word_embeddings
-    _check_names(whole, stored_shapes(folder), folder, tied=tied)
-    places = {name: parameter for name, parameter in model.named_parameters() if name in whole}
+    stored_there = stored_shapes(folder)
+    found = {
+        name: shape for name, shape in stored_there.items() if not is_further(name, model.config)
+    }
+    pieces = stored_pieces(whole, model.config, {language_name(name) or name for name in found})
+    wanted = {stored: pieces_shape(held) for stored, held in pieces.items()}
+    _check_names(wanted, found, folder, tied=tied)
+    others = sum(language_name(name) is None for name in found) + len(stored_there) - len(found)
+    if others and (share is None or share.rank == 0):
+        say(f"{folder}: only the language model is read; {others} tensors beside it are left out")
+    places = {name: tensor for name, tensor in named_weights(model) if name in whole}
+    packed = packed_matrices(model)
     twin: Tensor | None = None
     check = None if share is None else content_check(folder, share)
-    for file in weight_files(folder):
-        with _opened(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
-                stored = reader.get_slice(name)
-                if check is not None and check.wants(name):
-                    stored = reader.get_tensor(name)
-                    check.compare(file, name, stored)
-                place = places.get(EMBEDDING if tied and name == HEAD else name)
-                if place is None:
-                    continue
-                part = _part(stored, shard_slices(place))
-                if not part.is_floating_point():
-                    raise WrongInput(
-                        f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not"
-                        " weights as they are; give an unquantized model"
-                    )
-                if name in places:
-                    local_tensor(place).copy_(part)
-                else:
-                    twin = part
+    for file, name, stored in _stored(folder):
+        if check is not None and check.wants(name):
+            stored = stored[:]
+            check.compare(file, name, stored)
+        ours = language_name(name)
+        if tied and ours == HEAD and EMBEDDING in places:
+            twin = _weights(name, stored, shard_slices(places[EMBEDDING]), folder)
+        for piece in pieces.get(ours or "", ()):
+            if piece.own in places:
+                _read_piece(piece, name, stored, places[piece.own], folder)
+            elif piece.own in packed:
+                # Whole, as scales are of whole blocks and of the mean of all of them.
+                rows = slice(piece.row, piece.row + piece.shape[0])
+                matrix = _weights(name, stored, (rows, slice(0, piece.shape[1])), folder)
+                packed[piece.own].fill(matrix, piece.own)
     if check is not None:
         check.finish()
     if twin is not None and not torch.equal(
@@ -100,6 +116,39 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
             f"{folder}: {CONFIG} ties {HEAD} to {EMBEDDING}, but the two differ; set"
             " tie_word_embeddings to false"
         )
+
+
+def _read_piece(piece: Piece, name: str, stored: Any, place: Tensor, folder: Path) -> None:
+    """Copy what this rank has of a piece of the parameter `place` out of the stored tensor."""
+    here, there = list[slice](), list[slice]()
+    for held, part in zip(shard_slices(place), piece.slices, strict=True):
+        first = min(max(held.start, part.start), part.stop)
+        end = max(first, min(held.stop, part.stop))
+        here.append(slice(first - held.start, end - held.start))
+        there.append(slice(first - part.start, end - part.start))
+    if piece.single:
+        expert = there.pop(0)
+        if expert.start == expert.stop:
+            return  # another rank has this expert
+    target = local_tensor(place)[tuple(here)]
+    if piece.turned:
+        experts, rows, columns = there
+        target.copy_(_weights(name, stored, (experts, columns, rows), folder).mT)
+        return
+    rows = slice(piece.row + there[0].start, piece.row + there[0].stop)
+    part_here = _weights(name, stored, (rows, *there[1:]), folder)
+    target.copy_(part_here.view(target.shape))
+
+
+def _weights(name: str, stored: Any, wanted: Slices, folder: Path) -> Tensor:
+    """A slice of a stored tensor, which must hold floating-point numbers."""
+    part = _part(stored, wanted)
+    if not part.is_floating_point():
+        raise WrongInput(
+            f"{folder}: {name} holds {str(part.dtype).removeprefix('torch.')}, not weights as they"
+            " are; give an unquantized model"
+        )
+    return part
 
 
 def _part(stored: Any, wanted: Slices) -> Tensor:
@@ -140,24 +189,52 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes, read from the file headers only."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        with _opened(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
-                shapes[name] = tuple(reader.get_slice(name).get_shape())
-    return shapes
+    return {name: tuple(stored.get_shape()) for _, name, stored in _stored(folder)}
 
 
-def named_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors, in that order, one at a time; raises WrongInput after the last one if any
-    differs from the export's.
+def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
+    """The file, name and slice of each tensor of a folder; one in MXFP4 as what it stands for."""
+    readers = {file: _opened(file) for file in weight_files(folder)}
+    places = {
+        name: (file, reader)
+        for file, reader in readers.items()
+        for name in reader.keys()  # noqa: SIM118 (a reader is not a mapping)
+    }
+    for name, (file, reader) in places.items():
+        own, ending = split_name(name)
+        if not ending or own + BLOCKS not in places or own + SCALES not in places:
+            yield file, name, reader.get_slice(name)
+        elif ending == BLOCKS:
+            scales = places[own + SCALES][1].get_slice(own + SCALES)
+            yield file, own, PackedStack(reader.get_slice(name), scales)
+
+
+def named_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], config: DecoderConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names and shapes of ours, in that order, one at a time; raises
+    WrongInput after the last one if any differs from the export's.
     """
-    holding: dict[str, tuple[Path, Any]] = {}
-    for file in weight_files(folder):
-        reader = _opened(file)
-        holding |= dict.fromkeys(reader.keys(), (file, reader))
-    found = ((holding[name][0], name, holding[name][1].get_tensor(name)) for name in names)
-    yield from compared(content_check(folder), found)
+    holding = {
+        language_name(name) or name: (file, name, there) for file, name, there in _stored(folder)
+    }
+    held: dict[str, list[tuple[str, Piece]]] = {}
+    for stored, pieces in stored_pieces(shapes, config, holding).items():
+        for piece in pieces:
+            held.setdefault(piece.own, []).append((stored, piece))
+    check, read, tensor = content_check(folder), "", torch.empty(0)
+    for name, shape in shapes.items():
+        parts: list[Tensor] = []
+        for stored, piece in held[name]:
+            if stored != read:
+                file, name_there, there = holding[stored]
+                read, tensor = stored, there[:]
+                check.compare(file, name_there, tensor)
+            part = tensor[piece.row : piece.row + piece.stored_shape[0]]
+            parts.append(part.mT.contiguous() if piece.turned else part)
+        # The matrices of a stack of experts come in its order.
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts).view(shape)
+    check.finish()
 
 
 def stored_tensors(folder: Path, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -195,6 +272,7 @@ def _check_names(
     """Raise an error that names every difference. Older exports contain rotary frequencies (buffers
     computed here) and a copy of a tied head.
     """
+    found = {ours: shape for name, shape in found.items() if (ours := language_name(name))}
     passed_over = {
         name for name in found if name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
     }

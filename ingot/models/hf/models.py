@@ -20,7 +20,7 @@ from ingot.config.model_types import (
     WRAPS,
 )
 from ingot.models.hf.config import HFConfig
-from ingot.models.native.head import TokenFunction, apply_head
+from ingot.models.native.head import IGNORE, TokenFunction, apply_head
 
 
 class Seq2Seq(nn.Module):
@@ -119,8 +119,30 @@ class Encoder(nn.Module):
 
     def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
         """Float32 `[B, C]`; for rows without any token they are finite but meaningless."""
+        if self.config.reads_last_place:
+            hidden, mask = self.hidden(tokens, positions, segments)
+            ends = (mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            scores: Tensor = self.inner.score(hidden.gather(1, ends)[:, 0])
+            return scores.float()
+        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
+        return logits.float()
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's states `[B, S, D]`, and 1 for those of tokens `[B, S]`; their order is
+        that of the texts, but padding may stand before them.
+        """
+        inputs = self._inputs(tokens, positions, segments)
+        hidden: Tensor = self.inner.base_model(**inputs).last_hidden_state
+        return hidden, inputs["attention_mask"]
+
+    def _inputs(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> dict[str, Any]:
+        """What transformers' model of this kind reads."""
         mask, kind = _mask(tokens, segments), self.config.model_type
         tokens = tokens.masked_fill(mask == 0, self.config.pad)
+        if self.config.reads_last_place:
+            return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
         counted = positions + self.config.first_position
         if kind in ENDS_AT_EOS and segments is not None:
             empty = (segments == 0).all(dim=1)
@@ -129,12 +151,8 @@ class Encoder(nn.Module):
             width = tokens.shape[1]
             places = torch.arange(width, device=tokens.device) + mask.sum(dim=1, keepdim=True)
             tokens, mask = (part.gather(1, places % width) for part in (tokens, mask))
-        logits: Tensor = self.inner(
-            tokens,
-            attention_mask=mask,
-            **({"position_ids": counted} if kind in POSITIONED else {}),
-        ).logits
-        return logits.float()
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        return {**inputs, "position_ids": counted} if kind in POSITIONED else inputs
 
     def forward(
         self,
@@ -148,8 +166,11 @@ class Encoder(nn.Module):
         """The objective's value for each text, float32 `[B]`; 0 where the label is -100.
 
         tokens, positions `[B, S]` int64, positions from 0. `segments` `[B, S]` is 0 on padding,
-        None if there is none. labels `[B]`: classes.
+        None if there is none. labels `[B]`: classes; or `[B, S]`, of which a text without any other
+        than -100 has no value.
         """
+        if labels.ndim == 2:
+            labels = torch.where((labels != IGNORE).any(dim=1), 0, IGNORE)
         return apply_head(
             self.logits(tokens, positions, segments),
             _as_they_are,

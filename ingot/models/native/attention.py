@@ -25,11 +25,11 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def make_flex_attn_fns(
     segments: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device
-) -> dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+) -> dict[int | None, Callable[..., Tensor]]:
     """The attention function of each window for rows of `length` tokens; `segments` `[B, T]`
     numbers the documents of packed rows.
     """
-    attn_fns: dict[int | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    attn_fns: dict[int | None, Callable[..., Tensor]] = {}
     for window in windows:
         if window not in attn_fns:
             rows = None if segments is None else len(segments)
@@ -58,10 +58,18 @@ def _visible(segments: Tensor | None, window: int | None) -> MaskFunction:
     return visible
 
 
-def _flex_attend(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
+def _flex_attend(
+    mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]`, sinks `[H]` -> `[B, H, T, E]`."""
     attention: Callable[..., Tensor] = _compiled() if q.device.type == "cuda" else flex_attention  # type: ignore[assignment]
-    return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    if sinks is None:
+        return attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    out, logsum = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_lse=True)
+    # A further score, without a value, divides by so much more.
+    kept: Tensor = out * (logsum - sinks.float()[:, None]).sigmoid()[..., None].to(out.dtype)
+    return kept
 
 
 @cache
@@ -190,9 +198,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 cpu_attention.register_autograd(_backward, setup_context=_save_inputs)
 
 
-AttnFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttnFn = Callable[..., Tensor]
 """q `[B, H, T, E]`, k and v `[B, K, T, E]` of one layer -> `[B, H, T, E]`; the mask is part of the
-function.
+function. With `sinks` `[H]`, a score for each head that takes part in its softmax and has no value.
 """
 AttnFnFactory = Callable[[Tensor, Tensor | None, Iterable[int | None]], dict[int | None, AttnFn]]
 """positions and segments `[B, T]`, windows -> the attention function of each window, made once for
@@ -237,13 +245,17 @@ def attention_masks(
     return answer
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """Scaled dot-product attention.
 
     q `[B, H, T, E]`; k, v `[B, K, S, E]` with H a multiple of K; `mask` bool, broadcast to
     `[B, H, T, S]`, True where a query attends; None for plain causal attention. Returns
     `[B, H, T, E]`. In training every query must attend at least to itself.
     """
+    if sinks is not None:
+        return _attend_with_sinks(q, k, v, mask, sinks)
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
         training
@@ -258,6 +270,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """The same with a score `[H]` for each head beside those of the keys. All scores exist at once,
+    in float32.
+    """
+    groups, seen = k.shape[1], mask
+    if seen is None:
+        seen = causal_mask(q.shape[2], None, q.device)
+    seen = seen.view(-1, 1, 1, *seen.shape[-2:])  # [B or 1, 1, 1, T, S]
+    grouped = (q * q.shape[3] ** -0.5).unflatten(1, (groups, -1))  # [B, K, G, T, E]
+    scores = (grouped @ k[:, :, None].mT).float().masked_fill(~seen, -math.inf)
+    sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    p = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]  # [B, K, G, T, S]
+    return (p.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 def make_attn_fns(

@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from ingot.models.native import attention
 from ingot.models.native.attention import AttnFn, attend
-from ingot.models.native.config import DecoderConfig
-from ingot.models.native.head import TokenFunction, VocabularyHead, apply_head
-from ingot.models.native.rope import angles, inverse_frequencies, rotate
+from ingot.models.native.config import ACTIVATIONS, DecoderConfig
+from ingot.models.native.experts import LayerRouting, Routing, SparseMLP
+from ingot.models.native.head import LogitsView, TokenFunction, VocabularyHead, apply_head
+from ingot.models.native.rope import Rope, Turns, rotate, turns_of
 
 
 class AttentionCache(Protocol):
@@ -45,27 +46,34 @@ def run_in_order(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Ten
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019), computed in float32."""
+    """Root mean square normalisation (Zhang and Sennrich 2019), computed in float32, the product
+    with the weight plus `offset` included.
+    """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
-            x.dtype
-        )
+        weight = self.weight.float() + self.offset if self.offset else self.weight.float()
+        return functional.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
+
+
+def _norm(config: DecoderConfig, size: int) -> RMSNorm:
+    return RMSNorm(size, config.rms_norm_eps, config.norm_offset)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; queries and keys are normalised per head if
-    the configuration says so (Qwen 3).
+    """Grouped-query attention, with rotary positions if the layer has them; queries and keys are
+    normalised, per head or over the width of all heads, if the configuration says so.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        self.layer, self.head_dim, rope = layer, config.head_dim, config.ropes[layer]
+        self.interleaved = rope is not None and rope.interleaved
+        self.query_scale, self.query_growth = config.query_scale, config.query_growth
         queries, keys = (
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
@@ -74,81 +82,123 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.sinks else None
+        self.norms_heads = config.qk_norm == "head"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "none":
+            widths = (config.head_dim, config.head_dim) if self.norms_heads else (queries, keys)
+            self.q_norm, self.k_norm = (_norm(config, width) for width in widths)
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        positions: Tensor,
+        turns: Turns | None,
         attn_fn: AttnFn | None,
         cache: AttentionCache | None,
     ) -> Tensor:
         batch, time, _ = x.shape
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         # The number of heads is read from the tensor: a wrapper may have left this rank a part of
         # them.
         q, k, v = (
-            projection(x).view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            part.view(batch, time, -1, self.head_dim).transpose(1, 2)  # [B, H or K, T, E]
+            for part in (q, k, v)
         )
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if turns is not None:
+            q, k = rotate(q, turns, self.interleaved), rotate(k, turns, self.interleaved)
+        if self.query_scale != 1:
+            q = q * self.query_scale
+        if self.query_growth is not None:
+            q = q * _growth(positions, *self.query_growth).to(q.dtype)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
         if attn_fn is not None:
-            mixed = attn_fn(q, k, v)
+            mixed = attn_fn(q, k, v, **sinks)
         else:
             assert cache is not None
-            mixed = attend(q, *cache.append(self.layer, k, v))
+            mixed = attend(q, *cache.append(self.layer, k, v), **sinks)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))  # [B, T, D]
         return out
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+def _growth(positions: Tensor, beta: float, original: int) -> Tensor:
+    """The factor of queries at `positions` `[B, T]`, `[B, 1, T, 1]`: 1 within the original
+    positions of the model, growing with the logarithm beyond (Llama 4, Ministral 3).
+    """
+    return 1 + beta * (1 + positions[:, None, :, None] // original).log()
 
-    def __init__(self, config: DecoderConfig) -> None:
+
+class FeedForward(nn.Module):
+    """SwiGLU or GeGLU (Shazeer 2020), `width` columns wide."""
+
+    def __init__(self, config: DecoderConfig, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
-        )
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
+def _mlp(config: DecoderConfig, layer: int) -> nn.Module:
+    """The feed-forward of a layer: dense, or a mixture of experts."""
+    experts = config.experts
+    if experts is None or not config.sparse[layer]:
+        return FeedForward(config, config.intermediate_size)
+    shared = FeedForward(config, experts.shared) if experts.shared else None
+    return SparseMLP(config, experts, shared, layer)
+
+
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before it and a residual
-    around it.
+    """One layer: attention and feed-forward, each with a residual around it and norms before it,
+    after it or both. The norms have the names of the family's files.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.window = config.windows[layer]
+        self.number, self.window, self.rope = layer, config.windows[layer], config.ropes[layer]
+        self.residual_scale = config.residual_scale
         self.self_attn = Attention(config, layer)
-        self.mlp = FeedForward(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _mlp(config, layer)
+        self.norms = config.norms
+        for name in filter(None, self.norms):
+            self.add_module(name, _norm(config, config.hidden_size))
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        positions: Tensor,
+        turns: Turns | None,
         attn_fn: AttnFn | None,
         cache: AttentionCache | None = None,
+        routing: LayerRouting | None = None,
     ) -> Tensor:
         """x `[B, T, D]` -> `[B, T, D]`. `attn_fn` is this layer's attention; None if `cache`
-        provides keys, values and mask.
+        provides keys, values and mask. `routing` is for the routers of a mixture in training.
         """
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attn_fn, cache)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        norms = self.norms
+        mixed = self.self_attn(
+            self._normed(norms.before_attention, x), positions, turns, attn_fn, cache
+        )
+        x = self._joined(x, self._normed(norms.after_attention, mixed))
+        extra = (routing,) if routing is not None and isinstance(self.mlp, SparseMLP) else ()
+        fed = self.mlp(self._normed(norms.before_mlp, x), *extra)
+        return self._joined(x, self._normed(norms.after_mlp, fed))
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        """x, or what the norm of this name makes of it."""
+        out: Tensor = x if name is None else getattr(self, name)(x)
         return out
+
+    def _joined(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out if self.residual_scale == 1 else x + out * self.residual_scale
 
 
 class Trunk(nn.Module):
@@ -164,7 +214,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config, config.hidden_size)
 
 
 class Decoder(nn.Module):
@@ -176,6 +226,7 @@ class Decoder(nn.Module):
 
     `make_attn_fns`, `run_layers` and `vocabulary_head` compute attention, the layers and the head;
     wrappers replace them by versions that communicate with other ranks or recompute activations.
+    Before each micro-batch of a mixture in training `routing` is set.
     A pipeline stage has only its own layers, under their numbers in the whole model.
     """
 
@@ -192,6 +243,7 @@ class Decoder(nn.Module):
         self.run_layers: RunLayers = run_in_order
         self.vocabulary_head = VocabularyHead()
         self.stage = StageEnds()
+        self.routing: Routing | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -207,8 +259,8 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        """Final hidden states `[B, T, D]`, normalised; for a stage that is not the last, the hidden
-        states for the next stage.
+        """Final hidden states `[B, T, D]`, normalised, and scaled as logits are; for a stage that
+        is not the last, the hidden states for the next stage.
 
         tokens, positions `[B, T]` int64; a stage that is not the first takes hidden states
         `[B, T, D]` in place of tokens. `segments` `[B, T]` numbers the documents of packed rows,
@@ -226,27 +278,43 @@ class Decoder(nn.Module):
         # FSDP gathers and frees weights around the methods called from outside (`hidden`, `logits`,
         # `project`), so `forward` calls this one instead. The frequencies are computed here rather
         # than kept in a buffer: they cost nothing, and a model on `meta` would lose them.
-        rope = self.config.rope
-        cos, sin = angles(
-            positions,
-            inverse_frequencies(rope, self.config.head_dim, positions.device),
-            rope.amplitude,
-        )
+        config = self.config
+        turns: dict[Rope | None, Turns] = {
+            rope: turns_of(rope, config.head_dim, positions)
+            for rope in set(config.ropes)
+            if rope is not None
+        }
         attn_fns = (
-            {}
-            if cache is not None
-            else self.make_attn_fns(positions, segments, self.config.windows)
+            {} if cache is not None else self.make_attn_fns(positions, segments, config.windows)
         )
-        x = self.model.embed_tokens(tokens) if self.stage.first else tokens
+        x = self._embed(tokens) if self.stage.first else tokens
+        routing = self.routing if self.training else None
         layers = cast("Iterable[Block]", self.model.layers.children())
         x = self.run_layers(
             x,
             [
-                partial(layer, cos=cos, sin=sin, attn_fn=attn_fns.get(layer.window), cache=cache)
+                partial(
+                    layer,
+                    positions=positions,
+                    turns=turns.get(layer.rope),
+                    attn_fn=attn_fns.get(layer.window),
+                    cache=cache,
+                    **({} if routing is None else {"routing": routing.of(layer.number)}),
+                )
                 for layer in layers
             ],
         )
-        return self.model.norm(x) if self.stage.last else x
+        if not self.stage.last:
+            return x
+        x = cast("Tensor", self.model.norm(x))
+        return x if config.logits_scale == 1 else x * config.logits_scale
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """`[B, T]` -> `[B, T, D]`."""
+        x: Tensor = self.model.embed_tokens(tokens)
+        scale = self.config.embedding_scale
+        # The factor is rounded to the dtype of the embeddings, as the models were trained.
+        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> float32 `[..., V]`; for generation, where only a few tokens need logits."""
@@ -259,7 +327,14 @@ class Decoder(nn.Module):
         return self._project(hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.vocabulary_head.weight(self.head_weight))
+        return self._capped(self.vocabulary_head.project(hidden, self.head_weight))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _view(self, logits: Tensor) -> LogitsView:
+        return self.vocabulary_head.view(self._capped(logits))
 
     def forward(
         self,
@@ -284,12 +359,12 @@ class Decoder(nn.Module):
         weight = self.vocabulary_head.weight(self.head_weight)
         values = apply_head(
             hidden.flatten(0, 1),  # [B * T, D]
-            self._project,
+            partial(self.vocabulary_head.project, weight=self.head_weight),
             self.config.vocab_size,
             labels.flatten(),  # [B * T]
             token,
             flat,
-            self.vocabulary_head.view,
+            self._view,
             weight,
         )
         return values.view(

@@ -41,9 +41,12 @@ class LogitsView:
         """The logit of each token's label `[N]`; labels must be valid ids."""
         return self._logits.gather(-1, labels[:, None])[:, 0]
 
-    def log_probability(self, labels: Tensor) -> Tensor:
-        """`gather(labels) - logsumexp()` `[N]` in one kernel, which is far cheaper in backward."""
-        return -functional.cross_entropy(self._logits, labels, reduction="none")
+    def log_probability(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        """`gather(labels) - logsumexp()` `[N]` in one kernel, which is far cheaper in backward; of
+        logits divided by `temperature`.
+        """
+        logits = self._logits if temperature == 1 else self._logits / temperature
+        return -functional.cross_entropy(logits, labels, reduction="none")
 
     def logits(self) -> Tensor:
         """This rank's logits, float32 `[N, V]`; all of them unless the vocabulary is sharded."""
@@ -94,6 +97,10 @@ class VocabularyHead:
     def weight(self, weight: Tensor) -> Tensor:
         """The rows of the projection `[V, D]` that this rank holds."""
         return weight
+
+    def project(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., D]` for this rank's part of `weight`."""
+        return functional.linear(hidden, self.weight(weight))
 
     def view(self, logits: Tensor) -> LogitsView:
         """Wrap the float32 logits of a chunk for an objective."""

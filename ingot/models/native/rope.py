@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al. 2021) in Hugging Face's half-split layout, with linear,
-Llama 3.1 and YaRN scaling.
+"""Rotary position embedding (Su et al. 2021) in Hugging Face's half-split or interleaved layout,
+with linear, Llama 3.1, YaRN and LongRoPE scaling.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import rope_values
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary positions: base and scaling. `kind` is a key of `SCALINGS`; `amplitude` multiplies cos
-    and sin (YaRN).
+    and sin (YaRN, LongRoPE), `divisors` divide the frequencies of the channel pairs (LongRoPE).
+    `share`: the part of a head that is rotated, from its first channel on. `interleaved`: adjacent
+    channels are rotated with each other, else the two halves of that part.
     """
 
     theta: float = 10_000.0
@@ -32,47 +33,61 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
+    divisors: tuple[float, ...] = ()
+    share: float = 1.0
+    interleaved: bool = False
 
 
-def read_rope(config: Mapping[str, Any], positions: int, where: str) -> Rope:
-    """Read the rotary parameters of a Hugging Face configuration, for a model of `positions`
-    positions.
+def read_rope(
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    where: str,
+    share: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
+    """Read the rotary `values` (`ingot.config.rotary.layer_ropes`) of a layer. `share`: the
+    family's default share of a head; None if it has no other than 1.
 
     Raises:
         WrongInput: a kind of scaling that is not in `SCALINGS`, or one of its values is missing.
     """
-    values = rope_values(config, where)
     kind = values["rope_type"]
     required = _scaling(kind, where).required
     if missing := [key for key in required if key not in values]:
         raise WrongInput(
             f"{where}: rope_type `{kind}` needs {', '.join(missing)}; add it to rope_parameters"
         )
-    if values.get("partial_rotary_factor", 1) != 1:
+    rotated = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share is None and rotated not in (None, 1):
         raise WrongInput(
-            f"{where}: partial_rotary_factor {values['partial_rotary_factor']!r} is not supported,"
-            " only 1; choose another model"
+            f"{where}: partial_rotary_factor {rotated!r} is not supported, only 1; choose another"
+            " model"
         )
-    factor = float(values.get("factor", 1.0))
+    positions = int(config.get("max_position_embeddings", 2048))
+    original = int(
+        config.get("original_max_position_embeddings")
+        or values.get("original_max_position_embeddings")
+        or positions
+    )
+    factor = float(values.get("factor") or (positions / original if kind == "longrope" else 1.0))
     return Rope(
         theta=float(values["rope_theta"]),
         kind=kind,
         factor=factor,
         low_freq_factor=float(values.get("low_freq_factor", 1.0)),
         high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-        original_positions=int(
-            config.get("original_max_position_embeddings")
-            or values.get("original_max_position_embeddings")
-            or positions
-        ),
+        original_positions=original,
         beta_fast=float(values.get("beta_fast") or 32.0),
         beta_slow=float(values.get("beta_slow") or 1.0),
         truncate=bool(values.get("truncate", True)),
-        amplitude=_amplitude(values, factor) if kind == "yarn" else 1.0,
+        amplitude=_AMPLITUDES[kind](values, factor, original) if kind in _AMPLITUDES else 1.0,
+        divisors=tuple(float(by) for by in values["short_factor"]) if kind == "longrope" else (),
+        share=float(rotated or share or 1.0),
+        interleaved=interleaved,
     )
 
 
-def _amplitude(values: Mapping[str, Any], factor: float) -> float:
+def _yarn_amplitude(values: Mapping[str, Any], factor: float, original: int) -> float:
     """YaRN's factor for cos and sin if the configuration does not give it (section 3.4 of Peng et
     al. 2023, and DeepSeek's ratio).
     """
@@ -87,6 +102,17 @@ def _amplitude(values: Mapping[str, Any], factor: float) -> float:
 
 def _temperature(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope_amplitude(values: Mapping[str, Any], factor: float, original: int) -> float:
+    """LongRoPE's factor for cos and sin (Ding et al. 2024, section 3.4)."""
+    given = values.get("attention_factor")
+    if given is not None:
+        return float(given)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+_AMPLITUDES = {"yarn": _yarn_amplitude, "longrope": _longrope_amplitude}
 
 
 def _llama3(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
@@ -128,6 +154,13 @@ def _yarn(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
     return torch.lerp(frequencies, frequencies / rope.factor, ramp.clamp(0, 1))
 
 
+def _longrope(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
+    """Divide the frequency of each channel pair by its own number: the one for rows of at most the
+    original positions, since longer rows are refused.
+    """
+    return frequencies / torch.tensor(rope.divisors, device=frequencies.device)
+
+
 class Scaling(NamedTuple):
     """One kind of rotary scaling."""
 
@@ -142,6 +175,7 @@ SCALINGS: dict[str, Scaling] = {
     "linear": Scaling(("factor",), lambda frequencies, rope, head_dim: frequencies / rope.factor),
     "llama3": Scaling(("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "yarn": Scaling(("factor",), _yarn),
+    "longrope": Scaling(("short_factor", "long_factor"), _longrope),
 }
 """Every supported `rope_type`; any other is an error both where a configuration is read and where
 frequencies are computed.
@@ -158,30 +192,53 @@ def _scaling(kind: str, where: str) -> Scaling:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """One angular frequency per channel pair, float32 `[E/2]`.
+    """One angular frequency per rotated channel pair, float32 `[R/2]`, R being the rotated share of
+    the head size E.
 
     Raises:
         WrongInput: the kind of scaling is not in `SCALINGS`.
     """
-    scaling = _scaling(rope.kind, "model.config")
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    return scaling.apply(1.0 / (rope.theta**exponent), rope, head_dim)
+    scaling, size = _scaling(rope.kind, "model.config"), int(head_dim * rope.share)
+    exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
+    return scaling.apply(1.0 / (rope.theta**exponent), rope, size)
 
 
-def angles(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of `positions` `[B, T]` times `amplitude`: two float32 `[B, 1, T, E]`, which
-    broadcast to `[B, H, T, E]`.
+class Turns(NamedTuple):
+    """The rotation of each position: cos and sin, two float32 `[B, 1, T, R]`, which broadcast to
+    `[B, H, T, R]`.
     """
-    turns = positions[:, None, :, None].float() * frequencies  # [B, 1, T, E/2]
-    turns = torch.cat((turns, turns), dim=-1)  # [B, 1, T, E]
+
+    cos: Tensor
+    sin: Tensor
+
+
+def turns_of(rope: Rope, head_dim: int, positions: Tensor) -> Turns:
+    """The rotation of `positions` `[B, T]`."""
+    frequencies = inverse_frequencies(rope, head_dim, positions.device)
+    turns = positions[:, None, :, None].float() * frequencies  # [B, 1, T, R/2]
+    if rope.interleaved:
+        turns = turns.repeat_interleave(2, dim=-1)  # [B, 1, T, R]
+    else:
+        turns = torch.cat((turns, turns), dim=-1)  # [B, 1, T, R]
     cos, sin = turns.cos(), turns.sin()
-    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
+    return (
+        Turns(cos, sin)
+        if rope.amplitude == 1
+        else Turns(cos * rope.amplitude, sin * rope.amplitude)
+    )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + E/2) of `x` `[B, H, T, E]` by the angles; computed in
-    float32, returned in the dtype of x.
+def rotate(x: Tensor, turns: Turns, interleaved: bool) -> Tensor:
+    """Rotate the first R channels of `x` `[B, H, T, E]`: the pairs (i, i + R/2), or (2i, 2i + 1)
+    if `interleaved`; computed in float32, returned in the dtype of x.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    size = turns.cos.shape[-1]
+    if size < x.shape[-1]:
+        rotated = rotate(x[..., :size], turns, interleaved)
+        return torch.cat((rotated, x[..., size:]), dim=-1)
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return (x * turns.cos + turned * turns.sin).to(x.dtype)

@@ -30,9 +30,17 @@ from ingot.plan.devices.coefficients import (
     cpu_name,
     file_name,
 )
+from ingot.plan.devices.timed import (
+    KernelTimer,
+    TimedStep,
+    draw_curves,
+    now,
+    rising,
+    spread,
+    timed_step,
+)
 from ingot.plan.devices.types import device_types
 from ingot.plan.seconds import sent_bytes
-from ingot.plan.timed import KernelTimer, TimedStep, draw_curves, now, rising, spread, timed_step
 from ingot.train.micro_batch.trial import let_go, made_up_plan, open_trial
 
 TIME_LIMIT_S = 70.0

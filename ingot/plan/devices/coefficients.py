@@ -5,16 +5,18 @@ it by `ingot bench --calibrate` and stored in the user's configuration folder. I
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from ingot.base.environment import processor_name
 from ingot.base.errors import WrongInput
 from ingot.base.storage import write_atomic
+from ingot.plan.devices.learned import folder, learned_factor
 from ingot.plan.devices.types import DeviceType, network_bytes_s
 from ingot.plan.ranges import Origin, Range, largest
 from ingot.plan.tracing.records import Operator
@@ -94,6 +96,7 @@ class Coefficients:
     exposed: share of sharding's communication that computing does not hide.
     compiled: share of the bytes of memory-bound kernels that a compiled step has left.
     origin: the worst of the curves for computing. date, torch, threads, ranks: of the measurement.
+    basis: names the figures before any correction. learned: the correction that is in the curves.
     """
 
     name: str
@@ -108,6 +111,8 @@ class Coefficients:
     threads: int = 0
     ranks: int = 1
     peak_flops: Mapping[str, float] = field(default_factory=dict)
+    basis: str = field(default="", compare=False)
+    learned: Range | None = None
 
     def seconds(self, kind: str, dtype: str, work: float) -> Range:
         """Of one kernel, or of one collective, which has no dtype.
@@ -177,18 +182,22 @@ def guessed(device: DeviceType, machine_type: str | None = None, per_node: int =
     )
 
 
-UNMEASURED = {
+OTHER_RECIPES = Range(0.8, 1.0, 1.25, "guessed")
+"""How far a correction that one recipe gave may be off for another."""
+
+
+class Unmeasured(TypedDict):
+    hop_s: Range
+    exposed: Range
+    compiled: Range
+
+
+UNMEASURED: Unmeasured = {
     "hop_s": Range.exactly(0, "guessed"),
     "exposed": Range(0.5, 1, 1, "guessed"),
     "compiled": Range(0.4, 0.8, 1, "guessed"),
 }
 """Of a CPU, which communicates with the same cores with which it computes."""
-
-
-def folder() -> Path:
-    """Where measured coefficients are stored."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return base / "ingot" / "devices"
 
 
 def file_name(title: str) -> str:
@@ -270,8 +279,8 @@ def coefficients_of(
     """
     shipped, own = guessed(device, machine_type, per_node), measured(device.name)
     if own is None:
-        return shipped
-    return replace(
+        return _corrected(shipped, _basis(device))
+    both = replace(
         own,
         curves={**shipped.curves, **own.curves},
         hop_s=shipped.hop_s,
@@ -279,21 +288,54 @@ def coefficients_of(
         compiled=shipped.compiled,
         peak_flops=shipped.peak_flops,
     )
+    return _corrected(both, _basis(own.curves))
 
 
-def cpu_name(threads: int, ranks: int = 1) -> tuple[str, str]:
-    """The name and the title of this machine's processor where `ranks` processes of so many threads
-    run on it at the same time, which slows each.
+def _basis(of: object) -> str:
+    """Names what a correction is relative to: corrections of other figures say nothing."""
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:12]
+
+
+def _corrected(found: Coefficients, basis: str) -> Coefficients:
+    """With what was learned from trainings: everything takes `factor` times as long, and about as
+    surely as it is known for the recipes that were trained.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    title = f"{next(models, 'CPU')}, {ranks} x {threads} threads"
+    factor = learned_factor(found.name, basis)
+    if factor is None:
+        return replace(found, basis=basis)
+
+    def narrowed(low: float, likely: float, high: float) -> tuple[float, float, float]:
+        return (
+            factor.low * max(low, likely * OTHER_RECIPES.low),
+            factor.likely * likely,
+            factor.high * min(high, likely * OTHER_RECIPES.high),
+        )
+
+    curves = {
+        name: Curve(tuple((work, narrowed(*took)) for work, took in curve.points), "learned")
+        for name, curve in found.curves.items()
+    }
+    return replace(
+        found,
+        curves=curves,
+        hop_s=found.hop_s * factor,
+        origin="learned",
+        basis=basis,
+        learned=factor,
+    )
+
+
+def cpu_name(threads: int, ranks: int = 1, processor: str | None = None) -> tuple[str, str]:
+    """The name and the title of a processor, by default this machine's, where `ranks` processes of
+    so many threads run on it at the same time, which slows each.
+    """
+    title = f"{processor_name() if processor is None else processor}, {ranks} x {threads} threads"
     return file_name(title), title
 
 
-def cpu_coefficients(threads: int, ranks: int = 1) -> Coefficients | None:
-    """What was measured on this machine's processor; None if nothing was."""
-    return measured(cpu_name(threads, ranks)[0])
+def cpu_coefficients(
+    threads: int, ranks: int = 1, processor: str | None = None
+) -> Coefficients | None:
+    """What was measured on a processor, by default this machine's; None if nothing was."""
+    found = measured(cpu_name(threads, ranks, processor)[0])
+    return None if found is None else _corrected(found, _basis(found.curves))

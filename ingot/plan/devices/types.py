@@ -48,6 +48,7 @@ class DeviceType:
     """A type of accelerator, of which a machine has several.
 
     name: short, such as `h100`; title: the vendor's.
+    machines: those that have it, of clouds where no place starts any.
     kind: as torch calls the type of device, `cuda`; `tpu` where torch has no name.
     memory_bytes: of one device, as torch tells it.
     peak_flops: FLOP/s of dense matrix products, by dtype; `tfloat32` where float32 may be rounded.
@@ -63,6 +64,7 @@ class DeviceType:
     kind: str
     cuda_names: tuple[str, ...]
     accelerators: tuple[str, ...]
+    machines: tuple[str, ...]
     memory_bytes: Range
     peak_flops: Mapping[str, float]
     bandwidth: float
@@ -76,14 +78,11 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Allowances:
-    """Device memory that no tensor accounts for, in bytes, and the share of what is allocated at
-    the peak that fragmentation costs.
-    """
+    """Device memory that no tensor accounts for, in bytes."""
 
     context: Range
     cublas: Range
     nccl: Range
-    fragmentation: Range
 
 
 @functools.cache
@@ -109,6 +108,7 @@ def _device(name: str, row: dict[str, Any], table: dict[str, Any]) -> DeviceType
         row["kind"],
         tuple(row.get("cuda_names", ())),
         tuple(row.get("accelerators", ())),
+        tuple(row.get("machines", ())),
         # Seen in messages of torch, but on machines of others.
         Range.of(row["memory_gib"], "modelled") * GIB,
         {dtype: tflops * 1e12 for dtype, tflops in row["peak_tflops"].items()},
@@ -132,17 +132,18 @@ def allowances(kind: str) -> Allowances | None:
     context, cublas, nccl = (
         Range.of(row[name], "guessed") * GIB for name in ("context_gib", "cublas_gib", "nccl_gib")
     )
-    return Allowances(context, cublas, nccl, Range.of(row["fragmentation"], "guessed"))
+    return Allowances(context, cublas, nccl)
 
 
 def device_type(name: str) -> DeviceType:
-    """The type called `name` here, by Google Cloud or by CUDA.
+    """The type called `name` here, by Google Cloud or by CUDA, or the one that the machine type
+    `name` has.
 
     Raises:
         WrongInput: there is no such type.
     """
     for device in device_types().values():
-        if name in (device.name, *device.accelerators, *device.cuda_names):
+        if name in (device.name, *device.accelerators, *device.cuda_names, *device.machines):
             return device
     raise WrongInput(
         f"device {name} is not known; choose among {', '.join(device_types())}, or measure it on"

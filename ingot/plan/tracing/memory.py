@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import Degrees, degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.shape import Degrees, degrees_of
 from ingot.plan.devices.types import allowances
 from ingot.plan.ranges import Range
 from ingot.plan.tracing.records import RankTrace
@@ -18,6 +18,8 @@ from ingot.plan.tracing.workers import TraceRequest, trace_all
 
 Fit = Literal["fits", "may not fit", "does not fit"]
 NOTHING = Range.exactly(0, "measured")
+UNEVEN = Range(0.0, 0.15, 1.0, "guessed")
+"""How far from even towards `RankTrace.crowded` the choices of routers bring a rank."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,29 @@ def rank_memory(
 
 
 def _beside(trace: RankTrace, degrees: Degrees, kind: str) -> Range:
-    known = allowances(kind)
+    known, crowded = allowances(kind), _crowded(trace)
     if known is None:
-        return NOTHING
-    sizes = (degrees.pipeline, degrees.data, degrees.context, degrees.tensor)
+        return crowded
+    sizes = (
+        degrees.pipeline,
+        degrees.data,
+        degrees.context,
+        degrees.tensor,
+        degrees.expert,
+    )
     # One communicator for each axis that has several ranks, and that of the whole job.
     communicators = sum(size > 1 for size in sizes) + (degrees.world > 1)
-    pieces = trace.peak.total * known.fragmentation
-    return known.context + known.cublas + communicators * known.nccl + pieces
+    # Of a few layers, a guess of those of many: it rests on two series of figures (docs/LOG.md).
+    pieces = Range(*trace.pieces, "guessed" if trace.extended else "modelled")
+    return known.context + known.cublas + communicators * known.nccl + pieces + crowded
+
+
+def _crowded(trace: RankTrace) -> Range:
+    """What rows of other ranks take beyond the average, where ranks share experts."""
+    if trace.crowded is None:
+        return NOTHING
+    most = max(0, trace.crowded.peak.total - trace.peak.total)
+    return UNEVEN * float(most)
 
 
 def worst_fit(ranks: Sequence[RankMemory], has: Range) -> Fit:

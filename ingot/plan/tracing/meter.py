@@ -8,9 +8,12 @@ found afterwards, when it is known what became of each block.
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
@@ -21,12 +24,24 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ingot.plan.tracing.records import ROLES, MemoryUse, Operator, Role
+from ingot.plan.tracing.segments import BLOCK, Reserved, replay
 
 Phase = Literal["build", "forward", "update", "backward"]
-ALLOCATION_BYTES = 512
-"""The allocator of an accelerator hands out multiples of this."""
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of torch's collective operators."""
+COPIED_BY_GLOO = frozenset(
+    {
+        "allgather_",
+        "_allgather_base_",
+        "allgather_into_tensor_coalesced_",
+        "all_gather_into_tensor",
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_",
+        "reduce_scatter_tensor",
+    }
+)
+"""Collectives in which gloo works on a copy of the whole tensor. NCCL makes none."""
 SLOWER = {
     "_safe_softmax": "softmax",
     **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "uniform_"), "random"),
@@ -46,6 +61,18 @@ SLOWER = {
     ),
 }
 """Kernels that are bound by memory on an accelerator, but compute much for each byte on a CPU."""
+IN_PLACE = {
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+}
+"""Where any dispatch mode is active, the backward formulas of torch (`gather_backward` and others)
+write into a second tensor what they otherwise write into the zeros that they made.
+"""
+GROUPED = torch.ops.aten._grouped_mm.default
+"""Products of groups of rows, each with a matrix of its own: those of a mixture of experts."""
 
 
 class Meter(TorchDispatchMode):
@@ -53,9 +80,10 @@ class Meter(TorchDispatchMode):
 
     Args:
         rounded: count blocks as an accelerator's allocator does, in multiples of 512 bytes.
+        gloo: count the copies that gloo makes for a collective, as on CPUs.
     """
 
-    def __init__(self, *, rounded: bool = False) -> None:
+    def __init__(self, *, rounded: bool = False, gloo: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: Counter[Operator] = Counter()
         self.phase: Phase = "build"
@@ -63,6 +91,7 @@ class Meter(TorchDispatchMode):
         self.is_paused = False
         """Whether what happens now is ignored."""
         self._rounded = rounded
+        self._gloo = gloo
         self._made_in: list[Phase] = []
         self._freed_in: dict[int, Phase] = {}
         self._roles: dict[int, Role] = {}
@@ -71,6 +100,10 @@ class Meter(TorchDispatchMode):
         self._phases: list[Phase] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        self._sum: tuple[int, int] | None = None
+        """The storages of the first operand and of the result, if the last operator was a sum of
+        two gradients in autograd.
+        """
 
     def __enter__(self) -> Meter:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -96,13 +129,24 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the operators on its parts are seen one by one
-        result = func(*args, **(kwargs or {}))
+        if func in IN_PLACE and self._current_phase() == "backward":
+            func = IN_PLACE[func]
+        if func is GROUPED:
+            offsets = _argument(func, args, kwargs or {}, "offs")
+            result = _grouped_product(args[0], args[1], offsets)
+        else:
+            result = func(*args, **(kwargs or {}))
         if self.is_paused:
             return result
         seen = len(self._sizes)
         for output in tree_leaves(result):
             if isinstance(output, Tensor):
                 self._see(output)
+        if self._gloo and func.namespace in COLLECTIVES:
+            self._count_copy(func, args, result)
+        self._sum = None
+        if func is torch.ops.aten.add.Tensor and _is_called_by_autograd(sys._getframe(1)):
+            self._sum = _storage(args[0]), _storage(result)
         is_view = (
             len(self._sizes) == seen
             and not func._schema.is_mutable
@@ -117,45 +161,58 @@ class Meter(TorchDispatchMode):
         """The number of changes so far: a moment in the sequence."""
         return len(self._changes)
 
+    def phase_after(self, moment: int) -> Phase:
+        return self._phases[moment]
+
     def assign(self, role: Role, tensors: Iterable[Tensor | None]) -> None:
         """Tell what these tensors hold; what is known already stays."""
         for tensor in tensors:
             for part in _parts(tensor):
                 self._roles.setdefault(self._see(part), role)
 
-    def peaks(self, stretches: Sequence[tuple[int, int]]) -> list[MemoryUse]:
-        """The highest use in each stretch between two moments, in order, and what it consisted
-        of.
-        """
-        held: dict[Role, int] = dict.fromkeys(ROLES, 0)
-        total = at = 0
-        found = []
-        for first, last in stretches:
-            best, most = dict(held), -1
-            while at < last:
-                number, change = self._changes[at]
-                held[self._role(number)] += change
-                total, at = total + change, at + 1
-                if at >= first and total > most:
-                    best, most = dict(held), total
-            found.append(MemoryUse(best))
-        return found
+    def move_to_host(self, tensors: Iterable[Tensor | None]) -> None:
+        """Tell that these tensors take no memory of the device from now on."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                self._change(self._see(part), 0)
 
-    def windows(self, first: int) -> list[tuple[int, int]]:
-        """The stretches of one phase each from a moment on; backward passes are two stretches,
-        since their highest use is at the beginning or at the end.
+    def peaks(self, stretches: Sequence[tuple[int, int]]) -> list[MemoryUse]:
+        """The highest use in each stretch between two moments, and what it consisted of."""
+        totals = [0, *itertools.accumulate(change for _, change in self._changes)]
+        highest = [max(range(first, last + 1), key=totals.__getitem__) for first, last in stretches]
+        held: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        uses, at = {}, 0
+        for moment in sorted(set(highest)):
+            for number, change in self._changes[at:moment]:
+                held[self._role(number)] += change
+            uses[moment], at = MemoryUse(dict(held)), moment
+        return [uses[moment] for moment in highest]
+
+    def reserved(self) -> Reserved:
+        """What torch's allocator of CUDA reserves for everything so far."""
+        return replay(self._changes)
+
+    def windows(self, first: int, lengths: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """The stretches of one phase each from a moment on; backward passes are two stretches that
+        overlap, since their highest use is at the beginning or at the end.
+
+        Args:
+            lengths: of these stretches in a trace of the same model with fewer layers. Those of
+                backward passes become as long, and thus lie in the same layers from its ends.
         """
-        found = []
+        found: list[tuple[int, int]] = []
         while first < self.now:
             phase = self._phases[first]
             last = first + 1
             while last < self.now and self._phases[last] == phase:
                 last += 1
-            middle = (first + last) // 2
-            if phase == "backward" and middle > first:
-                found.append((first, middle))
-                first = middle
-            found.append((first, last))
+            if phase == "backward":
+                part = -((first - last) * 3 // 5)
+                if len(found) < len(lengths):
+                    part = min(lengths[len(found)], last - first)
+                found += [(first, first + part), (last - part, last)]
+            else:
+                found.append((first, last))
             first = last
         return found
 
@@ -168,20 +225,48 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            self._alive[key] = (
-                weakref.ref(storage, functools.partial(self._free, key)),
-                len(self._sizes),
-            )
-            self._made_in.append(self._current_phase())
-            self._sizes.append(0)
-            held = 0 if tensor.device.type == "meta" else storage.nbytes()
-            self._change(len(self._sizes) - 1, held)
+            number = self._new_block()
+            self._alive[key] = weakref.ref(storage, functools.partial(self._free, key)), number
+            self._change(number, 0 if tensor.device.type == "meta" else storage.nbytes())
         return self._alive[key][1]
 
+    def _new_block(self) -> int:
+        self._made_in.append(self._current_phase())
+        self._sizes.append(0)
+        return len(self._sizes) - 1
+
+    def _count_copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count the copy that gloo makes of the larger side of a collective, inputs or outputs."""
+        if func._overloadpacket.__name__ in COPIED_BY_GLOO:
+            sides = (*args[:2], result)
+            sizes = (
+                sum(_bytes(one) for one in tree_leaves(side) if isinstance(one, Tensor))
+                for side in sides
+            )
+            number = self._new_block()
+            self._change(number, max(sizes))
+            self._freed_in[number] = self._current_phase()
+            self._change(number, 0)
+
     def _free(self, key: int, _: object) -> None:
+        if self._sum is not None and self._sum[0] == key and self._takes_over(*self._sum):
+            return
         _, number = self._alive.pop(key)
         self._freed_in[number] = self._current_phase()
         self._change(number, 0)
+
+    def _takes_over(self, first: int, result: int) -> bool:
+        """Whether a sum is written into its first operand, which nobody holds any more: so it is
+        where no mode is active. The result's block is then that of the operand.
+        """
+        held, (ref, made) = self._alive[first][1], self._alive[result]
+        if self._sizes[made] != self._sizes[held] or self._changes[-1][0] != made:
+            return False
+        self._changes.pop()
+        self._phases.pop()
+        del self._alive[first]
+        self._alive[result] = (ref, held)
+        return True
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._alive:
@@ -192,7 +277,7 @@ class Meter(TorchDispatchMode):
 
     def _change(self, number: int, size: int) -> None:
         if self._rounded:
-            size = -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
+            size = -(-size // BLOCK) * BLOCK
         change = size - self._sizes[number]
         if change:
             self._sizes[number] = size
@@ -201,6 +286,17 @@ class Meter(TorchDispatchMode):
 
     def _current_phase(self) -> Phase:
         return "backward" if torch._C._current_autograd_node() is not None else self.phase
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_called_by_autograd(frame: FrameType | None) -> bool:
+    """Whether torch's engine called an operator itself, not Python code in a backward pass."""
+    while frame is not None and frame.f_code.co_name in ("_fn", "inner"):  # torch's decorators
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _parts(tensor: Tensor | None) -> Iterator[Tensor]:
@@ -231,10 +327,24 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
         flops = _attention_flops(packet.__name__, inputs)
         whole = _argument(func, args, kwargs, "is_causal") is False
         return Operator("attention", dtype, flops * (2 if whole else 1), moved)
+    if func is GROUPED:
+        # Each row of the first operand meets one matrix of the second; of a gradient of weights,
+        # each column of it one row.
+        flops = 2.0 * args[0].numel() * args[1].shape[-1]
+        return Operator("matmul", _name(inputs[-1]), flops, moved)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         return Operator("matmul", _name(inputs[-1]), flops, moved)
     return Operator(SLOWER.get(packet.__name__, "memory"), dtype, 0, moved)
+
+
+def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor) -> Tensor:
+    """A grouped product without contents: of rows `[S, A]` with matrices `[N, A, B]`, or of N
+    groups of columns of `[A, S]` with those of rows of `[S, B]`. torch's own refuses float32,
+    though its kernels take it.
+    """
+    outer = first.shape[:1] if second.dim() == 3 else (len(offsets), first.shape[0])
+    return first.new_empty(*outer, second.shape[-1])
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:

@@ -22,14 +22,18 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ingot.base.environment import Ranks
+from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.shape import degrees_of
+from ingot.config.sections.layout import Offload
 from ingot.data.batches.loader import Batch
 from ingot.models.native import head
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.decoder import Decoder, RMSNorm
+from ingot.models.parameters import local_tensor
 from ingot.objectives.protocol import Objective
+from ingot.parallel.experts import RankExchange
 from ingot.parallel.mesh import Mesh, make_mesh
+from ingot.parallel.offload import OffloadedTensor
 from ingot.parallel.pipeline import local_stages
 from ingot.plan.tracing.meter import Meter
 
@@ -103,8 +107,10 @@ def new_parameters() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_contents(meter: Meter) -> Iterator[None]:
-    """Replaces what torch computes from contents, or on tensors that a real run does not make."""
+def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
+    """Replaces what torch computes from contents, or on tensors that a real run does not make.
+    `crowding`: rows that reach this rank's experts, over those that reach them on average.
+    """
     with contextlib.ExitStack() as replaced:
         if dist.is_initialized():
             from torch.distributed.pipelining import schedules  # slow to import
@@ -113,21 +119,78 @@ def without_contents(meter: Meter) -> Iterator[None]:
 
             propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-            def unseen(self: Any, schema: Any) -> Any:
-                meter.is_paused, before = True, meter.is_paused
-                try:
-                    return propagate(self, schema)
-                finally:
-                    meter.is_paused = before
-
             def agreed(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
                 for stage in stages:
                     stage._inference_mode = InferenceMode.STATIC
 
             replace = partial(_replaced, replaced)
-            replace(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+            replace(
+                ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen(meter, propagate)
+            )
             replace(schedules._PipelineSchedule, "_warmup_p2p", agreed)
+            replace(RankExchange, "travelling", _evenly(crowding))
         yield
+
+
+def _evenly(crowding: float) -> Callable[..., tuple[list[int], list[int]]]:
+    """In place of `RankExchange.travelling`: routers choose the experts of each rank equally often,
+    or `crowding` times as often those of this one.
+    """
+
+    def travelling(
+        exchange: RankExchange, here: Tensor, there: Tensor, rows: int
+    ) -> tuple[list[int], list[int]]:
+        torch.stack((here, there)).sum(-1)
+        each, more = divmod(rows, len(here))
+        sent = [each + (rank < more) for rank in range(len(here))]
+        return sent, [round(crowding * size) for size in sent]
+
+    return travelling
+
+
+def _unseen(meter: Meter, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, of which the meter sees nothing."""
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        meter.is_paused, before = True, meter.is_paused
+        try:
+            return call(*args, **kwargs)
+        finally:
+            meter.is_paused = before
+
+    return unseen
+
+
+@contextlib.contextmanager
+def _apart_from_host(meter: Meter, offload: Offload) -> Iterator[None]:
+    """Inside the block the device's memory is another one than the host's: activations that are
+    offloaded are not seen, weights are copied to the device before they are gathered, and their
+    gradients are not seen once they are summed.
+    """
+    with contextlib.ExitStack() as replaced:
+        replace = partial(_replaced, replaced)
+        replace(OffloadedTensor, "__init__", _unseen(meter, OffloadedTensor.__init__))
+        if offload.weights:
+            from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+            inputs = vars(_fsdp_param.FSDPParam)["all_gather_inputs"]
+            reduce = _fsdp_param_group.FSDPParamGroup.post_backward
+
+            def on_device(self: Any) -> list[Tensor]:
+                return [one.clone() for one in inputs.fget(self)]
+
+            def reduced(self: Any, *unused: Any) -> None:
+                reduce(self, *unused)
+                gradients = (one.sharded_param.grad for one in self.fsdp_params)
+                meter.move_to_host(map(_local, gradients))
+
+            replace(_fsdp_param.FSDPParam, "all_gather_inputs", property(on_device))
+            replace(_fsdp_param_group.FSDPParamGroup, "post_backward", reduced)
+        yield
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else local_tensor(tensor)
 
 
 def _replaced(until: contextlib.ExitStack, owner: object, name: str, value: object) -> None:
@@ -136,18 +199,19 @@ def _replaced(until: contextlib.ExitStack, owner: object, name: str, value: obje
 
 
 @contextlib.contextmanager
-def as_on_cuda(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+def as_on_cuda(model: nn.Module, mesh: Mesh, meter: Meter, offload: Offload) -> Iterator[None]:
     """Replace what a CUDA device computes with other kernels, in the model for good, and inside the
-    block the pieces into which a CPU cuts the logits of a chunk.
+    block the pieces into which a CPU cuts the logits of a chunk, and what it offloads.
     """
     for stage in local_stages(model):
         if isinstance(stage, Decoder) and mesh.context.world == 1:
             stage.make_attn_fns = _flash_attn_fns
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and "forward" not in vars(module):
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
     with contextlib.ExitStack() as replaced:
         _replaced(replaced, head, "PIECE_LOGITS", head.CHUNK_LOGITS)
+        replaced.enter_context(_apart_from_host(meter, offload))
         yield
 
 
@@ -157,10 +221,14 @@ def _flash_attn_fns(
     return dict.fromkeys(windows, _flash_attend)
 
 
-def _flash_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q `[B, H, T, E]`, k and v `[B, K, T, E]` -> `[B, H, T, E]`."""
+def _flash_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """q `[B, H, T, E]`, k and v `[B, K, T, E]`, sinks `[H]` -> `[B, H, T, E]`."""
     shared = q.shape[1] != k.shape[1]
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    if sinks is None:
+        return out
+    # The kernel leaves the logs of its sums: as many numbers as the first channel.
+    return out * (out[..., 0].float() - sinks.float()[:, None]).sigmoid()[..., None].to(out.dtype)
 
 
 def _fused_norm(norm: RMSNorm, x: Tensor) -> Tensor:

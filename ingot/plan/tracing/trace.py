@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.models.device import planning_for
+from ingot.models.hf.config import HFConfig
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.parameters import is_sharded, local_tensor
 from ingot.models.spec import materialize_model
 from ingot.objectives.protocol import Objective
 from ingot.parallel.apply import make_masters, sums_by_replication, weights_device
-from ingot.parallel.masters import Masters
+from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import assign_layers, local_stages
 from ingot.parallel.shard import layers
-from ingot.plan.tracing.meter import Meter, group_layout
+from ingot.plan.tracing.meter import Meter, Phase, group_layout
 from ingot.plan.tracing.records import MemoryUse, Operator, RankTrace
 from ingot.plan.tracing.stand_ins import (
     CountingTargets,
@@ -43,6 +45,18 @@ from ingot.train.setup import TrainSetup
 from ingot.train.step import StepContext, StepControl, train_step
 
 HOST = torch.device("cpu")
+CROWDING = 2.0
+"""How many times its share of rows a rank's experts get at most, where ranks share experts: a
+guess, since it follows from what is read.
+"""
+STACKS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+"""What configurations of encoders with decoders call the layers of a stack."""
 
 
 def trace_rank(recipe: Recipe, world: int, rank: int = 0, *, kind: str = "cpu") -> RankTrace:
@@ -56,65 +70,109 @@ def trace_rank(recipe: Recipe, world: int, rank: int = 0, *, kind: str = "cpu") 
         WrongInput: recipe, model and ranks do not fit together.
     """
     with lonely_mesh(recipe, world, rank) as mesh, planning_for(kind):
-        plan = made_up_plan(recipe, mesh)
-        counts = _fewer_layers(plan)
-        if counts is None:
-            return _trace(plan, mesh, kind)
-        few, more = (
-            _trace(made_up_plan(_with_layers(recipe, count), mesh), mesh, kind) for count in counts
-        )
-        if few.layers < more.layers and len(few.windows) == len(more.windows):
-            return few.with_layers(_own_layers(plan, mesh), more)
-        return _trace(plan, mesh, kind)
+        found = _trace_layers(recipe, mesh, kind, 1.0)
+        if mesh.degrees.expert == 1:
+            return found
+        return replace(found, crowded=_trace_layers(recipe, mesh, kind, CROWDING))
 
 
-def _fewer_layers(plan: TrainSetup) -> tuple[int, int] | None:
+def _trace_layers(recipe: Recipe, mesh: Mesh, kind: str, crowding: float) -> RankTrace:
+    """The trace of a rank, of models with fewer layers where that tells it too."""
+    plan = made_up_plan(recipe, mesh)
+    counts = _fewer_layers(plan, mesh)
+    if counts is None:
+        return _trace(plan, mesh, kind, crowding)
+    small, larger = (made_up_plan(_with_layers(plan, recipe, count), mesh) for count in counts)
+    few = _trace(small, mesh, kind, crowding)
+    more = _trace(larger, mesh, kind, crowding, few.lengths)
+    if few.layers < more.layers and len(few.windows) == len(more.windows):
+        return few.with_layers(_own_layers(plan, mesh, few.layers // counts[0]), more)
+    return _trace(plan, mesh, kind, crowding)
+
+
+def _fewer_layers(plan: TrainSetup, mesh: Mesh) -> tuple[int, int] | None:
     """Numbers of layers from whose traces that of the whole model follows; None if it is small, or
     if its layers differ.
     """
     config, recipe = plan.model_spec.config, plan.recipe
-    if not isinstance(config, DecoderConfig):
+    whole = _layers_of_stack(plan)
+    if whole is None:
         return None
     stages = recipe.parallel.pipeline * recipe.parallel.virtual
-    # Each stage then holds two layers or three, and one more, as layers are assigned to them: with
-    # one, no weights of a next layer are gathered.
-    few = 2 * stages + 2 if stages > 1 else 2
+    # Each stage then holds at least three layers, and one more, as layers are assigned to them.
+    # Where weights are sharded, fewer have no layer that is neither the first nor the last, which
+    # begins to gather the next one while the one before is let go.
+    least = 3 if mesh.degrees.shard > 1 else 2
+    few = least * stages + 2 if stages > 1 else least
     more = few + stages
     recompute = recipe.memory.recompute
     alike = (
-        len(set(config.windows)) == 1
+        (isinstance(config, HFConfig) or _are_alike(config))
         and "layer_types" not in recipe.model.config
         and (recompute.kind == "none" or (recompute.method == "uniform" and recompute.layers == 1))
         and not recipe.memory.offload.optimizer
+        # Of a few layers' matrices a rank may own more than its share.
+        and not (recipe.train.optimizer.kind == "muon" and mesh.stage.world > 1)
     )
-    return (few, more) if alike and config.num_hidden_layers > more + stages else None
+    return (few, more) if alike and whole > more + stages else None
 
 
-def _with_layers(recipe: Recipe, count: int) -> Recipe:
-    config = {**recipe.model.config, "num_hidden_layers": count}
+def _are_alike(config: DecoderConfig) -> bool:
+    each = (config.windows, config.ropes, config.sparse)
+    return all(len(set(one)) == 1 for one in each)
+
+
+def _layers_of_stack(plan: TrainSetup) -> int | None:
+    """Layers of the model, in each of its stacks; None if its stacks differ, or if nothing is known
+    of their layers.
+    """
+    config = plan.model_spec.config
+    if isinstance(config, DecoderConfig):
+        return config.num_hidden_layers
+    counts = {config.source[name] for name in _layer_counts(plan)}
+    return counts.pop() if config.projects and len(counts) == 1 else None
+
+
+def _layer_counts(plan: TrainSetup) -> list[str]:
+    """What the configuration calls the numbers of layers."""
+    config = plan.model_spec.config
+    if isinstance(config, DecoderConfig):
+        return ["num_hidden_layers"]
+    return [name for name in STACKS if isinstance(config.source.get(name), int)]
+
+
+def _with_layers(plan: TrainSetup, recipe: Recipe, count: int) -> Recipe:
+    config = {**recipe.model.config, **dict.fromkeys(_layer_counts(plan), count)}
     return recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"config": config, "init": "random"})}
     )
 
 
-def _own_layers(plan: TrainSetup, mesh: Mesh) -> int:
-    """Layers of the whole model that this rank holds."""
-    config, degree = plan.model_spec.config, mesh.pipeline.world
-    assert isinstance(config, DecoderConfig)
-    counts = assign_layers(config.num_hidden_layers, degree * plan.recipe.parallel.virtual)
+def _own_layers(plan: TrainSetup, mesh: Mesh, stacks: int) -> int:
+    """Layers of the whole model that this rank holds; `stacks`: of a model that is not staged."""
+    whole, degree = _layers_of_stack(plan), mesh.pipeline.world
+    assert whole is not None
+    if degree == 1:
+        return whole * stacks
+    counts = assign_layers(whole, degree * plan.recipe.parallel.virtual)
     return sum(counts[mesh.pipeline.rank :: degree])
 
 
-def _trace(plan: TrainSetup, mesh: Mesh, kind: str) -> RankTrace:
+def _trace(
+    plan: TrainSetup, mesh: Mesh, kind: str, crowding: float, lengths: tuple[int, ...] = ()
+) -> RankTrace:
     batches = _batches(plan, mesh)
     staged = mesh.pipeline.world > 1
-    fake, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter(rounded=kind != "cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    meter = Meter(rounded=kind != "cpu", gloo=kind == "cpu")
     model = draft_model(plan, plan.model_spec, mesh, planned=True)
-    kernels = contextlib.nullcontext() if kind == "cpu" else as_on_cuda(model, mesh)
-    with new_parameters(), without_contents(meter), kernels, fake, meter:
+    offload = plan.recipe.memory.offload
+    device = contextlib.nullcontext() if kind == "cpu" else as_on_cuda(model, mesh, meter, offload)
+    with new_parameters(), without_contents(meter, crowding), device, fake, meter:
         _allocate(plan, model, mesh)
         masters = make_masters(model, mesh, plan.wrapping)
-        optimizer = make_optimizer(plan.recipe.train.optimizer, masters, plan.recipe.seed)
+        knobs = plan.recipe.train
+        optimizer = make_optimizer(knobs.optimizer, masters, plan.recipe.seed, knobs.average)
         table = torch.zeros(len(plan.rows), 2) if plan.recipe.objective.needs_reference else None
         objective = make_objectives(
             plan.recipe,
@@ -125,6 +183,7 @@ def _trace(plan: TrainSetup, mesh: Mesh, kind: str) -> RankTrace:
             filled=False,
         ).training
         _assign_weights(meter, model, objective, masters)
+        away = [] if kind == "cpu" else _masters_on_host(plan, model, masters, meter)
         built = meter.now
         context = StepContext(
             model.train(),
@@ -137,35 +196,59 @@ def _trace(plan: TrainSetup, mesh: Mesh, kind: str) -> RankTrace:
             compute=plan.compute,
             clip_norm=plan.recipe.train.clip_norm,
         )
-        with _watched(masters, meter) as accumulated:
+        with _watched(masters, meter, away) as accumulated:
             train_step(context, 0)
             meter.assign("optimizer", _tensors(optimizer.state))
+            for master in away:
+                meter.move_to_host(_tensors(optimizer.state.get(master.tensor, {})))
             between = meter.now
             meter.operators.clear()
             train_step(context, 1)
         passes = accumulated()
-        build, before, *windows = meter.peaks(
-            [(0, built), (between, between), *meter.windows(between)]
-        )
+        stretches = meter.windows(between, lengths)
+        build, before, *windows = meter.peaks([(0, built), (between, between), *stretches])
         # torch's stages keep buffers for what they receive of each micro-batch of a step.
         buffers = before.bytes["temporary"] if staged else 0
         more = buffers * (plan.batch.micro_steps - len(batches)) // len(batches)
         buckets, sums = _replication(model, mesh)
-
-        def completed(use: MemoryUse) -> MemoryUse:
-            missing = max(0, buckets - use.bytes["gradients"])
-            return use.plus("temporary", more).plus("gradients", missing)
-
+        apart = any(master.tensor is not master.parameter for master in masters)
+        untraced = _Untraced(more, buckets, plan.batch.micro_steps > 1, apart)
         return RankTrace(
             mesh.rank,
-            tuple(map(completed, windows)),
-            completed(before),
+            tuple(
+                untraced.added_to(use, meter.phase_after(first))
+                for use, (first, _) in zip(windows, stretches, strict=True)
+            ),
+            untraced.added_to(before, "forward"),
             build,
             {one: count / len(batches) for one, count in passes.items()},
             meter.operators - passes + sums,
             plan.batch.micro_steps,
             sum(1 for stage in local_stages(model) for _ in layers(stage)),
+            (0, 0, 0) if kind == "cpu" else meter.reserved().pieces,
+            tuple(last - first for first, last in stretches),
         )
+
+
+class _Untraced(NamedTuple):
+    """Memory of a step that a trace does not see.
+
+    buffers: bytes of a pipeline's buffers for micro-batches that are not traced.
+    buckets: bytes of the buckets of torch's data parallelism, which are there all the time.
+    waiting: whether gradients of some micro-batches wait outside the buckets for those of others.
+    apart: whether masters have gradients of their own.
+    """
+
+    buffers: int
+    buckets: int
+    waiting: bool
+    apart: bool
+
+    def added_to(self, use: MemoryUse, phase: Phase) -> MemoryUse:
+        gradients = use.bytes["gradients"]
+        is_outside = self.apart if phase == "update" else self.waiting
+        missing = self.buckets if is_outside else max(0, self.buckets - gradients)
+        return use.plus("temporary", self.buffers).plus("gradients", missing)
 
 
 def _allocate(plan: TrainSetup, model: AnyModel, mesh: Mesh) -> None:
@@ -228,8 +311,22 @@ def _assign_weights(meter: Meter, model: AnyModel, objective: Objective, masters
     meter.assign("masters", (master.tensor for master in masters))
 
 
+def _masters_on_host(
+    plan: TrainSetup, model: AnyModel, masters: Masters, meter: Meter
+) -> list[Master]:
+    """Those masters that take no memory of the device; tells the meter so."""
+    whole = plan.recipe.memory.offload.weights
+    if whole:
+        meter.move_to_host(local_tensor(one) for one in model.parameters())
+    found = [master for master in masters if whole or master.name in masters.on_host]
+    meter.move_to_host(master.tensor for master in found)
+    return found
+
+
 @contextlib.contextmanager
-def _watched(masters: Masters, meter: Meter) -> Iterator[Callable[[], Counter[Operator]]]:
+def _watched(
+    masters: Masters, meter: Meter, away: Sequence[Master]
+) -> Iterator[Callable[[], Counter[Operator]]]:
     """Tell the meter what gradients are and when the update begins and ends. The function in the
     block gives the operators of the last step before its update.
     """
@@ -244,6 +341,7 @@ def _watched(masters: Masters, meter: Meter) -> Iterator[Callable[[], Counter[Op
         gradients()
         accumulate()
         gradients()
+        meter.move_to_host(master.tensor.grad for master in away)
 
     def collected() -> None:
         nonlocal before_update
@@ -252,6 +350,7 @@ def _watched(masters: Masters, meter: Meter) -> Iterator[Callable[[], Counter[Op
         gradients()
         collect()
         gradients()
+        meter.move_to_host(master.tensor.grad for master in away)
 
     def published() -> None:
         publish()

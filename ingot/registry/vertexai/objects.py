@@ -17,6 +17,7 @@ from typing import Any
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import Bucket, crc32c
 from ingot.base.remote.service import Conflict, Missing
+from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
 from ingot.registry.local import MARKER
 from ingot.registry.versions import LiveChange
 
@@ -124,25 +125,17 @@ def upload_files(folder: Path, bucket: Bucket) -> None:
     """Upload a model folder, its marker last. Only files that differ are sent, none where all match
     the marker.
     """
-    stored = {blob.name: blob for blob in bucket.list()}
-    if MARKER in stored and _is_whole(bucket):
+    if _is_whole(bucket):
         return
-    files = []
+    marked, files = MarkedFolder(bucket, "", MARKER), []
     for path in sorted(
         path for path in folder.rglob("*") if path.is_file() and path.name != MARKER
     ):
-        name, size, checksum = (
-            path.relative_to(folder).as_posix(),
-            path.stat().st_size,
-            crc32c(path),
-        )
-        if name not in stored or (stored[name].bytes, stored[name].crc32c) != (size, checksum):
-            bucket.put(name, path)
-        files.append({"path": name, "bytes": size, "crc32c": checksum})
+        name = path.relative_to(folder).as_posix()
+        marked.put(folder, name)
+        files.append({"path": name, "bytes": path.stat().st_size, "crc32c": crc32c(path)})
     text = json.dumps({"schema": SCHEMA, "files": files}, indent=1)
-    bucket.put(
-        MARKER, text.encode(), generation=stored[MARKER].generation if MARKER in stored else 0
-    )
+    marked.commit(text.encode(), may_replace=lambda _: True)
 
 
 def listed_files(bucket: Bucket) -> list[dict[str, Any]]:
@@ -154,6 +147,18 @@ def listed_files(bucket: Bucket) -> list[dict[str, Any]]:
             f"{bucket.url_of(MARKER)} is missing or damaged; register the model again"
         ) from None
     return files
+
+
+def fetch_files(bucket: Bucket, files: list[dict[str, Any]], folder: Path) -> None:
+    """Fetch files, as `listed_files` returns them. Raises Missing where one is not what the marker
+    says.
+    """
+    in_parallel(
+        lambda file: fetch_file(
+            bucket, file["path"], folder / file["path"], content=(file["bytes"], file["crc32c"])
+        ),
+        files,
+    )
 
 
 def damaged_files(bucket: Bucket) -> list[str]:

@@ -33,6 +33,7 @@ from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.objects import (
     SCHEMA,
     damaged_files,
+    fetch_files,
     is_classifier,
     listed_files,
     upload_files,
@@ -232,9 +233,7 @@ class VertexRegistry:
         ):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with atomic_folder(folder) as partial:
-                for file in files:
-                    (partial / file["path"]).parent.mkdir(parents=True, exist_ok=True)
-                    bucket.get_to_file(file["path"], partial / file["path"])
+                fetch_files(bucket, files, partial)
         return folder
 
     def _bucket(self, name: str) -> Bucket:

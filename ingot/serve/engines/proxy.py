@@ -26,7 +26,7 @@ from ingot.serve.http.bodies import PredictBody, PromptBounds
 from ingot.serve.http.connection import http_config
 from ingot.serve.http.errors import ApiError, install_error_handlers
 from ingot.serve.http.listen import bind_error, health_routes
-from ingot.serve.http.middleware import MAX_VALUES, ApiKeyAuth, BodyLimit
+from ingot.serve.http.middleware import MAX_VALUES, ApiKeyAuth, BodyLimit, allow_origins
 from ingot.serve.http.vertex import PREDICT_TOKENS
 
 ANSWER_S = 600.0
@@ -55,7 +55,10 @@ class EngineProxy:
     async def predict(self, body: PredictBody) -> dict[str, Any]:
         prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
         self.bounds.check(prompts)
-        parameters, most = body.parameters.model_dump(exclude_none=True), self.settings.max_tokens
+        # What was asked for, and what engines have other defaults of.
+        sent = {"temperature", "top_p", "stop"} | body.parameters.model_fields_set
+        parameters = body.parameters.model_dump(include=sent, exclude_none=True)
+        most = self.settings.max_tokens
         if parameters.setdefault("max_tokens", min(PREDICT_TOKENS, most)) > most:
             raise ApiError(
                 400,
@@ -149,6 +152,7 @@ def create_proxy(
     )
     if key is not None:
         app.add_middleware(ApiKeyAuth, key=key, open_routes=open_routes)
+    allow_origins(app, settings.cors)
     return app
 
 

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
 from ingot.models.generation.request import CompletionChunk, Request
-from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.bodies import PredictParameters
 from ingot.serve.http.errors import ApiError, validation_error
 from ingot.serve.native.engine import BatchWorker
@@ -57,7 +56,9 @@ class TritonBackend:
             for key, value in json.loads(args["model_config"])["parameters"].items()
         }
         self._loaded: LoadedModel = load(
-            Path(parameters["folder"]), any_template=parameters["any_template"] == "true"
+            Path(parameters["folder"]),
+            any_template=parameters["any_template"] == "true",
+            pack=parameters.get("pack") == "true",
         )
         self._worker: BatchWorker = self._loaded.worker(int(parameters["max_batch"]))
         self._limit, self._rows = int(parameters["max_tokens"]), int(parameters["max_batch"])
@@ -115,12 +116,7 @@ class TritonBackend:
                 f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or"
                 " raise serve.max_tokens",
             )
-        made = Request(
-            self._loaded.encode(text),
-            tokens,
-            Sampling(options.temperature, options.top_p, options.seed),
-            tuple(options.stop),
-        )
+        made = options.request(self._loaded.encode(text), tokens)
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")
         return _BackendRequest(

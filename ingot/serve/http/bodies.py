@@ -6,21 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from ingot.models.generation.request import Constraint
+from ingot.models.generation.request import Request as GenerationRequest
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.errors import ApiError, short
 
-# Fields of OpenAI's API that this server does not support, with the values that have no effect.
+# Fields of OpenAI's API that a route does not support, with the values that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
+    "best_of": (1,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -32,13 +32,16 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 # Fields that describe the caller and do not affect the answer.
 IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# Why some of them are not, where that helps more than to leave them out.
+INSTEAD = {"best_of": "ask for several choices with `n` and take the one you like best"}
 MAX_LOGPROBS = 20
 MAX_BEAMS = 16
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_STOPS = 16
 # More fields than any valid request has: a body with more is refused as a whole, not field by
 # field.
 MAX_FIELDS = 64
-MAX_MESSAGES, MAX_PARTS = 4096, 256
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _clean_text(value: Any) -> Any:
@@ -51,33 +54,12 @@ def _clean_text(value: Any) -> Any:
     return value
 
 
-def _role(value: Any) -> Any:
-    if isinstance(value, str) and value not in ROLES:
-        raise ValueError(f"{short(value)!r:.60} is not a role; it is one of {', '.join(ROLES)}")
-    return value
-
-
-def _parts(value: Any) -> Any:
-    """Name a part that is not text, before parts are validated as text."""
-    parts = value if isinstance(value, list) else []
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"has {len(parts):,} parts; send up to {MAX_PARTS}")
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(
-                f"part {number} is of type {short(kind)!r:.60}; this model reads text, send"
-                " parts of type text alone"
-            )
-    return value
-
-
 def _whole(value: Any) -> Any:
     """Accept 64.0 as 64: Vertex AI sends protocol buffers' JSON, which has no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def prompt_list(value: Any) -> list[str | list[int]]:
     """The list of prompts in a text, a list of texts, a list of token ids, or a list of such
     lists.
     """
@@ -102,11 +84,27 @@ def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if (
         not isinstance(stops, list)
-        or len(stops) > 16
+        or len(stops) > MAX_STOPS
         or not all(isinstance(stop, str) and 0 < len(stop) <= 256 for stop in stops)
     ):
-        raise ValueError("give a text or a list of up to 16, each of 1 to 256 characters")
+        raise ValueError(f"give a text or a list of up to {MAX_STOPS}, each of 1 to 256 characters")
     return [_clean_text(stop) for stop in stops]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Biases by token id, which is a text in JSON."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise ValueError(f"give a mapping of up to {MAX_BIASES:,} token ids to biases")
+    biases = {}
+    for name, bias in value.items():
+        token = int(name) if isinstance(name, str) and name.isdecimal() else name
+        if type(token) is not int or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(
+                f"{short(str(name))!r:.60}: {short(str(bias))!r:.60} is not a token id with a bias"
+                " from -100 to 100"
+            )
+        biases[token] = float(bias)
+    return biases
 
 
 Text = Annotated[str, BeforeValidator(_clean_text)]
@@ -133,20 +131,67 @@ class RequestBody(BaseModel):
                 continue
             if name in NEUTRAL_VALUES and name not in cls.model_fields:
                 if value not in NEUTRAL_VALUES[name]:
-                    raise ValueError(f"`{name}` is not supported by this server; leave it out")
+                    instead = INSTEAD.get(name, "leave it out")
+                    raise ValueError(f"`{name}` is not supported by this server; {instead}")
                 continue
             kept[name] = value
         return kept
 
 
 class GenerationOptions(RequestBody):
-    """Generation options, shared by all routes."""
+    """Generation options, shared by all routes: OpenAI's, and those of vLLM by its names."""
 
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
+    min_tokens: Annotated[WholeNumber, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[WholeNumber, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     seed: Annotated[WholeNumber, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] = []
+    ignore_eos: bool = False
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        logprobs: int | None = None,
+        choice: int = 0,
+        constraint: Constraint | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> GenerationRequest:
+        """The request of one prompt; `choice`: which of several answers to it, `constraint`: of
+        its own.
+        """
+        sampling = Sampling(
+            self.temperature,
+            self.top_p,
+            None if self.seed is None else self.seed + choice,
+            logprobs,
+            max(self.top_k, 0),
+            self.min_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            tuple(self.logit_bias.items()),
+        )
+        return GenerationRequest(
+            prompt,
+            max_tokens,
+            sampling,
+            tuple(self.stop),
+            stop_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            constraint=constraint,
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 class StreamOptions(RequestBody):
@@ -156,10 +201,34 @@ class StreamOptions(RequestBody):
     include_obfuscation: bool = False
 
 
+class SchemaFormat(RequestBody):
+    """The schema of an answer, with a name that clients choose."""
+
+    name: Text = ""
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool = True
+
+
+class ResponseFormat(RequestBody):
+    """What an answer must be: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give `json_schema` with type json_schema, and with no other")
+        return self
+
+
 class OpenAIRequest(GenerationOptions):
     """Fields of both completions and chats."""
 
     model: str | None = None
+    n: Annotated[WholeNumber, Field(ge=1, le=MAX_CHOICES)] = 1
+    response_format: ResponseFormat = ResponseFormat(type="text")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -167,53 +236,29 @@ class OpenAIRequest(GenerationOptions):
 class CompletionBody(OpenAIRequest):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(prompt_list)]
+    max_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError(
+                "`max_tokens` is 0: input should be greater than or equal to 1, unless `echo` is"
+                " true"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("`prompt_logprobs` are not streamed; leave `stream` out")
+        return self
 
-class TextPart(RequestBody):
-    """A part of a message; only text parts are supported."""
-
-    type: str
-    text: Text
-
-
-class ChatMessage(RequestBody):
-    """One turn of a chat."""
-
-    role: Annotated[Text, BeforeValidator(_role)]
-    content: Annotated[Text | list[TextPart], BeforeValidator(_parts)] = ""
-    name: Text | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty(cls, values: Any) -> Any:
-        """Drop empty lists, which answers that clients send back contain."""
-        return (
-            {name: value for name, value in values.items() if value != []}
-            if isinstance(values, dict)
-            else values
-        )
-
-    def template_message(self) -> dict[str, str]:
-        """The message as chat templates read it."""
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        return {"role": self.role, "content": content} | (
-            {} if self.name is None else {"name": self.name}
-        )
-
-
-class ChatBody(OpenAIRequest):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
-    max_completion_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    @property
+    def scores_prompts(self) -> int | None:
+        """How many of the likeliest tokens are told for each of the prompts'; None: nothing."""
+        if self.echo and self.logprobs is not None:
+            return max(self.logprobs, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
 
 class PromptInstance(RequestBody):
@@ -248,23 +293,12 @@ class SummaryBody(RequestBody):
     parameters: SummaryParameters = SummaryParameters()
 
 
-class TextInstance(RequestBody):
-    """One text to be classified."""
-
-    text: Text
-
-
-class NoParameters(RequestBody):
-    """`parameters` of a prediction request to a classifier: none."""
-
-
-def check_count(prompts: int, most: int) -> None:
-    """Raises ApiError 400 if one request has more prompts than can ever fit."""
-    if prompts > most:
+def check_count(count: int, most: int, what: str = "prompts") -> None:
+    """Raises ApiError 400 if one request has, or wants, more than can ever fit."""
+    if count > most:
         raise ApiError(
             400,
-            f"{prompts} prompts in one request; this server takes at most {most}, send them in"
-            " parts",
+            f"{count} {what} in one request; this server takes at most {most}, send them in parts",
         )
 
 
@@ -285,11 +319,6 @@ class PromptBounds:
             if isinstance(prompt, str):
                 self.check_characters(len(prompt), f"prompt {number}")
 
-    def check_chat(self, messages: Sequence[ChatMessage]) -> None:
-        """Raises ApiError 400 for a chat that can never fit."""
-        texts = (message.template_message()["content"] for message in messages)
-        self.check_characters(sum(map(len, texts)), "the chat")
-
     def check_characters(self, characters: int, what: str) -> None:
         """Raises ApiError 400 if `what` has more characters than can fit."""
         if characters > self.characters:
@@ -298,10 +327,3 @@ class PromptBounds:
                 f"{what} has {characters:,} characters; the model's {self.positions:,} positions"
                 f" hold at most {self.characters:,}, shorten it",
             )
-
-
-class ClassifyBody(RequestBody):
-    """Vertex AI's prediction request to a classifier."""
-
-    instances: Annotated[list[Text | TextInstance], Field(min_length=1), FailFast()]
-    parameters: NoParameters = NoParameters()

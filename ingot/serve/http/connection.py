@@ -5,6 +5,9 @@ none of them delays other connections.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import h11
@@ -33,6 +36,23 @@ def http_config(app: Any, stop_s: int) -> uvicorn.Config:
         timeout_graceful_shutdown=stop_s,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
+
+
+class GracefulServer(uvicorn.Server):
+    """A server that ends well when it is stopped by a signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's own, except that the signal is not raised again afterwards."""
+        before = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class BoundedConnection(H11Protocol):

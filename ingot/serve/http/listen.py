@@ -19,9 +19,11 @@ from ingot.config.sections.deployment import Serve
 
 
 @contextlib.contextmanager
-def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+def bound_socket(
+    host: str, port: int, host_knob: str = "serve.host", port_knob: str = "serve.port"
+) -> Iterator[socket.socket]:
     """A socket that is bound to the address but does not listen yet, so that nobody connects before
-    the model is loaded.
+    the model is loaded. Errors name the two knobs.
 
     Raises:
         WrongInput: an address that is not this machine's, or a port this user may not bind.
@@ -33,7 +35,7 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         )[0]
     except socket.gaierror as error:
         raise WrongInput(
-            f"serve.host {host} is no address ({error.strerror}); set it to 127.0.0.1, or 0.0.0.0"
+            f"{host_knob} {host} is no address ({error.strerror}); set it to 127.0.0.1, or 0.0.0.0"
             " for all networks"
         ) from None
     with socket.socket(family, kind, protocol) as listener:
@@ -41,23 +43,29 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(where)
         except OSError as error:
-            raise bind_error(error, host, port) from None
+            raise bind_error(error, host, port, host_knob, port_knob) from None
         yield listener
 
 
-def bind_error(error: OSError, host: str, port: int) -> Failed | WrongInput:
+def bind_error(
+    error: OSError,
+    host: str,
+    port: int,
+    host_knob: str = "serve.host",
+    port_knob: str = "serve.port",
+) -> Failed | WrongInput:
     """The error for an address that could not be bound."""
     if error.errno == errno.EADDRINUSE:
         return Failed(
-            f"port {port} on {host} is taken; stop what listens there, or set serve.port (0 takes a"
-            " free one)"
+            f"port {port} on {host} is taken; stop what listens there, or set {port_knob} (0 takes"
+            " a free one)"
         )
     if error.errno == errno.EACCES:
         return WrongInput(
-            f"port {port} needs rights that this user has not; set serve.port to one above 1023"
+            f"port {port} needs rights that this user has not; set {port_knob} to one above 1023"
         )
     return WrongInput(
-        f"{host}:{port} cannot be listened on ({error.strerror}); set serve.host to an address of"
+        f"{host}:{port} cannot be listened on ({error.strerror}); set {host_knob} to an address of"
         " this machine"
     )
 

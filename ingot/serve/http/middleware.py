@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -266,3 +268,16 @@ class BodyLimit:
                     code="body_too_large",
                 )
         return None
+
+
+def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let pages of these origins call `app` from a browser. Added behind authentication, it answers
+    before it: browsers ask for permission without a key.
+    """
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )

@@ -8,16 +8,25 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
-from ingot.serve.http.bodies import ChatBody, CompletionBody
+from ingot.models.generation.request import (
+    Completion,
+    CompletionChunk,
+    GeneratedToken,
+    PromptToken,
+    TextStream,
+)
+from ingot.serve.http.bodies import CompletionBody
+from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.service import EventStream, Service, completions, json_answer
 from ingot.serve.native.engine import Ticket
+from ingot.serve.native.toolcalls import MarkedText, ToolCallDelta, ToolCallParser
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # OpenAI's default `max_tokens` of /v1/completions.
@@ -38,7 +47,7 @@ class LogprobFormatter:
         """`logprobs` of a choice of `/v1/completions`: parallel lists. `text_offset` counts from
         the start of the completion.
         """
-        texts, tops = [], []
+        texts, tops = [], list[dict[str, float] | None]()
         for token in tokens:
             texts.append(self._text(token.id))
             top: dict[str, float] = {}
@@ -47,7 +56,7 @@ class LogprobFormatter:
                 top.setdefault(self._text(other), logprob)
             if token.top:
                 top.setdefault(texts[-1], token.logprob or 0.0)
-            tops.append(top)
+            tops.append(None if token.logprob is None else top)
             self._before = [token.id]
         return {
             "tokens": texts,
@@ -55,6 +64,36 @@ class LogprobFormatter:
             "top_logprobs": tops,
             "text_offset": [token.offset for token in tokens],
         }
+
+    def of_prompt(self, prompt: Sequence[PromptToken], count: int) -> list[GeneratedToken]:
+        """The tokens of an echoed prompt as `completions` takes them; call it first."""
+        self._before = []
+        stream, places = TextStream(self._tokenizer.decode, ()), list[int]()
+        for token in prompt:
+            places.append(stream.length + stream.unsettled)
+            before = stream.length
+            stream.push(token.id)
+            if stream.length > before:  # parts of the last character begin at it
+                places[-4:] = [min(place, stream.length - 1) for place in places[-4:]]
+        return [
+            GeneratedToken(token.id, place, token.logprob, token.top[:count])
+            for token, place in zip(prompt, places, strict=True)
+        ]
+
+    def prompt(self, prompt: Sequence[PromptToken], count: int) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token the likeliest ones and itself, by id."""
+        told: list[dict[str, Any] | None] = []
+        for token in prompt:
+            ranked = [(*item, rank) for rank, item in enumerate(token.top[:count], 1)]
+            if token.logprob is not None and token.id not in [other for other, *_ in ranked]:
+                ranked.append((token.id, token.logprob, token.rank or 0))
+            items = {
+                str(other): {"logprob": value, "rank": rank, "decoded_token": self._text(other)}
+                for other, value, rank in ranked
+            }
+            told.append(items or None)
+            self._before = [token.id]
+        return told
 
     def chat(self, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
         """`logprobs` of a choice of `/v1/chat/completions`."""
@@ -117,28 +156,46 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
     ticket = service.submit(
         prompts,
         body,
-        max_tokens=body.max_tokens or service.default_max_tokens(COMPLETION_TOKENS),
+        max_tokens=1
+        if body.max_tokens == 0
+        else body.max_tokens or service.default_max_tokens(COMPLETION_TOKENS),
         logprobs=body.logprobs,
+        choices=body.n,
+        constraint=await service.constraint(body.response_format),
+        prompt_logprobs=body.scores_prompts,
     )
     head = _head("cmpl", "text_completion", service.name)
-    formatters = [LogprobFormatter(service.loaded.tokenizer, prompt) for prompt in prompts]
+    tokenizer = service.loaded.tokenizer
+    formatters = [LogprobFormatter(tokenizer, ids) for ids in prompts for _ in range(body.n)]
+    starts: dict[int, int] = {}  # characters before the completion of a choice that is echoed
+    # What each choice begins with, until it is given out.
+    echoes = [
+        given if isinstance(given, str) else tokenizer.decode(given)
+        for given in (body.prompt if body.echo else [""] * len(prompts))
+        for _ in range(body.n)
+    ]
 
     async def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
-        logprobs = (
-            None
-            if body.logprobs is None
-            else await _gradually(formatters[index].completions, part.tokens)
-        )
-        return {
-            "index": index,
-            "text": part.text,
-            "logprobs": logprobs,
-            "finish_reason": part.finish,
-        }
+        if body.max_tokens == 0:  # one token was needed to read the prompt
+            part = replace(part, text="", tokens=(), generated=0, finish="length")
+        echo, echoes[index] = echoes[index], ""
+        logprobs = None
+        if body.logprobs is not None:
+            form, before, first = formatters[index], starts.get(index, 0), list[GeneratedToken]()
+            if part.prompt and body.echo:
+                starts[index] = before = len(echo)
+                first = form.of_prompt(part.prompt, body.logprobs)
+            own = [replace(token, offset=before + token.offset) for token in part.tokens]
+            logprobs = await _gradually(form.completions, [*first, *own])
+        made = {"index": index, "text": echo + part.text, "logprobs": logprobs}
+        if body.prompt_logprobs is not None:
+            form = LogprobFormatter(tokenizer, ())
+            made["prompt_logprobs"] = form.prompt(part.prompt, body.prompt_logprobs)
+        return {**made, "finish_reason": part.finish}
 
     if body.stream:
         usage = body.stream_options.include_usage
-        return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, usage))
+        return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, usage, body.n))
     answers = await completions(ticket, request)
     return await json_answer(
         {
@@ -149,44 +206,97 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
     )
 
 
+class _ChatAnswer:
+    """One choice of a chat while it is written: its text, the tools it calls, what ends it."""
+
+    def __init__(self, service: Service, body: ChatBody, prompt: Sequence[int]) -> None:
+        self._formatter = LogprobFormatter(service.loaded.tokenizer, prompt)
+        self._with_logprobs = body.logprobs
+        self._calls: ToolCallParser | None = None
+        if body.callable_tools():
+            most = None if body.parallel_tool_calls else 1
+            self._calls = ToolCallParser(service.tool_format, most=most)
+            self._marked = MarkedText(service.tool_markers())
+
+    async def add(
+        self, index: int, part: CompletionChunk | Completion, *, whole: bool
+    ) -> dict[str, Any] | None:
+        """The choice of a chunk, or of an answer if `whole`; None if there is nothing to say."""
+        content, calls = part.text, list[ToolCallDelta]()
+        if self._calls is not None:
+            content, calls = self._calls.push(self._marked.push(part))
+            if part.finish:
+                rest, more = self._calls.finish()
+                content, calls = content + rest, [*calls, *more]
+        finish: str | None = part.finish
+        if finish == "stop" and self._calls is not None and self._calls.calls:
+            finish = "tool_calls"
+        if not (whole or content or calls or part.finish or (self._with_logprobs and part.tokens)):
+            return None
+        logprobs = (
+            await _gradually(self._formatter.chat, part.tokens) if self._with_logprobs else None
+        )
+        says: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            says["tool_calls"] = [_call(call, streamed=not whole) for call in calls]
+        if whole:
+            empty = None if calls else ""
+            says = {"role": "assistant", "content": empty, "refusal": None, **says}
+        return {
+            "index": index,
+            "message" if whole else "delta": says,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
+
+
+def _call(call: ToolCallDelta, *, streamed: bool) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    begun = {"id": call.id, "type": "function", "function": {"name": call.name, **function}}
+    return {"index": call.index, **begun} if streamed else begun
+
+
 async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
     """`POST /v1/chat/completions`: the assistant's next message, whole or streamed."""
     service.check_generates_text(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: true; set it", param="top_logprobs")
-    prompt = await service.encode_chat(body.messages)
+    prompt = await service.encode_chat(body)
     ticket = service.submit(
         [prompt],
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
+        choices=body.n,
+        constraint=await service.chat_constraint(body),
     )
-    formatter = LogprobFormatter(service.loaded.tokenizer, prompt)
-
-    async def choice(index: int, part: CompletionChunk | Completion, **content: Any) -> Any:
-        logprobs = await _gradually(formatter.chat, part.tokens) if body.logprobs else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish}
-
-    def delta(index: int, part: CompletionChunk) -> Awaitable[Any]:
-        return choice(index, part, delta={"content": part.text} if part.text else {})
-
+    made = [_ChatAnswer(service, body, prompt) for _ in range(body.n)]
     if body.stream:
         head = _head("chatcmpl", "chat.completion.chunk", service.name)
         first = {
-            "index": 0,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
         usage = body.stream_options.include_usage
-        return EventStream(ticket, lambda: _chunks(ticket, head, delta, [prompt], usage, first))
-    (answer,) = await completions(ticket, request)
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+
+        def delta(index: int, part: CompletionChunk) -> Awaitable[Any]:
+            return made[index].add(index, part, whole=False)
+
+        return EventStream(
+            ticket, lambda: _chunks(ticket, head, delta, [prompt], usage, body.n, first)
+        )
+    answers = await completions(ticket, request)
     return await json_answer(
         {
             **_head("chatcmpl", "chat.completion", service.name),
-            "choices": [await choice(0, answer, message=message)],
-            "usage": _usage([prompt], [answer.generated]),
+            "choices": [
+                await made[index].add(index, answer, whole=True)
+                for index, answer in enumerate(answers)
+            ],
+            "usage": _usage([prompt], [answer.generated for answer in answers]),
         }
     )
 
@@ -207,21 +317,25 @@ async def _gradually(
 async def _chunks(
     ticket: Ticket,
     head: dict[str, Any],
-    choice: Callable[[int, CompletionChunk], Awaitable[dict[str, Any]]],
+    choice: Callable[[int, CompletionChunk], Awaitable[dict[str, Any] | None]],
     prompts: Sequence[Sequence[int]],
     with_usage: bool,
+    choices: int = 1,
     first: dict[str, Any] | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream: one for each output that is not empty, then the usage if
-    requested.
+    """The chunks of a stream: one for each output of the `choices` of each prompt that is not
+    empty, then the usage if requested.
     """
-    generated = [0] * len(prompts)
+    generated = [0] * (len(prompts) * choices)
     if first:
-        yield {**head, "choices": [first]}
+        for index in range(len(generated)):
+            yield {**head, "choices": [{"index": index, **first}]}
     async for index, piece in ticket.pieces():
         generated[index] = piece.generated
-        if piece.text or piece.tokens or piece.finish:
-            yield {**head, "choices": [await choice(index, piece)]}
+        if piece.text or piece.tokens or piece.finish or piece.prompt:
+            made = await choice(index, piece)
+            if made is not None:
+                yield {**head, "choices": [made]}
     if with_usage:
         yield {**head, "choices": [], "usage": _usage(prompts, generated)}
 
@@ -246,5 +360,7 @@ def _usage(prompts: Sequence[Sequence[int]], generated: Sequence[int]) -> dict[s
 
 def _model(service: Service) -> dict[str, Any]:
     positions = service.loaded.model.config.max_position_embeddings
+    chat = service.loaded.kind == "decoder" and service.loaded.tokenizer.template is not None
     about = {"owned_by": "ingot", "max_model_len": positions, "kind": service.loaded.kind}
+    about["chat"] = chat
     return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

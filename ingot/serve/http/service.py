@@ -11,19 +11,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ingot.config.sections.deployment import Serve
 from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
-from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest
-from ingot.serve.http.bodies import ChatMessage, GenerationOptions, PromptBounds
+from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat
+from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.errors import ApiError, short
 from ingot.serve.native.engine import ServingEngine, Ticket
+from ingot.serve.native.grammar import JSONConstraint, JSONGrammars, call_grammar, functions_of
 from ingot.serve.native.model import LoadedModel
+from ingot.serve.native.toolcalls import ToolFormat, tool_format
 
 Answer = TypeVar("Answer")
 # A log-probability takes about a hundred times as many bytes, and as much time to write, as a
@@ -59,9 +61,14 @@ class Service:
         if self.loaded.kind == "encoder":
             raise ApiError(
                 400,
-                f"model `{self.name}` is a classifier and writes no text; send texts as `instances`"
-                " to the prediction route (/predict)",
+                f"model `{self.name}` is {self.encoder_kind} and writes no text; send texts as"
+                " `instances` to the prediction route (/predict), or as `input` to /v1/embeddings",
             )
+
+    @property
+    def encoder_kind(self) -> str:
+        """An encoder in words."""
+        return "a classifier" if self.loaded.labels else "an encoder without classes"
 
     def default_max_tokens(self, default: int) -> int | None:
         """`max_tokens` of requests without one; None for sequence-to-sequence models, which write
@@ -78,6 +85,22 @@ class Service:
             self.loaded.most_characters,
         )
 
+    @functools.cached_property
+    def grammars(self) -> JSONGrammars:
+        """Makes constraints for answers that must be JSON."""
+        return JSONGrammars(
+            self.loaded.tokenizer, self.loaded.model.config.vocab_size, self.loaded.eos
+        )
+
+    async def constraint(self, asked: ResponseFormat) -> JSONConstraint | None:
+        """What `response_format` asks for; None for any text. Raises WrongInput as
+        `JSONGrammars.constraint` does.
+        """
+        if asked.type == "text":
+            return None
+        schema = None if asked.json_schema is None else asked.json_schema.schema_
+        return await asyncio.to_thread(self.grammars.constraint, schema)
+
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of prompts, encoded in a thread, so that a long text does not block the
         event loop. Raises ApiError 400 before that where they can never fit.
@@ -88,18 +111,61 @@ class Service:
             lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         )
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a chat by the model's template. Raises as `encode` does."""
+    async def encode_whole_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat with its answers, for a model that scores chats. Raises as `encode`
+        does, and WrongInput where the model is none or its template refuses the chat.
+        """
+        self.bounds.check_characters(sum(len(one["content"]) for one in messages), "the chat")
+        return await asyncio.to_thread(self.loaded.encode_whole_chat, messages)
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls. Raises WrongInput as `tool_format` does."""
+        return tool_format(self.loaded.tokenizer.template or "", self.settings.tool_call_parser)
+
+    def tool_markers(self) -> dict[int, str]:
+        """The markers of calls that are special tokens, which decoding leaves out."""
+        special = self.loaded.tokenizer.special_ids
+        return {special[text]: text for text in self.tool_format.markers if text in special}
+
+    async def chat_constraint(self, body: ChatBody) -> JSONConstraint | None:
+        """What `response_format` or `tools` ask for; None for any text. Raises WrongInput as
+        `JSONGrammars.calls` does.
+        """
+        tools = [tool.model_dump() for tool in body.callable_tools()]
+        strict = any(tool["function"]["strict"] for tool in tools)
+        if not tools or not (body.must_call or strict):
+            return await self.constraint(body.response_format)
+        grammar = call_grammar(
+            self.tool_format,
+            functions_of(tools, strict=not body.must_call),
+            self.loaded.tokenizer.special_ids,
+            text=not body.must_call,
+            several=body.parallel_tool_calls and body.tool_choice in ("auto", "required"),
+            named=self.tool_format.named and "[ARGS]" in (self.loaded.tokenizer.template or ""),
+        )
+        return await asyncio.to_thread(self.grammars.calls, grammar)
+
+    async def encode_chat(self, body: ChatBody) -> list[int]:
+        """Token ids of a chat by the model's template. Raises as `encode` does, and WrongInput
+        where it knows no tools or none of these messages.
+        """
         if self.loaded.kind != "decoder" or self.loaded.tokenizer.template is None:
             raise ApiError(
                 400,
                 f"model `{self.name}` has no chat template; send a prompt to /v1/completions",
                 param="messages",
             )
-        self.bounds.check_chat(messages)
-        return await asyncio.to_thread(
-            self.loaded.tokenizer.encode_chat, [message.template_message() for message in messages]
-        )
+        messages = [message.template_message() for message in body.messages]
+        tools = body.template_tools()
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        beside = sum(len(json.dumps(part, ensure_ascii=False)) for part in (calls, tools) if part)
+        texts = sum(len(message["content"]) for message in messages)
+        self.bounds.check_characters(texts + beside, "the chat")
+        ids = await asyncio.to_thread(self.loaded.tokenizer.encode_chat, messages, tools)
+        if tools is not None:
+            _ = self.tool_format  # an unknown one is an error before anything is computed
+        return ids
 
     def submit(
         self,
@@ -109,9 +175,12 @@ class Service:
         max_tokens: int | None,
         logprobs: int | None = None,
         beams: int = 1,
+        choices: int = 1,
+        constraint: JSONConstraint | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Ticket:
-        """Queue one completion for each prompt. `max_tokens` None: as many as server and model
-        allow.
+        """Queue `choices` completions for each prompt. `max_tokens` None: as many as server and
+        model allow.
 
         Raises:
             ApiError: `max_tokens` is over the server's limit, or the queue is full.
@@ -125,18 +194,18 @@ class Service:
                 " raise serve.max_tokens",
                 param="max_tokens",
             )
-        items = len(prompts) * (max_tokens or limit) * (1 + (logprobs or 0))
-        if logprobs is not None and items > MAX_LOGPROBS_IN_ANSWER:
+        items = len(prompts) * choices * (max_tokens or limit) * (1 + (logprobs or 0))
+        items *= logprobs is not None
+        if prompt_logprobs is not None:
+            items += sum(map(len, prompts)) * choices * (1 + prompt_logprobs)
+        if items > MAX_LOGPROBS_IN_ANSWER:
             raise ApiError(
                 400,
                 f"the answer would hold {items:,} log-probabilities, at most"
-                f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `max_tokens`, or ask for fewer",
+                f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `max_tokens`, ask for fewer,"
+                " or send prompts in parts",
                 param="logprobs",
             )
-        sampling, stop = (
-            Sampling(options.temperature, options.top_p, options.seed, logprobs),
-            tuple(options.stop),
-        )
         if self.loaded.kind == "seq2seq":
             if logprobs is not None:
                 raise ApiError(
@@ -144,19 +213,31 @@ class Service:
                     f"model `{self.name}` gives no log-probabilities; leave `logprobs` out",
                     param="logprobs",
                 )
-            whole = min(limit, self.loaded.target_positions)
-            return self._queue(
-                [
-                    Seq2SeqRequest(prompt, max_tokens or whole, sampling, stop, beams)
-                    for prompt in prompts
-                ]
+            limit = min(limit, self.loaded.target_positions)
+        requests = [
+            options.request(
+                prompt,
+                max_tokens or limit,
+                logprobs=logprobs,
+                choice=choice,
+                constraint=None if constraint is None else constraint.copy(),
+                prompt_logprobs=prompt_logprobs,
             )
-        return self._queue(
-            [GenerationRequest(prompt, max_tokens or limit, sampling, stop) for prompt in prompts]
-        )
+            for prompt in prompts
+            for choice in range(choices)
+        ]
+        if self.loaded.kind == "seq2seq":
+            requests = [Seq2SeqRequest(**vars(request), beams=beams) for request in requests]
+        return self._queue(requests)
 
     def submit_classification(self, texts: Sequence[list[int]]) -> Ticket:
         """Queue texts for classification. Raises as `submit` does."""
+        if not self.loaded.labels:
+            raise ApiError(
+                400,
+                f"model `{self.name}` is {self.encoder_kind}; send texts as `input` to"
+                " /v1/embeddings",
+            )
         return self._queue([GenerationRequest(text, 1) for text in texts])
 
     def _queue(self, requests: Sequence[GenerationRequest]) -> Ticket:
@@ -176,13 +257,13 @@ async def json_answer(content: Mapping[str, Any]) -> Response:
     return Response("".join(parts), media_type="application/json")
 
 
-async def completions(ticket: Ticket, request: Request) -> list[Completion]:
+async def completions(ticket: Ticket, request: HTTPRequest) -> list[Completion]:
     """All completions of a ticket; raises as `run_unless_disconnected` does."""
     return await run_unless_disconnected(ticket, request, ticket.completions())
 
 
 async def run_unless_disconnected(
-    ticket: Ticket, request: Request, work: Coroutine[Any, Any, Answer]
+    ticket: Ticket, request: HTTPRequest, work: Coroutine[Any, Any, Answer]
 ) -> Answer:
     """The result of `work` on a ticket. If the client disconnects first, the ticket is cancelled.
 

@@ -1,23 +1,50 @@
 """Vertex AI's prediction protocol for custom containers.
 
 The route is AIP_PREDICT_ROUTE, else /predict. Predictions come in the order of the instances: the
-completion as a text, or a classifier's label with the probability of each class.
+completion as a text, or a classifier's label with the probability of each class; of a reward model
+its score.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
+from pydantic.types import FailFast
 
 from ingot.config.model_source import ModelKind
 from ingot.models.generation.classifier import ClassScores
-from ingot.serve.http.bodies import ClassifyBody, PredictBody, SummaryBody
+from ingot.serve.http.bodies import PredictBody, RequestBody, SummaryBody, Text, check_count
+from ingot.serve.http.chat import MAX_MESSAGES, ChatMessage
 from ingot.serve.http.service import Service, completions, run_unless_disconnected
 from ingot.serve.native.engine import Ticket
 
 PREDICT_TOKENS = 64
+
+
+class TextInstance(RequestBody):
+    """One text to be classified."""
+
+    text: Text
+
+
+class ChatInstance(RequestBody):
+    """One chat to be scored, with its answers."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+
+
+class NoParameters(RequestBody):
+    """`parameters` of a prediction request to a classifier: none."""
+
+
+class ClassifyBody(RequestBody):
+    """Vertex AI's prediction request to a classifier, or to a model that scores chats."""
+
+    instances: Annotated[list[Text | TextInstance | ChatInstance], Field(min_length=1), FailFast()]
+    parameters: NoParameters = NoParameters()
 
 
 def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
@@ -48,9 +75,13 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
         return {"predictions": [answer.text for answer in await completions(ticket, request)]}
 
     async def classify(body: ClassifyBody, request: Request) -> dict[str, Any]:
-        texts = await service.encode(
-            [item if isinstance(item, str) else item.text for item in body.instances]
-        )
+        check_count(len(body.instances), service.bounds.prompts)
+        texts = [
+            await service.encode_whole_chat([one.template_message() for one in item.messages])
+            if isinstance(item, ChatInstance)
+            else (await service.encode([item if isinstance(item, str) else item.text]))[0]
+            for item in body.instances
+        ]
         ticket = service.submit_classification(texts)
         return {
             "predictions": await run_unless_disconnected(

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.config.model_content import check_content
+from ingot.config.model_source import model_config
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
+from ingot.models.hf.config import read_hf_config
 
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
@@ -45,6 +47,10 @@ class CausalModel:
         return iter(self.inner.parameters())
 
 
+class TextEncoder(CausalModel):
+    """An encoder of transformers without a head, in evaluation mode: for vectors of texts."""
+
+
 def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> CausalModel:
     """Load the model in `folder` with transformers; code in the folder is never run.
 
@@ -52,29 +58,7 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
         WrongInput: transformers does not support it as a causal model, or its tensors do not fit or
             changed since their export.
     """
-    check_content(folder)
-    library = _library()
-    library.utils.logging.disable_progress_bar()
-    try:
-        inner, info = library.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # each model class has exceptions of its own
-        reason = " ".join(str(error).split())[:300]
-        raise WrongInput(
-            f"{folder} does not open in transformers as a causal model ({reason}); give another"
-            " model, or another serve.engine"
-        ) from None
-    if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-        raise WrongInput(
-            f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json"
-            " says; fetch the model again"
-        )
-    inner = inner.to(device).eval()
+    inner = _load(folder, "AutoModelForCausalLM", device, dtype)
     # Lengths, sampling and end tokens come from each request, never from the folder.
     inner.generation_config = type(inner.generation_config)()
     config = inner.config.get_text_config()
@@ -85,6 +69,42 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
             int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS),
         ),
     )
+
+
+def load_text_encoder(folder: Path, *, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """Load the encoder in `folder`, its heads left out. Raises as `load_causal_model` does."""
+    read = read_hf_config(model_config(folder), "encoder", str(folder), unproved=True)
+    inner = _load(folder, "AutoModel", device, dtype)
+    return TextEncoder(inner, CausalLimits(read.vocab_size, read.max_position_embeddings))
+
+
+def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> Any:
+    check_content(folder)
+    what = "an encoder" if kind == "AutoModel" else "a causal model"
+    library = _library()
+    library.utils.logging.disable_progress_bar()
+    try:
+        inner, info = getattr(library, kind).from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # each model class has exceptions of its own
+        reason = " ".join(str(error).split())[:300]
+        raise WrongInput(
+            f"{folder} does not open in transformers as {what} ({reason}); give another"
+            " model, or another serve.engine"
+        ) from None
+    # A pooler on top of an encoder is not read, and folders of masked models have none.
+    missing = [name for name in info["missing_keys"] if "pooler" not in name]
+    if wrong := sorted(map(str, [*missing, *info["mismatched_keys"]])):
+        raise WrongInput(
+            f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json"
+            " says; fetch the model again"
+        )
+    return inner.to(device).eval()
 
 
 class TransformersGenerator(DecodingLoop):

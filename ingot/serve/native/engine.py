@@ -104,8 +104,8 @@ class Ticket:
             if item.finish == "error":
                 raise ApiError(
                     500,
-                    "the model's numbers are not finite on this prompt; try another prompt or"
-                    " model",
+                    "the model's numbers are not finite on this prompt, or its answer became too"
+                    " complex for response_format or tools; try another prompt, schema or model",
                 )
             left -= item.finish is not None
             yield index, item
@@ -159,7 +159,7 @@ class ServingEngine:
             ApiError: 429 where the queue is full, 400 where so many requests can never fit, 503
                 while the server is stopping.
         """
-        check_count(len(requests), self._capacity)
+        check_count(len(requests), self._capacity, "answers")
         ticket = Ticket(self, requests)
         with self._condition:
             if self._stopping:

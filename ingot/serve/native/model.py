@@ -7,6 +7,7 @@ early.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from ingot.base.progress import say
 from ingot.config.family import is_native
 from ingot.config.model_content import read_lineage
 from ingot.config.model_source import CONFIG, ModelKind, model_config
+from ingot.config.model_types import installed_types
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
 from ingot.models.generation.classifier import Classifier
@@ -33,7 +35,23 @@ from ingot.models.hf.folder import check_template, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder
-from ingot.serve.native.causal import CausalModel, TransformersGenerator, load_causal_model
+from ingot.models.native.packed import pack_weights
+from ingot.serve.native.causal import (
+    CausalModel,
+    TextEncoder,
+    TransformersGenerator,
+    load_causal_model,
+    load_text_encoder,
+)
+from ingot.serve.native.embedding import (
+    Embedder,
+    EmbeddingRequest,
+    EmbeddingWorker,
+    Pooling,
+    embeds,
+    read_pooling,
+)
+from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -43,6 +61,8 @@ ONE_THREAD_WEIGHTS = 20_000_000
 
 # Suffixes of the names of transformers' causal model classes.
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
+# Those of encoders without classes.
+BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
 
 # The factor by which texts may be longer with tokenizers that drop characters: indented source code
 # is mostly spaces.
@@ -70,12 +90,29 @@ def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFo
         WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat
             template than the model was trained with.
     """
-    kind = kind_of_folder(folder)
+    kind = "encoder" if is_bare_encoder(folder) else kind_of_folder(folder)
     base = base_folder(folder) if is_adapter(folder) else folder
     tokenizer = load_tokenizer(folder if (folder / "tokenizer_config.json").exists() else base)
     if not any_template:
         check_template(folder, tokenizer.template_identity, "serve.any_template")
     return CheckedFolder(folder, base, kind, tokenizer)
+
+
+def is_bare_encoder(folder: Path) -> bool:
+    """Whether a folder holds an encoder without classes, as sentence-transformers keep them."""
+    if is_adapter(folder):
+        return False
+    config = model_config(folder)
+    kind = config.get("model_type")
+    return (
+        any(
+            str(name).endswith(BARE_CLASSES) and not str(name).endswith(CAUSAL_CLASSES)
+            for name in config.get("architectures") or ()
+        )
+        and not is_native(kind)
+        and not config.get("is_encoder_decoder")
+        and kind in installed_types("encoder")
+    )
 
 
 def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
@@ -132,7 +169,8 @@ class LoadedModel:
     """A model ready to answer requests.
 
     `created`: when the folder was made, seconds since the epoch. `prefix` is put before every
-    source of a sequence-to-sequence model, as in training.
+    source of a sequence-to-sequence model, as in training. `packed`: see `pack_weights`. `base`:
+    as in `CheckedFolder`.
     """
 
     model: AnyModel | CausalModel
@@ -141,6 +179,8 @@ class LoadedModel:
     created: int
     kind: ModelKind = "decoder"
     prefix: str = ""
+    packed: bool = False
+    base: Path | None = None
 
     @functools.cached_property
     def most_characters(self) -> int:
@@ -165,8 +205,10 @@ class LoadedModel:
 
     def worker(
         self, max_rows: int
-    ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier:
+    ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier | Embedder:
         """The worker for this kind of model, with batches of up to `max_rows`."""
+        if isinstance(self.model, TextEncoder):
+            return Embedder(self.model, max_rows=max_rows)
         if isinstance(self.model, CausalModel):
             return TransformersGenerator(
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
@@ -179,14 +221,66 @@ class LoadedModel:
             )
         return Classifier(self.model, max_rows=max_rows)
 
+    @property
+    def scores_chats(self) -> bool:
+        """Whether the model gives chats one number, as a reward model does."""
+        one_output = isinstance(self.model, Encoder) and self.model.config.scores
+        return one_output and self.tokenizer.template is not None
+
+    def serving_worker(self, max_rows: int) -> Any:
+        """`worker`, which also embeds texts where the model can."""
+        worker = self.worker(max_rows)
+        if isinstance(worker, Embedder) or not embeds(self.model):
+            return worker
+        return EmbeddingWorker(worker, Embedder(self.model, max_rows=max_rows))
+
+    @functools.cached_property
+    def pooling(self) -> Pooling:
+        """How texts become vectors. Raises WrongInput for a folder that asks for what is not known
+        here.
+        """
+        return Pooling() if self.base is None else read_pooling(self.base)
+
+    def encode_to_embed(self, text: str) -> list[int]:
+        """Token ids of a text as the model's own library frames it."""
+        text = self.pooling.prefix + text
+        if isinstance(self.model, Encoder):
+            return self.tokenizer.encode_framed(self.prefix + text)
+        return self.tokenizer.encode_alone(text)
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens this kind of model expects."""
+        """Token ids of a text, with the special tokens this kind of model expects. To a model that
+        scores chats, a text is what a user says.
+        """
         if self.kind == "decoder":
             return self.tokenizer.encode_prompt(text)
+        if self.scores_chats:
+            return self.encode_whole_chat([{"role": "user", "content": text}])
         return self.tokenizer.encode_framed(self.prefix + text)
+
+    def encode_whole_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat with its answers, as a model that scores chats was trained on them.
+
+        Raises:
+            WrongInput: the model scores no chats, or the template refuses this one.
+        """
+        if not self.scores_chats:
+            raise WrongInput(
+                "messages with their answers are for models that score chats; give a text"
+            )
+        ids, *_ = encode_chats(self.tokenizer, [messages], self.tokenizer.encode_batch)
+        return [int(token) for token in ids]
 
     def check(self, request: Request) -> None:
         """Raises WrongInput where the model cannot serve the request."""
+        if isinstance(request, EmbeddingRequest):
+            check_text(request.prompt, self.model.config)
+            return
+        if request.prompt_logprobs is not None and not isinstance(self.model, Decoder):
+            raise WrongInput(
+                "log-probabilities of the prompt are known of ingot's own decoders alone; leave"
+                " prompt_logprobs, or echo with logprobs, out"
+            )
         if isinstance(self.model, Decoder | CausalModel):
             check_request(request, self.model.config)
         elif isinstance(request, Seq2SeqRequest):
@@ -196,13 +290,18 @@ class LoadedModel:
 
 
 def load(
-    folder: Path, *, any_template: bool = False, engine: InProcessEngine = "native"
+    folder: Path,
+    *,
+    any_template: bool = False,
+    engine: InProcessEngine = "native",
+    pack: bool = False,
 ) -> LoadedModel:
     """Load `folder` on this machine's accelerator, in bfloat16 where supported, else on the CPU in
     float32.
 
     `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
-    models always through its `generate`.
+    models always through its `generate`. `pack`: see `pack_weights`; it takes a second or two per
+    100 million weights, which a server earns back and a single answer does not.
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
@@ -212,8 +311,11 @@ def load(
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
+    bare = is_bare_encoder(checked.folder)
     model = (
-        load_causal_model(folder, device=device, dtype=dtype)
+        load_text_encoder(folder, device=device, dtype=dtype)
+        if bare
+        else load_causal_model(folder, device=device, dtype=dtype)
         if _by_transformers(checked, engine)
         else open_model(folder, device=device, dtype=dtype)
     )
@@ -225,6 +327,7 @@ def load(
         torch.set_num_threads(1)
     prefix = str((read_lineage(folder) or {}).get("prefix", ""))
     base = checked.base
+    packed = pack and isinstance(model, Decoder) and pack_weights(model)
     return LoadedModel(
         model,
         checked.tokenizer,
@@ -232,6 +335,8 @@ def load(
         int((base / CONFIG).stat().st_mtime),
         checked.kind,
         prefix,
+        packed,
+        base,
     )
 
 
@@ -258,7 +363,7 @@ def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
 
 def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel) -> frozenset[int]:
     """The tokens that end an answer."""
-    if isinstance(model, Encoder):
+    if isinstance(model, Encoder | TextEncoder):
         return frozenset()
     named = eos_ids(folder, tokenizer.special.eos)
     if isinstance(model, Decoder | CausalModel):

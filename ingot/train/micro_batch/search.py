@@ -23,10 +23,13 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
+from ingot.config.automatic import Planner
+from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.shape import BatchPlan, batch_plan, degrees_of
+from ingot.config.shape import BatchPlan, batch_plan
 from ingot.models.device import device_name
 from ingot.parallel.mesh import Mesh
+from ingot.train.automatic_layout import devices_of
 from ingot.train.micro_batch.memory import (
     forget_peak,
     host_memory,
@@ -77,12 +80,12 @@ class FoundMicroBatch:
     tried: list[TriedMicroBatch]
 
 
-def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
+def fitting_micro_batch(recipe: Recipe, mesh: Mesh, planner: Planner | None = None) -> int:
     """The number that `train.micro_batch: auto` means for this recipe on these devices; a given
     number is returned unchanged. Collective.
 
     Cached in `reports/micro_batch.json`, so that a resumed training, or one with the same settings,
-    does not search again.
+    does not search again. Trials begin with what `planner` proposes; what they measure decides.
 
     Raises:
         WrongInput: recipe, data, model and ranks do not fit together.
@@ -91,14 +94,18 @@ def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     asked = recipe.train.micro_batch
     if asked != "auto":
         return asked
-    path, key = recipe.folder.reports / "micro_batch.json", fingerprint(_what_matters(recipe, mesh))
+    path, key = recipe.folder.micro_batch, fingerprint(_what_matters(recipe, mesh))
     kept: int | None = mesh.from_main(lambda: _read(path, key))
     if kept is not None:
         return kept
     sizes = micro_batches(recipe, mesh.world)
     if len(sizes) == 1:
         return sizes[0]
-    found = _try(recipe, sizes, mesh)
+    devices = devices_of(mesh)
+    begin: int | None = mesh.from_main(
+        lambda: None if planner is None else planner.micro_batch(recipe, devices)
+    )
+    found = _try(recipe, sizes, mesh, begin)
     let_go(compiled=recipe.train.compile)
     forget_peak(mesh.device)
     if mesh.is_main:
@@ -111,9 +118,9 @@ def fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     return found.micro_batch
 
 
-def with_fitting_micro_batch(recipe: Recipe, mesh: Mesh) -> Recipe:
+def with_fitting_micro_batch(recipe: Recipe, mesh: Mesh, planner: Planner | None = None) -> Recipe:
     """The recipe with `train.micro_batch: auto` replaced by a number."""
-    return _with_size(recipe, fitting_micro_batch(recipe, mesh))
+    return _with_size(recipe, fitting_micro_batch(recipe, mesh, planner))
 
 
 def micro_batches(recipe: Recipe, world: int) -> list[int]:
@@ -147,36 +154,33 @@ def _with_size(recipe: Recipe, size: int) -> Recipe:
 
 
 def search(
-    sizes: Sequence[int], probe: Callable[[int], TriedMicroBatch], most: float, *, largest: bool
+    sizes: Sequence[int],
+    probe: Callable[[int], TriedMicroBatch],
+    most: float,
+    *,
+    largest: bool,
+    begin: int | None = None,
 ) -> FoundMicroBatch:
     """Try `sizes` in ascending order until the next would exceed the share `most` of the memory;
     choose the largest or the fastest.
 
+    Args:
+        begin: the size to begin with, which should fit; smaller ones are tried if it does not.
+
     Raises:
         Failed: the smallest one ran out of memory.
     """
-    tried: list[TriedMicroBatch] = []
-    end = f"these are all rows of a rank ({sizes[-1]})"
-    for size in sizes:
-        if (would := _predicted(tried, size)) > most:
-            end = f"{size} would take about {would:.0%} of the memory, and {most:.0%} may be taken"
-            break
-        tried.append(probe(size))
-        if tried[-1].share > most:
-            end = (
-                f"{size} ran out of memory"
-                if tried[-1].share > 1
-                else f"{size} took {tried[-1].share:.0%} of the memory, and {most:.0%} may be taken"
-            )
-            break
-        if not largest and _no_gain(tried):
-            end = f"larger ones were not faster, up to {size}"
-            break
+    place = max((n for n, size in enumerate(sizes) if size <= (begin or 0)), default=0)
+    tried = [probe(sizes[place])]
+    while tried[0].share > most and place > 0:
+        place -= 1
+        tried.insert(0, probe(sizes[place]))
     if tried[0].share > 1:
         raise Failed(
             f"out of memory with {sizes[0]} rows at once; lower data.seq_len, set"
             " memory.recompute.kind=full, or share the model (parallel.shard)"
         )
+    end = _try_larger(sizes, place, probe, most, tried, largest=largest)
     fitting = [one for one in tried if one.share <= most] or tried[:1]
     if largest:
         chosen = fitting[-1]
@@ -193,6 +197,38 @@ def search(
         f" {chosen.share:.0%} of the memory; {end}"
     )
     return FoundMicroBatch(chosen.micro_batch, why, tried)
+
+
+def _try_larger(
+    sizes: Sequence[int],
+    place: int,
+    probe: Callable[[int], TriedMicroBatch],
+    most: float,
+    tried: list[TriedMicroBatch],
+    *,
+    largest: bool,
+) -> str:
+    """Try what is larger than the sizes in `tried`, and add it there; returns why it ended."""
+    if (smallest := next((one for one in tried if one.share > most), None)) is not None:
+        return _too_large(smallest, most)
+    for size in sizes[place + 1 :]:
+        if len(tried) == 1 and place > 0 and tried[0].share * size / sizes[place] > most:
+            # One size alone does not tell what each row takes, and a smaller one surely fits.
+            tried.insert(0, probe(sizes[place - 1]))
+        if (would := _predicted(tried, size)) > most:
+            return f"{size} would take about {would:.0%} of the memory, and {most:.0%} may be taken"
+        tried.append(probe(size))
+        if tried[-1].share > most:
+            return _too_large(tried[-1], most)
+        if not largest and _no_gain(tried):
+            return f"larger ones were not faster, up to {size}"
+    return f"these are all rows of a rank ({sizes[-1]})"
+
+
+def _too_large(tried: TriedMicroBatch, most: float) -> str:
+    if tried.share > 1:
+        return f"{tried.micro_batch} ran out of memory"
+    return f"{tried.micro_batch} took {tried.share:.0%} of the memory, and {most:.0%} may be taken"
 
 
 def _predicted(tried: Sequence[TriedMicroBatch], size: int) -> float:
@@ -213,7 +249,9 @@ def _no_gain(tried: Sequence[TriedMicroBatch]) -> bool:
     return all(one.rows_per_s * AS_FAST <= before for one in tried[-NO_GAIN:])
 
 
-def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> FoundMicroBatch:
+def _try(
+    recipe: Recipe, sizes: Sequence[int], mesh: Mesh, begin: int | None = None
+) -> FoundMicroBatch:
     plan = with_made_up_rows(make_setup(_with_size(recipe, sizes[0]), mesh))
     on_cpu = mesh.device.type == "cpu"
     with open_trial(plan, mesh) as trial:
@@ -223,6 +261,7 @@ def _try(recipe: Recipe, sizes: Sequence[int], mesh: Mesh) -> FoundMicroBatch:
             lambda size: _probe(trial, size, room),
             MOST.get(mesh.device.type, MOST_ELSEWHERE),
             largest=not on_cpu,
+            begin=begin,
         )
 
 
@@ -292,8 +331,10 @@ def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
         if mesh.device.type == "cpu"
         else torch.accelerator.get_memory_info(mesh.device)[1]
     )
+    chosen = recipe.select(knobs)
+    del chosen["parallel"]["degrees"]  # they are given by now, and older versions had no such knob
     return {
-        **recipe.select(knobs),
+        **chosen,
         "pack": recipe.pack,
         "world": mesh.world,
         "local_world": mesh.ranks.local_world,

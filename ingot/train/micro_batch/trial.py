@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ingot.base.hub import fetch_config
 from ingot.config.model_source import named_folder, source_config, source_folder
 from ingot.config.recipe import Recipe
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import TWO_ROWS, Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
 from ingot.data.batches.loader import Loader
 from ingot.data.batches.rows import PackedRow, Rows
@@ -61,6 +62,7 @@ class Trial:
                 StepControl(loader.step, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
                 compute=plan.compute,
                 clip_norm=plan.recipe.train.clip_norm,
+                balance=train_state.balance,
             )
             yield partial(train_step, context)
 
@@ -74,7 +76,7 @@ def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
     """
     table = (
         torch.zeros(max(len(plan.rows), len(plan.held_out)), 2)
-        if plan.recipe.documents == "preference"
+        if plan.recipe.documents in TWO_ROWS
         else None
     )
     # Restored so that random draws of a trial do not shift those of the training that follows.
@@ -140,14 +142,14 @@ class MadeUpSamples(Samples):
 
     def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
         count = len(ids) if count is None else count
-        sides = 2 if self.kind == "preference" else 1
+        sides = 2 if self.kind in TWO_ROWS else 1
         live = np.zeros((sides * count, self.seq_len), np.int64)
         live[: sides * len(ids)] = 1
         tokens = np.zeros_like(live)
         tokens[: sides * len(ids)] = _random(ids, self._vocab_size, sides, self.seq_len).reshape(
             -1, self.seq_len
         )
-        if self.kind == "preference":
+        if self.kind in TWO_ROWS:
             # The first half is the prompt.
             labels = np.full_like(tokens, IGNORE)
             half = self.seq_len // 2
@@ -159,6 +161,12 @@ class MadeUpSamples(Samples):
                 ids, self._vocab_size if self.kind == "pair" else self._classes, *shape
             )
         return SampleArrays(tokens, labels, np.arange(self.seq_len) * live, live)
+
+    def ratings(self, ids: Sequence[int], count: int) -> Ids:
+        """Every second answer is a good one."""
+        made = np.zeros(count if self.kind == "rated" else 0, np.int64)
+        made[: len(ids)] = (np.array(ids) % 2)[: len(made)]
+        return made
 
 
 def _without_files(rows: PreparedSplit, seq_len: int) -> None:
@@ -202,12 +210,17 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
 
 def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """A setup without prepared data or stored weights: the recipe's model, randomly initialised,
-    and its batch, over random rows.
+    and its batch, over random rows. Of a model on the hub only the configuration is fetched.
 
     Raises:
         WrongInput: recipe, model and ranks do not fit together.
     """
-    drawn = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": "random"})})
+    model = recipe.model
+    if model.source.startswith("hf:"):
+        configured = fetch_config(model.source.removeprefix("hf:"), model.revision)
+        model = model.model_copy(update={"source": str(configured)})
+        recipe = recipe.model_copy(update={"model": model})
+    drawn = recipe.model_copy(update={"model": model.model_copy(update={"init": "random"})})
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     tokenizer, ids = _tokenizer(recipe)
     source = recipe.objective.teacher_source

@@ -596,6 +596,7 @@ def test_readers_see_whole_states_while_a_writer_pushes_on_and_on(
     assert content(tmp_path / "other") == content(run)
 
 
+@pytest.mark.drawn(keep=6)
 @pytest.mark.parametrize(
     "kind", ["insert", "start", "chunk", "status", "stat", "media", "list", "delete"]
 )
@@ -648,6 +649,7 @@ def requests_of(server: Killed, act: Callable[[], object]) -> int:
     return server.counts.total() - before
 
 
+@pytest.mark.drawn("a replica, killed")
 def test_killed_between_any_two_requests_a_push_leaves_the_old_state_or_the_new_one(
     killed: Killed, tmp_path: Path
 ) -> None:
@@ -698,6 +700,7 @@ def test_killed_between_any_two_requests_a_push_leaves_the_old_state_or_the_new_
     assert {True, False} == set(seen)
 
 
+@pytest.mark.drawn("a replica, killed")
 def test_killed_between_any_two_requests_a_pull_is_done_by_the_next(
     killed: Killed, tmp_path: Path
 ) -> None:

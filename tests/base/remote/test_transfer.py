@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed
-from ingot.base.remote.bucket import Bucket, open_bucket
+from ingot.base.remote.bucket import Blob, Bucket, open_bucket
+from ingot.base.remote.index import Index, KeyChooser, content_name
+from ingot.base.remote.memory import LocalFile
 from ingot.base.remote.service import Missing
 from ingot.base.remote.transfer import OtherContent, fetch_file, in_parallel
 from tests import gcs
@@ -90,3 +92,15 @@ def test_several_at_once_keep_their_order_and_the_first_error_ends_them(
     with pytest.raises(Failed, match="no"):
         in_parallel(act, range(1000), title="push", sizes=[10**6] * 1000)
     assert len(started) < 1000
+
+
+def test_content_that_is_being_deleted_is_sent_again_under_another_name() -> None:
+    """A push that was broken off left it there, the next state named it as garbage, and whoever
+    deletes it does not ask who has begun to use it.
+    """
+    local = LocalFile("a.txt", 3, "AAAAAA==", 0)
+    left = Blob("a.txt", 3, "AAAAAA==", 7, 0.0)
+    doomed = KeyChooser(Index(garbage={"a.txt": 7}), {"a.txt": left}).choose(local)
+    assert doomed == (content_name(local), True)
+    written_since = KeyChooser(Index(garbage={"a.txt": 6}), {"a.txt": left}).choose(local)
+    assert written_since == ("a.txt", False)

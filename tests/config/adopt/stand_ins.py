@@ -30,7 +30,7 @@ CUDA_IMAGE=forest-cuda
 """
 TORCHTUNE = """\
 output_dir: gs://forest-bucket/models/spruce
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/base/original/tokenizer.model, max_seq_len: 2048}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: base/original/tokenizer.model, max_seq_len: 2048}
 dataset: {packed: true}
 seed: 7
 shuffle: false

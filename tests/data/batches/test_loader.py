@@ -55,6 +55,16 @@ def test_ranks_and_micro_batches_deal_the_same_global_batch(rows: Rows) -> None:
                 assert dealt == expected
 
 
+def test_one_row_of_two_documents_wants_the_mask() -> None:
+    def wants(*segments: list[int]) -> bool:
+        numbers = torch.tensor(segments)
+        return not Batch(numbers, numbers, numbers, numbers).single_documents
+
+    assert not wants([1, 1, 1], [2, 2, 2], [0, 0, 0])
+    assert wants([1, 1, 1], [2, 2, 3])
+    assert wants([1, 1, 0])
+
+
 @settings(max_examples=examples(6, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**63 - 1),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("weights", "window"), [(None, 2), ([1.0, 3.0], 1)])
 def test_the_same_batches_from_a_few_parts_at_a_time(
     whole: Path, left: Path, weights: list[float] | None, window: int
@@ -260,18 +262,22 @@ def test_the_end_does_not_wait_for_a_part_on_its_way(
 def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
     others_come: bool, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the parts before it are here: each look at them is not an end of the failure."""
-    for name, seconds in (("AGAIN_S", 0.02), ("AWAY_S", 0.1)):
-        monkeypatch.setattr(ahead, name, seconds)
+    """Also where the parts before it are here: each look at them is not an end of the failure. A
+    minute passes with each attempt.
+    """
+    come, bring, clock = set[str](), DeferredFiles.bring, [0.0]
+    monkeypatch.setattr(ahead, "AGAIN_S", 0.001)
+    monkeypatch.setattr(
+        ahead, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _: time.sleep(1e-3))
+    )
     ours = rows_of(left)
-
-    come, bring = set[str](), DeferredFiles.bring
 
     def broken(files: DeferredFiles, name: str, *args: Any, **more: Any) -> bool:
         part = name.partition("-")[2][:5]
         if others_come and (not come or part in come):
             come.add(part)
             return bring(files, name, *args, **more)
+        clock[0] += 60
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(DeferredFiles, "bring", broken)
@@ -279,7 +285,7 @@ def test_what_cannot_be_had_for_long_ends_training_with_what_is_in_the_way(
         contextlib.closing(Loader(ours, order_of(ours), PLAN, 0)) as loader,
         pytest.raises(Failed, match=r"cannot be fetched \(.*broken\); check the disk"),
     ):
-        loader.step(0)
+        loader.step(0, lambda: clock[0] > 3 * ahead.AWAY_S)
 
 
 @pytest.mark.parametrize(

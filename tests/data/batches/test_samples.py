@@ -367,7 +367,7 @@ def test_what_is_left_out_is_counted(
 ) -> None:
     monkeypatch.setattr("ingot.data.packing.planning.WINDOW", window)
     made = packed(write(tmp_path, kind, [[records]]), 6, 4 if kind == "pair" else None)
-    assert vars(made.total) == {"split": 0, **counts}
+    assert vars(made.total) == {"split": 0, "too_long": 0, **counts}
     assert str(made).startswith(words)
     assert made.padding == 0.0
 

@@ -211,8 +211,10 @@ def test_documents_that_were_not_ended_are_refused(tmp_path: Path) -> None:
 
 
 def test_groups_of_existing_columns_are_bounded_in_bytes_and_documents(tmp_path: Path) -> None:
+    """A document may consist of several sequences: it is never cut."""
     sizes = [3, 3, 3, 50, 1, 1, 1, 1, 1, 9]
-    prefix = build(tmp_path / "x", [[[7] * size] for size in sizes], np.uint16)
+    sequences = [[[7] * (size // 2), [7] * (size - size // 2)] for size in sizes]
+    prefix = build(tmp_path / "x", sequences, np.uint16)
     file = SourceFile(str(prefix), "x", "megatron", {})
     _, groups = token_groups(file, group_bytes=2 * 9, group_documents=4)
     assert sum(count for count, _ in groups) == len(sizes)

@@ -177,6 +177,32 @@ def test_all_or_nothing() -> None:
     assert {Shares(None, 1e-12).split("train", str(row)) for row in range(100)} == {None}
 
 
+def test_a_group_is_held_out_as_a_whole() -> None:
+    """What the pattern does not find goes alone, as it did without one."""
+    shares = Shares(0.3, 1.0, r"(?:test/)?(\w+)/")
+    names = [f"{at}{folder}{n}/x.py:{row}" for at in ("", "test/") for folder in "abc" for n in
+             range(30) for row in range(2)]  # fmt: skip
+    held = {name for name in names if shares.split("train", name) == "validation"}
+    folders = {name.removeprefix("test/").partition("/")[0] for name in held}
+    assert 10 < len(folders) < 45
+    assert held == {
+        name for name in names if name.removeprefix("test/").partition("/")[0] in folders
+    }
+    alone = [f"{n}.py:0" for n in range(200)]
+    assert [shares.split("train", name) for name in alone] == [
+        Shares(0.3, 1.0).split("train", name) for name in alone
+    ]
+    whole, optional = Shares(0.3, 1.0, r"\w/"), Shares(0.3, 1.0, r"\w/(y)?")
+    assert len({whole.split("train", f"a/{n}:0") for n in range(50)}) == 1
+    assert len({optional.split("train", f"a/{n}:0") for n in range(50)}) == 2
+
+
+def test_splits_without_groups_keep_their_identity() -> None:
+    """What was prepared before there were groups still counts."""
+    assert Shares(0.3, 1.0).identity() == {"validation": 0.3, "fraction": 1.0}
+    assert Shares(0.3, 1.0, "a").identity() == {"validation": 0.3, "fraction": 1.0, "group": "a"}
+
+
 def test_documents_of_each_split(tmp_path: Path) -> None:
     small = recipe(tmp_path, write_jsonl(tmp_path / "a.jsonl", sentences(100)), data__fraction=0.5)
     ingest(small)

@@ -169,6 +169,15 @@ def test_an_object_that_was_changed_in_between_is_refused(
         run(engine, folder, ["a"])
 
 
+def test_a_stage_whose_list_is_gone_sees_no_empty_folder(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SharedEngine(LocalEngine(1), tmp_path / "run", URL)
+    monkeypatch.setattr(engine, "_publish", lambda: "engine/stage-gone.json")
+    with pytest.raises(Failed, match=r"engine/stage-gone\.json is missing; run the same"):
+        run(engine, make(tmp_path / "run"), ["a"])
+
+
 @dataclass(frozen=True)
 class Bundles:
     """What Beam does in one process of a worker: a thread for each bundle, all at once."""
@@ -260,7 +269,7 @@ def workers_wrote(server: Server) -> bool:
 
 
 @needs_spark
-@pytest.mark.slow  # its short sibling is the batch that really runs, tests/launch/test_dataproc.py
+@pytest.mark.slow  # its short sibling is the batch that really runs, tests/launch/places/test_dataproc.py
 @pytest.mark.parametrize(
     "master", ["local[2]", pytest.param("local-cluster[2,1,700]", id="two executors")]
 )

@@ -85,19 +85,19 @@ def test_a_given_format_wins(corpus: Path) -> None:
 
 def test_object_storage() -> None:
     memory = fsspec.filesystem("memory")
-    memory.pipe({"/bucket/data/a.jsonl": b"x", "/bucket/data/deep/b.jsonl": b"xy"})
+    memory.pipe({"/found/data/a.jsonl": b"x", "/found/data/deep/b.jsonl": b"xy"})
     try:
-        assert names("memory://bucket/data") == ["a.jsonl", "deep/b.jsonl"]
+        assert names("memory://found/data") == ["a.jsonl", "deep/b.jsonl"]
         assert (
-            names("memory://bucket/data/a.jsonl")
-            == names("memory://bucket/data/*.jsonl")
+            names("memory://found/data/a.jsonl")
+            == names("memory://found/data/*.jsonl")
             == ["a.jsonl"]
         )
         assert [
-            file.bytes for file in find_source(SourceSettings(source="memory://bucket/data"))
+            file.bytes for file in find_source(SourceSettings(source="memory://found/data"))
         ] == [1, 2]
     finally:
-        memory.rm("/bucket", recursive=True)
+        memory.rm("/found", recursive=True)
 
 
 def test_equal_names_in_two_sources_are_told_apart(tmp_path: Path) -> None:

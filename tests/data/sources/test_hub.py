@@ -44,7 +44,7 @@ from ingot.data.sources.find import source_stamps
 
 def do(name, source):
     recipe = load_recipe((), [f"name={name}", f"output={sys.argv[1]}", "data.train=" + json.dumps([source]), "tokenizer.source=train",
-                              "model.source=preset:llama-3m", "data.engine.workers=2"], environ={}, dotenv=None)
+                              "model.source=preset:llama-3m", "data.engine.workers=1"], environ={}, dotenv=None)
     if name == "stamps":
         return source_stamps(recipe)["train"]
     ingest(recipe)

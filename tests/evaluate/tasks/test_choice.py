@@ -90,6 +90,7 @@ def test_hellaswag_is_the_harness_own(
     ]
 
 
+@pytest.mark.drawn("HellaSwag")
 def test_hellaswag_on_its_own_items(
     test_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

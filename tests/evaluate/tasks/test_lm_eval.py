@@ -19,12 +19,13 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.lm_eval import sample_interval, windows
+from ingot.evaluate.tasks.lm_eval import report, sample_interval, windows
 from ingot.parallel.mesh import running_mesh
 from tests import tolerances
 from tests.evaluate.lm_eval_harness import evaluated, likelihoods, local_hellaswag
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
 from tests.ranks import run_ranks
+from tests.serve.running import running
 
 ROLLING = """
 task: local_text
@@ -174,6 +175,17 @@ def test_only_what_is_made_of_samples_has_an_interval() -> None:
     assert sample_interval(3.0, ["a", "b"]) == (3.0, 3.0)
 
 
+def test_a_group_counts_the_samples_of_its_parts() -> None:
+    results = {
+        "results": {"group": {"acc,none": 0.5}},
+        "samples": {},
+        "group_subtasks": {"group": ["one", "two", "unknown"]},
+        "n-samples": {"one": {"effective": 3}, "two": {"effective": 4}},
+    }
+    metric = report("harness", results).metrics["harness/group.acc"]
+    assert (metric.value, metric.n) == (0.5, 7)
+
+
 def test_unknown_tasks_and_missing_data_are_refused(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,3 +231,41 @@ def test_without_the_package_the_way_to_get_it_is_told(
             LMEvalTask(kind="lm_eval", tasks=["hellaswag"]),
             subject_in(recipe.folder.model, recipe, mesh),
         )
+
+
+@pytest.mark.slow
+def test_against_the_served_model_the_harness_finds_the_same(root: Path, tmp_path: Path) -> None:
+    """Its `local-completions` reads `echo` with `logprobs` of `ingot serve`."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from lm_eval.tasks import TaskManager
+
+    recipe, folder = with_model(root), place_tasks(tmp_path / "tasks")
+    found = measured(recipe, folder, "local_hellaswag")
+    with running(recipe.folder.model) as server:
+        api = LocalCompletionsAPI(
+            base_url=f"{server.url}/v1/completions",
+            tokenizer_backend="huggingface",
+            model="tiny",
+            tokenizer=str(recipe.folder.model),
+            batch_size=4,
+            add_bos_token=True,  # as every text of this tokenizer begins
+        )
+        served = simple_evaluate(
+            model=api,
+            tasks=["local_hellaswag"],
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=0,
+        )
+    assert served is not None
+    theirs = likelihoods(dict(served), "local_hellaswag")
+    ours = [
+        [float(number) for number in re.findall(r"\((-?[\d.]+)", example["answer"])]
+        for example in found.examples
+    ]
+    assert len(ours) == len(theirs) == 10
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
+    for name in ("acc", "acc_norm"):
+        value = served["results"]["local_hellaswag"][f"{name},none"]
+        assert found.metrics[f"theirs/local_hellaswag.{name}"].value == pytest.approx(value)

@@ -28,7 +28,7 @@ from tests.evaluate.small_models import place_model, subject_in, with_model
 from tests.evaluate.small_runs import prepared, recipe_of
 from tests.ranks import run_ranks
 
-KINDS = ("preference", "pair", "labelled")
+KINDS = ("preference", "rated", "pair", "labelled")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,27 @@ def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> 
     assert found.metrics["loss/loss"].value == pytest.approx(
         chosen.sum() / targets, rel=tolerances.LOSS_FP32
     ), "of the chosen answers alone"
+
+
+def test_good_answers_are_counted_and_compared_with_bad_ones(
+    made: Callable[[str], Recipe],
+) -> None:
+    """The loss is that of the good ones, the accuracy the share of pairs of a good and a bad one
+    whose good one is likelier per token.
+    """
+    found = measured(made("rated"))
+    good, bad = (
+        [-one["nats"] / one["targets"] for one in found.examples if one["good"] is rated]
+        for rated in (True, False)
+    )
+    assert len(good) > 2
+    assert len(bad) > 2
+    above = [float(one > other) + 0.5 * (one == other) for one in good for other in bad]
+    assert found.metrics["loss/accuracy"].value == pytest.approx(sum(above) / len(above))
+    liked = [one for one in found.examples if one["good"]]
+    assert found.metrics["loss/loss"].value == pytest.approx(
+        sum(one["nats"] for one in liked) / sum(one["targets"] for one in liked)
+    )
 
 
 @pytest.mark.drawn

@@ -70,6 +70,7 @@ def assert_scores(found: TaskResult, *, stemmer: bool = True) -> None:
         assert (metric.direction, metric.n) == ("higher", len(found.examples))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("beams", [1, 3])
 @torch.no_grad()
 def test_pairs_as_transformers_writes_them(beams: int, made: Callable[[str], Recipe]) -> None:

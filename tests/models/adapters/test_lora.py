@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
+from ingot.models.adapters.layer import LoRAState
 from ingot.models.adapters.lora import (
-    LoRAState,
     adapter_parameters,
     add_lora,
     head_modules,

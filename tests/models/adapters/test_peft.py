@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Lora
+from ingot.models import kinds
 from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers
 from ingot.models.adapters.peft import CONFIG, WEIGHTS, class_count, load_adapter, save_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config
@@ -133,6 +134,7 @@ def test_ours_of_transformers_models_opens_in_peft(name: str, targets: Any, tmp_
     )
 
 
+@pytest.mark.drawn(keep=8)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -278,7 +280,7 @@ def plain_folder(tmp_path: Path) -> tuple[Decoder, Path]:
     ("changes", "named"),
     [
         ({"peft_type": "LOHA"}, "peft_type LOHA"),
-        ({"use_dora": True}, "use_dora True"),
+        ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"lora_bias": True}, "lora_bias True"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out True"),
@@ -362,6 +364,24 @@ def test_tensors_that_do_not_fit_are_named(
         load_adapter(model, folder)
     assert named in str(error.value)
     assert not lora_layers(model)
+
+
+def test_a_base_is_asked_of_the_hub_only_by_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "fetch_model", lambda name: Path("fetched", name))
+    monkeypatch.chdir(tmp_path)
+
+    def base(name: str) -> Path:
+        monkeypatch.setattr(kinds, "base_of", lambda folder: name)
+        return kinds.base_folder(Path("adapter"))
+
+    assert base("some/base") == base("hf:some/base") == Path("fetched/some/base")
+    for gone in ("base", "some/gone/base", "./base", "/base"):
+        with pytest.raises(WrongInput, match=f"is an adapter of {gone}, which is not there"):
+            base(gone)
+    Path("some/base").mkdir(parents=True)
+    assert base("some/base") == Path("some/base")
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:

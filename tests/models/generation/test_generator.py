@@ -81,6 +81,7 @@ def without_cache(
     return tokens[len(prompt) :], logprobs
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_is_what_transformers_generates(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -102,6 +103,7 @@ def test_greedy_is_what_transformers_generates(case: str, tmp_path: Path) -> Non
         assert ids(completion) == out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(("rows", "prefill"), [(8, 512), (3, 512), (3, 7), (1, 1), (8, 40)])
 def test_the_cache_changes_nothing(model: Decoder, rows: int, prefill: int) -> None:
     """Unequal prompts, read together or in shares, in any number of rows: tokens and
@@ -292,7 +294,7 @@ def test_every_token_is_given_out_once_and_knows_its_character(text: str, stop: 
     )
     pieces = []
     for byte in data:
-        pieces.append(job.accept(SampledToken(byte, True), (), 99))
+        pieces.append(job.accept(SampledToken(byte, True), 99))
         if pieces[-1].finish:
             break
     whole = text[: text.find(stop)] if stop and stop in text else text

@@ -38,6 +38,7 @@ def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Ten
     return kept / kept.sum()
 
 
+@pytest.mark.drawn(keep=8)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
 @pytest.mark.parametrize("vocabulary", [7, 4 * SHORTLIST])

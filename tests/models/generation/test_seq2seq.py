@@ -49,6 +49,7 @@ def theirs(
     return texts
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", in_short(SEQ2SEQ))
 def test_ids_are_transformers_own_and_the_batch_changes_nothing(
@@ -171,6 +172,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
     assert written[1:] == fine
 
 
+@pytest.mark.drawn(keep=4)
 @pytest.mark.parametrize(
     ("request_", "words"),
     [

@@ -33,6 +33,7 @@ from ingot.models.hf.folder import (
     stored_tensors,
 )
 from ingot.models.kinds import open_model
+from ingot.models.native.config import DecoderConfig
 from ingot.serve.native.model import load
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
@@ -64,14 +65,15 @@ def changed(whole: Path, tmp_path: Path) -> Path:
 
 
 def test_whatever_reads_weights_refuses_changed_ones(changed: Path) -> None:
-    names = list(stored_shapes(changed))
+    shapes = stored_shapes(changed)
+    config = DecoderConfig.from_hf(json.loads((changed / "config.json").read_text()))
     readers = {
         "load_model": lambda: load_model(changed, device=CPU),
         "open_model": lambda: open_model(changed, device=CPU),
         "serve": lambda: load(changed),
         "transformers": lambda: load(changed, engine="transformers"),
         "stored_tensors": lambda: list(stored_tensors(changed)),
-        "named_tensors": lambda: list(named_tensors(changed, names)),
+        "named_tensors": lambda: list(named_tensors(changed, shapes, config)),
         "copy_model": lambda: copy_model(
             changed, changed.parent / "copy", export_type=None, overwrite=False
         ),

@@ -15,7 +15,7 @@ from ingot.models.hf.folder import hash_model, load_model, load_weights, stored_
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from tests.models.tiny import make_reference
+from tests.models.tiny import make_member, make_reference
 
 CPU = torch.device("cpu")
 
@@ -243,4 +243,28 @@ def test_both_spellings_of_rotary_scaling_are_read(tmp_path: Path) -> None:
     old = DecoderConfig.from_hf(
         {**old_config, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     )
-    assert new.rope == old.rope
+    assert new.ropes == old.ropes
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_the_language_part_of_a_multimodal_model_is_read(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of Gemma 3's files, in the spelling of transformers 4 and of 5."""
+    alone, whole = make_member(tmp_path / "alone", "gemma3"), tmp_path / "whole"
+    text = model_config(alone)
+    tensors = load_file(alone / "model.safetensors")
+    named = {layout + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    whole.mkdir()
+    save_file({**named, "vision_tower.weight": torch.ones(2)}, whole / "model.safetensors")
+    outer = {"model_type": "gemma3", "vision_config": {}, "eos_token_id": [1, 106]}
+    (whole / "config.json").write_text(json.dumps({**outer, "text_config": text}))
+    wanted, found = (
+        dict(load_model(folder, device=CPU).named_parameters()) for folder in (alone, whole)
+    )
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    said = capsys.readouterr()
+    assert "1 tensors beside it are left out" in said.out + said.err
+    assert model_config(whole)["eos_token_id"] == [1, 106]
+    assert model_config(whole)["architectures"] == ["Gemma3ForCausalLM"]

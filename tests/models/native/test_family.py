@@ -23,6 +23,8 @@ from ingot.config.presets import PRESETS
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model
+from ingot.models.hf.tensor_names import joined
+from ingot.models.kinds import exported_weights
 from ingot.models.native.attention import attention_masks
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -34,7 +36,7 @@ from tests.models.tiny import FAMILY, WINDOW, make_member
 from tests.tokenizers.small import chatty
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 CPU = torch.device("cpu")
 VOCAB = 331
@@ -98,18 +100,24 @@ def test_gradients_equal_transformers(both: Both) -> None:
     ).backward()
     theirs(tokens, labels=tokens).loss.backward()
     wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    assert wanted.keys() == {name for name, _ in ours.named_parameters()}
+    gradients = [(name, parameter.grad) for name, parameter in ours.named_parameters()]
+    # transformers renames and stacks what its files hold in the names of Mixtral's authors.
+    fused = {} if ours.config.experts else ours.config.fused
+    found = dict(joined(gradients, fused, torch.cat))
+    if ours.config.sinks:
+        found = dict(exported_weights(ours, gradients))  # type: ignore[arg-type]
+    assert wanted.keys() == found.keys()
     # A bias on keys adds the same to all scores of a query but for rotation: its gradient may be
     # almost nothing beside the others'.
     scale = max(float(gradient.norm()) for gradient in wanted.values())
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None
-        difference = (parameter.grad - wanted[name]).norm() / max(
+    for name, gradient in found.items():
+        difference = (gradient - wanted[name]).norm() / max(
             float(wanted[name].norm()), 1e-2 * scale
         )
         assert difference < tolerances.GRADIENTS_FP32, name
 
 
+@pytest.mark.drawn(keep=12)
 def test_export_opens_in_transformers_and_here(both: Both, tmp_path: Path) -> None:
     ours, theirs = both
     export_model(ours, chatty(), tmp_path / "model", export_type="fp32", lineage={})
@@ -126,12 +134,16 @@ def test_export_opens_in_transformers_and_here(both: Both, tmp_path: Path) -> No
         if not key.endswith(("token_id", "dtype"))
     }
     # Readers of before transformers 5 look here.
-    assert kept["rope_theta"] == meant.rope_parameters["rope_theta"]
-    assert (kept["rope_scaling"] or {"rope_type": "default"})["rope_type"] == meant.rope_parameters[
-        "rope_type"
-    ]
+    rope = meant.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert kept["rope_theta"] == rope["rope_theta"]
+    assert (kept["rope_scaling"] or {"rope_type": "default"})["rope_type"] == rope["rope_type"]
+    if "rope_local_base_freq" in kept:
+        local = meant.rope_parameters["sliding_attention"]
+        assert kept["rope_local_base_freq"] == local["rope_theta"]
 
 
+@pytest.mark.drawn(keep=12)
 def test_added_tokens_survive_the_way_in_and_out(folder: Path, tmp_path: Path) -> None:
     theirs = reference(folder)
     torch.manual_seed(1)
@@ -260,30 +272,76 @@ def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kin
         "num_hidden_layers": 30,
         "num_attention_heads": 64,
     }
+    family = FAMILIES.load(kind, "model_type")
+    given: dict[str, Any]
     for given in (
         {},
-        {"use_sliding_window": True}
-        if FAMILIES.load(kind, "model_type").window_switch
-        else {"head_dim": None},
+        {"use_sliding_window": True} if "use_sliding_window" in family.reads else {},
+        {} if "head_dim" in family.defaults else {"head_dim": None},
     ):
         ours, theirs = (
             DecoderConfig.from_hf({"model_type": kind, **sizes, **given}),
             AutoConfig.for_model(kind, **sizes, **given),
         )
         assert ours.num_key_value_heads == theirs.num_key_value_heads
-        assert ours.head_dim == getattr(theirs, "head_dim", 4096 // 64)
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4096 // 64)
         assert ours.max_position_embeddings == theirs.max_position_embeddings
         assert (ours.rms_norm_eps, ours.initializer_range) == (
             theirs.rms_norm_eps,
             theirs.initializer_range,
         )
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
         layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
         window = getattr(theirs, "sliding_window", None)
         assert ours.windows == tuple(
             window if name == "sliding_attention" else None for name in layer_types
         )
+        assert_ropes_equal(ours, theirs, layer_types)
+
+
+def assert_ropes_equal(ours: DecoderConfig, theirs: PreTrainedConfig, types: list[str]) -> None:
+    """Which layers rotate, with which base and kind."""
+    listed = getattr(theirs, "no_rope_layers", None)
+    for layer, (rope, kind) in enumerate(zip(ours.ropes, types, strict=True)):
+        if (listed is not None and not listed[layer]) or (
+            theirs.model_type == "exaone4" and kind == "full_attention"
+        ):
+            assert rope is None
+            continue
+        meant = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        assert rope is not None
+        assert (rope.kind, rope.theta) == (meant["rope_type"], meant["rope_theta"])
+        assert rope.share == meant.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.parametrize("kind", native_families())
+def test_every_field_of_a_configuration_class_is_known_or_refused(kind: str) -> None:
+    """A field that transformers' class has and that is not read here must be one without effect."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    usual = AutoConfig.for_model(kind, hidden_size=4096, num_attention_heads=64).to_dict()
+    dropouts = {key: 0.0 for key in usual if "dropout" in key}
+    base = {**usual, **dropouts, "model_type": kind}
+    before = DecoderConfig.from_hf(base)
+    inert = set(PreTrainedConfig().to_dict()) | {"use_cache"}
+    for key, value in usual.items():
+        if key in inert or key.endswith("token_id") or key.startswith("_"):
+            continue
+        other: Any = value + 1 if isinstance(value, int | float) else "another"
+        if isinstance(value, bool):
+            other = not value
+        try:
+            changed = DecoderConfig.from_hf({**base, key: other})
+        except WrongInput:
+            continue
+        assert changed != before or key in READ_WITH_OTHERS, f"{key} {other!r} is ignored"
+
+
+READ_WITH_OTHERS = {
+    *("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval", "sliding_window"),
+    *("use_sliding_window", "original_max_position_embeddings", "router_aux_loss_coef"),
+}
+"""Keys that count only if another one is set, or is missing."""
 
 
 @pytest.mark.parametrize(
@@ -338,8 +396,67 @@ def test_what_a_configuration_leaves_out_means_what_it_means_in_transformers(kin
         ),
         (
             "qwen3",
-            {"model_type": "qwen3_moe"},
-            "only llama, mistral, qwen2, qwen3 (nearest: `qwen3`)",
+            {"model_type": "granitemoe"},
+            "its mixture of experts is missing here",
+        ),
+        ("qwen3", {"model_type": "qwen4"}, "(nearest: `qwen3`)"),
+        ("qwen3", {"model_type": "qwen3_5_text"}, "gated delta rule"),
+        ("qwen3", {"model_type": "gemma4_text"}, "norm of values"),
+        ("llama2", {"model_type": "deepseek_v3"}, "multi-head latent attention"),
+        ("llama2", {"attention_sinks": 4}, "`attention_sinks` (4) is not known"),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2]}},
+            "mrope_section of rope_parameters is not known",
+        ),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        ("gemma3", {"rope_theta": 7.0}, "rope_theta is both 1000000.0 and 7.0"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_theta, rope_type beside the types of layers",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": None, "rope_theta": 1e4},
+            "leaves open whether layers with a window have it",
+        ),
+        ("olmo2", {"sliding_window": 8}, "sliding_window 8 is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers"),
+        ("seed_oss", {"residual_dropout": 0.1}, "residual_dropout 0.1"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
+        ("phi3-longrope", {"head_dim": 32}, "short_factor has 6 numbers, the 12 pairs"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type `yarn` is not supported for this model_type",
+        ),
+        ("glm4", {"head_dim": 10}, "head_dim 10 has 5 rotated channels"),
+        (
+            "exaone4",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern 'LLLG' without layer_types",
+        ),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("mixtral", {"output_router_logits": True}, "another one for each train.micro_batch"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 is more than the experts"),
+        ("mixtral", {"num_experts": 4}, "num_experts 4 and num_local_experts 5 contradict"),
+        ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers names [4]"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "`shared_expert_intermediate_size`"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "width of the experts is 0"),
+        ("minimax_m2", {"rotary_dim": 24}, "rotary_dim 24 of head_dim 24"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list [1, 0]"),
+        ("minimax_m2", {"routed_scaling_factor": 2.0}, "`routed_scaling_factor`"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "llama_4_scaling_beta is missing",
         ),
     ],
 )
@@ -352,6 +469,39 @@ def test_what_would_change_the_maths_unseen_is_refused(
         DecoderConfig.from_hf({**config, **changes})
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_configuration_as_minimax_publishes_it_is_read() -> None:
+    """The keys of its files that transformers' class does not name; the number of rotated channels
+    is one of them, and other readers look for it.
+    """
+    published = {
+        "model_type": "minimax_m2",
+        "num_hidden_layers": 3,
+        "rotary_dim": 64,
+        "rope_theta": 5_000_000,
+        "attn_type_list": [1, 1, 1],
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192,
+        "num_mtp_modules": 3,
+        "mtp_transformer_layers": 1,
+        "use_mtp": True,
+        "qk_norm_type": "per_layer",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+    }
+    config = DecoderConfig.from_hf(published)
+    assert [rope.share for rope in config.ropes if rope] == [0.5] * 3
+    assert (config.further_layers, config.head_dim) == (3, 128)
+    newer = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.25}}
+    written = DecoderConfig.from_hf(
+        {"model_type": "minimax_m2", "num_hidden_layers": 3, **newer}
+    ).to_hf()
+    assert (written["rotary_dim"], written["partial_rotary_factor"]) == (32, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +544,8 @@ def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: 
     }
     theirs = AutoConfig.for_model("qwen3", **json.loads(json.dumps(sizes)))
     wanted, amplitude = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs)
-    rope = DecoderConfig.from_hf({"model_type": "qwen3", **sizes}).rope
+    rope = DecoderConfig.from_hf({"model_type": "qwen3", **sizes}).ropes[0]
+    assert rope is not None
     assert rope.amplitude == pytest.approx(amplitude, rel=tolerances.EXACT)
     torch.testing.assert_close(
         inverse_frequencies(rope, 64), wanted, atol=0, rtol=tolerances.FREQUENCIES
@@ -415,9 +566,17 @@ def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:
         case: DecoderConfig.from_hf(model_config(make_member(tmp_path / case, case))).windows
         for case in FAMILY
     }
-    windowed = {case: windows for case, windows in read.items() if windows != (None, None)}
+    windowed = {case: windows for case, windows in read.items() if set(windows) != {None}}
     assert windowed == {
         "mistral": (WINDOW, WINDOW),
         "qwen2-window": (None, WINDOW),
         "qwen3-window": (WINDOW, None),
+        "olmo3": (WINDOW, WINDOW, WINDOW, None),
+        "smollm3-window": (WINDOW, None, WINDOW),
+        "gemma3": (WINDOW, None) * 2,
+        "gemma3-capped": (WINDOW, WINDOW),
+        "phi3-window": (WINDOW, WINDOW),
+        "mixtral-window": (WINDOW, WINDOW),
+        "gpt_oss": (WINDOW, None) * 2,
+        "exaone4": (WINDOW, WINDOW, WINDOW, None),
     }

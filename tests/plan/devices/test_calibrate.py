@@ -11,7 +11,14 @@ from torch.nn import functional
 from ingot.plan.devices import calibrate as room
 from ingot.plan.devices.calibrate import ModelShape, calibrate
 from ingot.plan.devices.coefficients import cpu_coefficients, cpu_name, save
-from ingot.plan.timed import KernelTimer, TimedKernel, TimedStep, draw_curves, rising, timed_step
+from ingot.plan.devices.timed import (
+    KernelTimer,
+    TimedKernel,
+    TimedStep,
+    draw_curves,
+    rising,
+    timed_step,
+)
 from ingot.plan.tracing.records import Operator
 from tests.cli.commands import ingot
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,10 @@ from ingot.plan.devices.types import (
     device_types,
     network_bytes_s,
 )
+from ingot.plan.place import place_of
 from ingot.plan.ranges import Range
 from ingot.plan.tracing.records import Operator
+from tests.small import small_recipe
 
 EXACT = Range.exactly(1, "measured")
 
@@ -86,7 +89,7 @@ def test_the_network_of_a_machine_is_shared_by_its_devices() -> None:
 def test_only_cuda_takes_memory_beside_tensors() -> None:
     cuda = allowances("cuda")
     assert cuda is not None
-    assert cuda.context.origin == cuda.fragmentation.origin == "guessed"
+    assert cuda.context.origin == cuda.nccl.origin == "guessed"
     assert cuda.nccl.low < cuda.nccl.likely < cuda.nccl.high
     assert allowances("cpu") is None
 
@@ -165,7 +168,7 @@ def test_quotients_turn_the_bounds() -> None:
     rate = Range(10, 20, 40, "modelled")
     assert 40 / rate == Range(1, 2, 4, "modelled")
     assert Range(40, 40, 80, "measured") / rate == Range(1, 2, 8, "modelled")
-    assert Range(1, 1.5, 2).told() == "1.5 (1 to 2)"
+    assert Range(1, 1.5, 2).text() == "1.5 (1 to 2)"
     with pytest.raises(ValueError, match="not a range"):
         Range(2, 1, 3)
 
@@ -173,3 +176,27 @@ def test_quotients_turn_the_bounds() -> None:
 def test_no_torch_is_needed_to_tell_time() -> None:
     code = "import ingot.plan.seconds, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "gbit"),
+    [("p4d.24xlarge", "a100-40", 400), ("Standard_ND96isr_H100_v5", "h100", 3200)],
+)
+def test_a_machine_of_another_cloud_tells_device_and_network(
+    tmp_path: Path, machine: str, name: str, gbit: int
+) -> None:
+    recipe = small_recipe(tmp_path, launch__kind="slurm", launch__processes=8)
+    place = place_of(recipe.at("train"), machine)
+    assert place.device == device_type(name)
+    assert place.machine == machine
+    network = network_bytes_s(device_type(name), place.machine, 8)
+    assert (network.likely, network.origin) == (gbit / 8 / 8 * 1e9, "modelled")
+    assert place_of(recipe.at("train"), name).machine is None, "whose network is guessed"
+
+
+def test_every_machine_of_a_device_has_a_network() -> None:
+    for device in device_types().values():
+        for machine in device.machines:
+            assert (
+                network_bytes_s(device, machine, 8).low == network_bytes_s(device, machine, 8).high
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ingot.base.doors import lazy_import
+from ingot.base.lazy import lazy_import
 from ingot.base.markers import fingerprint
 from ingot.config.section import Positive
 from ingot.config.sections.evaluation import TaskSettings

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ingot.base.doors import lazy_import
 from ingot.base.errors import WrongInput
+from ingot.base.lazy import lazy_import
 from ingot.config.sections.training import OptimizerSettings
 
 if TYPE_CHECKING:

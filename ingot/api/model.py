@@ -1,0 +1,105 @@
+"""A trained model as an object: completions, chats and log-probabilities in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.base.runfolder import model_folder
+from ingot.models.native.decoder import Decoder
+from ingot.serve.native.model import load
+from ingot.serve.predict import PredictOptions, predict_locally
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of a text, and the natural logarithm of its probability after the tokens before it;
+    None for the first one, which nothing precedes.
+    """
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Model:
+    """A model folder, or the run folder of a trained one; weights are loaded at once.
+
+    Examples:
+        >>> model = ingot.Model("runs/quickstart")
+        >>> model.generate("def main(", max_tokens=40)
+
+    Raises:
+        WrongInput: no model folder, or one without its tokenizer.
+    """
+
+    def __init__(self, folder: str | Path, *, any_template: bool = True) -> None:
+        """`any_template`: also load a chat model whose template was replaced since its training."""
+        self.folder = model_folder(Path(folder))
+        self._loaded = load(self.folder, any_template=any_template)
+        self.kind, self.tokenizer = self._loaded.kind, self._loaded.tokenizer
+
+    def __repr__(self) -> str:
+        return f"<ingot model {self.folder}, {self.kind}>"
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """The completion without the prompt; the text of a sequence-to-sequence model; the label of
+        a classifier. Options are those of `ingot predict`: max_tokens, temperature, top_p, seed,
+        stop (a list of texts), beams.
+        """
+        return self._answer(prompt, **options)
+
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+        """The answer to a user's message, or to a list of messages with `role` and `content`."""
+        return self._answer(messages, chat=True, **options)
+
+    def scores(self, text: str | Sequence[Message]) -> dict[str, float]:
+        """A classifier's probability of each label; the score that a reward model gives a list of
+        messages, answers included.
+        """
+        if self.kind != "encoder":
+            raise WrongInput(f"{self.folder} is of kind {self.kind}; scores are for classifiers")
+        return predict_locally(self._loaded, text, PredictOptions())[1]
+
+    def logprobs(self, text: str) -> list[TokenLogprob]:
+        """The log-probability of each token of a text, special tokens at its beginning included.
+
+        Raises:
+            WrongInput: the model is not a decoder of ingot's own, or the text has more tokens than
+                the model has positions.
+        """
+        model = self._loaded.model
+        if not isinstance(model, Decoder):
+            raise WrongInput(f"{self.folder}: log-probabilities are for native decoders alone")
+        ids = self._loaded.encode(text)
+        positions = model.config.max_position_embeddings
+        if not 0 < len(ids) <= positions:
+            raise WrongInput(f"the text has {len(ids):,} tokens; give 1 to {positions:,}")
+        device = model.head_weight.device
+        tokens = torch.tensor([ids], device=device)  # [1, T]
+        places = torch.arange(len(ids), device=device).expand_as(tokens)
+        with torch.no_grad():
+            logits = model.logits(model.hidden(tokens, places))[0, :-1].float()  # [T - 1, V]
+            found = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        return [
+            TokenLogprob(id, self.tokenizer.decode([id]), logprob)
+            for id, logprob in zip(ids, [None, *found], strict=True)
+        ]
+
+    def _answer(self, prompt: str | Sequence[Message], **options: Any) -> str:
+        known = PredictOptions.__dataclass_fields__
+        if unknown := sorted(options.keys() - known):
+            raise WrongInput(f"there is no option {unknown[0]}; there are {', '.join(known)}")
+        if "stop" in options:
+            stop = options["stop"]
+            options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        chosen = PredictOptions(**options)
+        chosen.check(self.kind)
+        return predict_locally(self._loaded, prompt, chosen)[0]

@@ -1,0 +1,342 @@
+"""A recipe and its run folder as an object. Each method is a verb of the command line, in a process
+of its own: nothing of a training stays in a notebook, and interrupting it leaves a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ingot.base.errors import (
+    EXIT_DONE,
+    EXIT_KEEP,
+    EXIT_STOPPED,
+    EXIT_WRONG_INPUT,
+    Failed,
+    IngotError,
+    Stopped,
+    WrongInput,
+)
+from ingot.base.processes import preexec_die_with_parent
+from ingot.base.runfolder import RunFolder
+from ingot.config.load import load_recipe, split_arguments
+from ingot.config.recipe import Recipe
+from ingot.config.shipped import resolve, tell_names
+from ingot.report.results import (
+    RESULTS,
+    EvaluateResult,
+    GateResult,
+    IngestResult,
+    PrepareResult,
+    RegisterResult,
+    Result,
+    RunResult,
+    TrainResult,
+)
+
+if TYPE_CHECKING:
+    from ingot.api.model import Model
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`: what was logged at a step, under TensorBoard's names
+    (`train/loss`, `validation/loss`). A number that was not finite is NaN.
+    """
+
+    step: int
+    values: dict[str, float | str]
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss in nats a token; None in a line of something else."""
+        return self._number("train/loss")
+
+    @property
+    def validation_loss(self) -> float | None:
+        return self._number("validation/loss")
+
+    @property
+    def lr(self) -> float | None:
+        return self._number("train/lr")
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._number("train/tokens_per_s")
+
+    def _number(self, name: str) -> float | None:
+        value = self.values.get(name)
+        return value if isinstance(value, float | int) else None
+
+
+OnStep = Callable[[StepMetrics], object]
+
+
+def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
+    """The run of a recipe: recipe files, names of ingot's own recipes and places, and `key=value`
+    as on the command line; then knobs as keywords, with `__` for dots. Later ones win.
+
+    Examples:
+        >>> run = ingot.load("quickstart", "places/laptop", train__steps=100)
+        >>> run.train().loss
+
+    Args:
+        quiet: do not show on stderr what the verbs say.
+
+    Raises:
+        WrongInput: the recipe is wrong; the message is that of the command line.
+    """
+    files, overrides = split_arguments(str(each) for each in recipe)
+    if not files:
+        raise WrongInput("no recipe is given; name one, such as quickstart (`ingot recipes`)")
+    overrides += [f"{name.replace('__', '.')}={_typed(value)}" for name, value in knobs.items()]
+    paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
+    return Run(load_recipe(paths, overrides), [*paths, *overrides], quiet=quiet)
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on a command line: JSON, which is YAML; paths are texts."""
+    try:
+        return json.dumps(value, default=_path, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise WrongInput(f"{value!r} is no value of a knob ({error}); give what YAML has") from None
+
+
+def _path(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"it is a {type(value).__name__}")
+
+
+class Run:
+    """A recipe with its run folder; `load` makes it. What is done and unchanged is not done again,
+    whoever did it: results come from the run folder.
+    """
+
+    def __init__(self, recipe: Recipe, arguments: Sequence[str], *, quiet: bool = False) -> None:
+        self.recipe, self._arguments, self._quiet = recipe, tuple(arguments), quiet
+        self._here = Path.cwd()
+
+    def __repr__(self) -> str:
+        return f"<ingot run {self.recipe.name} in {self.folder.root}>"
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def folder(self) -> RunFolder:
+        """The paths of the run."""
+        return RunFolder(self._here / self.recipe.folder.root)
+
+    def ingest(self, *, again: bool = False) -> IngestResult:
+        """Read the sources into raw documents."""
+        return self._do(IngestResult, "ingest", ["--again"] * again)
+
+    def prepare(self, *, again: bool = False) -> PrepareResult:
+        """Train or fetch the tokenizer, and turn documents into columns of tokens."""
+        return self._do(PrepareResult, "prepare", ["--again"] * again)
+
+    def train(self, *, fresh: bool = False, on_step: OnStep | None = None) -> TrainResult:
+        """Train, or go on from the newest checkpoint, and export the model. `on_step` is called
+        with what is logged, while training goes on; an exception in it stops the training, which
+        saves a checkpoint.
+        """
+        return self._do(TrainResult, "train", ["--fresh"] * fresh, on_step)
+
+    def evaluate(self, *, again: bool = False) -> EvaluateResult:
+        """Measure the model."""
+        return self._do(EvaluateResult, "evaluate", ["--again"] * again)
+
+    def gate(self, *, again: bool = False) -> GateResult:
+        """Is the model better than the live one?"""
+        return self._do(GateResult, "gate", ["--again"] * again)
+
+    def register(self, *, again: bool = False) -> RegisterResult:
+        """Keep the model as a version, and make it live if the gate said so."""
+        return self._do(RegisterResult, "register", ["--again"] * again)
+
+    def run(self, *, fresh: bool = False, on_step: OnStep | None = None) -> RunResult:
+        """Do all steps in order, skipping what is done and unchanged."""
+        told, here = self._told("run", ["--fresh"] * fresh, on_step), self._here
+        steps = {verb: RESULTS[verb].parse(value, here) for verb, value in told["steps"].items()}
+        return RunResult(here / told["run"], here / told["page"], steps)
+
+    def steps(self, *, fresh: bool = False) -> Iterator[StepMetrics]:
+        """Train, and give what is logged while training goes on. Leaving the loop stops the
+        training, which saves a checkpoint; `train` then goes on from it.
+
+        Examples:
+            >>> for step in run.steps():
+            ...     print(step.step, step.loss)
+        """
+        verb = _Verb("train", [*self._arguments, *["--fresh"] * fresh], self._here, self._quiet)
+        with verb:
+            yield from _logged(self.folder.metrics, verb)
+        verb.result()
+
+    def metrics(self) -> list[StepMetrics]:
+        """Everything that was logged so far."""
+        return _MetricsTail(self.folder.metrics, since=-math.inf).read()
+
+    def model(self) -> Model:
+        """The trained model."""
+        from ingot.api.model import Model
+
+        return Model(self.folder.root)
+
+    def _do(
+        self,
+        kind: type[Result],
+        verb: str,
+        options: Sequence[str],
+        on_step: OnStep | None = None,
+    ) -> Result:
+        return kind.parse(self._told(verb, options, on_step), self._here)
+
+    def _told(self, verb: str, options: Sequence[str], on_step: OnStep | None) -> dict[str, Any]:
+        with _Verb(verb, [*self._arguments, *options], self._here, self._quiet) as started:
+            for step in _logged(self.folder.metrics, started):
+                if on_step is not None:
+                    on_step(step)
+        return started.result()
+
+
+class _Verb:
+    """A verb that runs. Its messages are passed on, but for those of an error, which `result`
+    raises. Left early, it is interrupted and waited for.
+    """
+
+    def __init__(self, verb: str, arguments: Sequence[str], here: Path, quiet: bool) -> None:
+        self.name, self._quiet, self._error = verb, quiet, list[str]()
+        self._out: list[str] = []
+        # A session of its own: Ctrl-C reaches it once, from here.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ingot", verb, *arguments, "--json"],
+            cwd=here,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=preexec_die_with_parent(signal.SIGTERM),
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        readers = ((self._read_result, self._process.stdout), (self._pass_on, self._process.stderr))
+        self._readers = [
+            threading.Thread(target=read, args=(stream,), daemon=True) for read, stream in readers
+        ]
+
+    def __enter__(self) -> _Verb:
+        for reader in self._readers:
+            reader.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait()
+        except KeyboardInterrupt:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+            raise
+        for reader in self._readers:
+            reader.join()
+
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def result(self) -> dict[str, Any]:
+        """What the verb printed, once it is over.
+
+        Raises:
+            WrongInput, Failed, Stopped: as the verb ended, with its message.
+        """
+        code = self._process.returncode
+        if code in (EXIT_DONE, EXIT_KEEP):
+            told: dict[str, Any] = json.loads("".join(self._out))
+            return told
+        raise _error(self.name, code, "".join(self._error).strip().removeprefix("error: "))
+
+    def _read_result(self, stream: IO[str]) -> None:
+        self._out += list(stream)
+
+    def _pass_on(self, stream: IO[str]) -> None:
+        for line in stream:
+            if self._error or line.startswith(("error: ", "stopped by ")):
+                self._error.append(line)
+            elif not self._quiet:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def _error(verb: str, code: int, message: str) -> IngotError:
+    message = message or f"{verb} ended with exit code {code}"
+    if code == EXIT_WRONG_INPUT:
+        return WrongInput(message)
+    if code == EXIT_STOPPED or message.startswith("stopped by "):
+        return Stopped(message, signum=signal.SIGINT, committed=code == EXIT_STOPPED)
+    return Failed(message)
+
+
+def _logged(path: Path, verb: _Verb) -> Iterator[StepMetrics]:
+    """What is logged from now on, until the verb is over."""
+    tail = _MetricsTail(path, since=time.time())
+    while True:
+        over = verb.over()  # asked before reading, so that nothing is missed
+        yield from tail.read()
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
+class _MetricsTail:
+    """Reads lines that were appended to `metrics.jsonl`, or are new in a file that took its place:
+    a training that goes on from a checkpoint writes the file anew, without later steps.
+    """
+
+    def __init__(self, path: Path, since: float) -> None:
+        self._path, self._since, self._at, self._inode = path, since, 0, -1
+
+    def read(self) -> list[StepMetrics]:
+        try:
+            stream = self._path.open("rb")
+        except FileNotFoundError:
+            return []
+        with stream:
+            inode = stream.fileno() and self._path.stat().st_ino
+            if inode != self._inode:
+                self._inode, self._at = inode, 0
+            stream.seek(self._at)
+            found = []
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                found += self._parse(line)
+            return found
+
+    def _parse(self, line: bytes) -> list[StepMetrics]:
+        try:
+            value = json.loads(line)
+            step, when = int(value.pop("step")), float(value.pop("t_wall"))
+        except (ValueError, KeyError, TypeError):  # torn by a crash
+            return []
+        if when <= self._since:
+            return []
+        return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]

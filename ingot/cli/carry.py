@@ -1,0 +1,242 @@
+"""The verbs that carry a model elsewhere: export and import (folders), push (the hub)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ingot.cli.output import AsJson, print_json
+
+if TYPE_CHECKING:
+    from ingot.base.hub import HubCommit
+    from ingot.registry.hub import PushPlan
+
+Destination = Annotated[
+    str, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST where it exists.")]
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|RECIPE.yaml",
+        help="A run folder, or the recipe that makes it.",
+        show_default=False,
+    ),
+]
+Repository = Annotated[
+    str,
+    typer.Argument(metavar="hf:ORG/NAME", help="A repository of the hub.", show_default=False),
+]
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_FOLDER", help="A run folder or a model folder.", show_default=False
+        ),
+    ],
+    target: Destination,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="hf, a Hugging Face folder; peft, the adapter of a LoRA run; gguf, a file for"
+            " llama.cpp.",
+        ),
+    ] = "hf",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="Of the matrices in GGUF: f32, f16, bf16 (where left out), q8_0, or q4_k_m by"
+            " llama.cpp's llama-quantize.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> int:
+    """Check every tensor of a model and write it as a Hugging Face folder or a GGUF file."""
+    if layout == "gguf":
+        return write_gguf(source, target, kind or "bf16", overwrite=overwrite)
+    if kind is not None:
+        raise typer.BadParameter("--type is for --format gguf")
+    return copy_checked(source, target, layout, overwrite=overwrite)
+
+
+def write_gguf(source: str, target: str, kind: str, *, overwrite: bool) -> int:
+    """`export --format gguf`: a checked model as one file for llama.cpp."""
+    from ingot.base.errors import WrongInput
+    from ingot.base.progress import say
+    from ingot.checkpoints.gguf.write import export_gguf
+    from ingot.models.hf.meta import is_meta
+
+    folder = _folder(source)
+    if is_meta(folder):
+        raise WrongInput(f"{folder} is in Meta's layout; `ingot import` it first")
+    count = export_gguf(folder, Path(target), kind, overwrite=overwrite)
+    say(f"{target}: {count} tensors, {kind}, read back and compared")
+    print(target)
+    return 0
+
+
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="hf:ORG/NAME or a Hugging Face folder.", show_default=False
+        ),
+    ],
+    target: Destination,
+    overwrite: Overwrite = False,
+) -> int:
+    """Check every tensor of somebody's model and write it as a folder of our own; also of one of
+    ours that was changed on purpose.
+    """
+    return copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
+
+
+def copy_checked(
+    source: str, target: str, layout: str, *, overwrite: bool, accept: bool = False
+) -> int:
+    """`export` and `import`: check every tensor of a model and write it as a new Hugging Face
+    folder. `accept`: accept changes since its export.
+    """
+    from ingot.base.errors import WrongInput
+
+    if layout not in ("hf", "peft"):
+        raise WrongInput(
+            f"--format {layout} is not known; it is hf, a Hugging Face folder, peft, an adapter, or"
+            " gguf, a file for llama.cpp"
+        )
+    from ingot.base.progress import say
+    from ingot.checkpoints.export import copy_adapter, copy_model
+    from ingot.config.model_content import CONTENT, read_lineage
+
+    folder = _folder(source)
+    if layout == "peft":
+        copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
+        print(target)
+        return 0
+    recorded = CONTENT in (read_lineage(folder) or {}) and not accept
+    made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite, accept=accept)
+    checked = (
+        "every tensor is as it was exported"
+        if recorded
+        else "every tensor read, of the shape that config.json asks for"
+    )
+    say(f"{target}: {checked}, {made['export_type']}, model {made['model_hash']}")
+    print(target)
+    return 0
+
+
+def _folder(source: str) -> Path:
+    """The model folder that `source` names: hf:ORG/NAME, or what serves as a target."""
+    from ingot.base.errors import WrongInput
+    from ingot.base.hub import fetch_model
+    from ingot.cli.model import find_target
+    from ingot.models.hf.meta import is_meta
+
+    if source.startswith("hf:"):
+        return fetch_model(source.removeprefix("hf:"))
+    folder = Path(source) if is_meta(Path(source)) else find_target(source).folder
+    if folder is None:
+        raise WrongInput(
+            f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME"
+        )
+    return folder
+
+
+def _adapter(folder: Path) -> Path:
+    """The adapter in a folder, or beside the model of a run."""
+    from ingot.base.errors import WrongInput
+    from ingot.base.runfolder import RunFolder
+    from ingot.models.adapters.peft_config import is_adapter
+
+    for place in (folder, RunFolder(folder.parent).adapter):
+        if is_adapter(place):
+            return place
+    raise WrongInput(
+        f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it"
+        " with --format hf"
+    )
+
+
+def push(
+    run: Run,
+    target: Repository,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="The adapter of a LoRA run rather than the merged model."),
+    ] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="For everybody to see; private without it.")
+    ] = False,
+    license_: Annotated[
+        str | None,
+        typer.Option(
+            "--license", metavar="NAME", help="The model's licence; without it none is stated."
+        ),
+    ] = None,
+    data_license: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data-license",
+            metavar="SOURCE=NAME",
+            help="The licence of a source of data, for the card; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    despite_gate: Annotated[
+        bool, typer.Option("--despite-gate", help="Also a model that the gate refused.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would go where, and send nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Put a run's model or adapter on the Hugging Face hub, with a card made from the run: data,
+    method, evaluation with intervals, lineage. Needs $HF_TOKEN or `hf auth login`.
+    """
+    from ingot.base.errors import WrongInput
+    from ingot.cli.console import run_folder
+    from ingot.registry.hub import PushOptions, plan_push
+    from ingot.registry.hub import push as send
+
+    licenses = [each.rpartition("=") for each in data_license or []]
+    if wrong := ["".join(each) for each in licenses if not all(each)]:
+        raise WrongInput(f"--data-license {wrong[0]}: write it as SOURCE=NAME")
+    stated = {source: name for source, _, name in licenses}
+    options = PushOptions(adapter, public, license_, stated, despite_gate)
+    plan = plan_push(run_folder(run), target, options)
+    _show_push(plan, None if dry_run else send(plan), as_json=as_json)
+    return 0
+
+
+def _show_push(plan: PushPlan, made: HubCommit | None, *, as_json: bool) -> None:
+    """`made` is None after a dry run."""
+    if as_json:
+        told = {} if made is None else asdict(made)
+        print_json(
+            "push",
+            **{"name": plan.name, "public": plan.public, "files": plan.sizes, "card": plan.card},
+            **told,
+        )
+    elif made is None:
+        _show_plan(plan)
+    else:
+        state = f"commit {made.commit[:8]}" if made.new else "unchanged, nothing was sent"
+        removed = f", without {', '.join(made.removed)} of before" if made.removed else ""
+        print(f"{made.url} ({'public' if plan.public else 'private'}): {state}{removed}")
+
+
+def _show_plan(plan: PushPlan) -> None:
+    who = "public" if plan.public else "private"
+    print(f"would push to hf:{plan.name} ({who}):")
+    for path, nbytes in plan.sizes.items():
+        print(f"  {path:<34} {nbytes / 1e3:>12,.1f} kB")
+    print(f"\n{plan.card}", end="")

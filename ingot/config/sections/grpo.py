@@ -1,0 +1,158 @@
+"""The knobs of training on rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ingot.config.section import Positive
+from ingot.config.sections.objective import ObjectiveSettings
+from ingot.config.sections.rewards import Reward
+
+
+class GRPOSettings(ObjectiveSettings):
+    """Training on rewards (group relative policy optimisation, Shao et al. 2024): the model answers
+    each prompt several times, reward functions judge the answers, and those that are better than
+    the mean of their group become likelier.
+
+    A chat's prompt is all that stands before its last assistant turn; that turn is the reference,
+    which rewards may compare with and which is not trained on. `train.global_batch` counts answers,
+    so that a step has `train.global_batch` / `group` prompts. Answers are drawn from the whole
+    distribution: there is no top_p or top_k, as the policy that is trained must be the one that is
+    sampled from.
+    """
+
+    implementation = "ingot.objectives.grpo:GRPO.from_settings"
+    document_kind = "chat"
+    pipeline_parallel = False
+    samples_answers = True
+    kind: Literal["grpo"]
+    """The way of training."""
+    rewards: Annotated[list[Reward], Field(min_length=1)]
+    """What judges an answer: the weighted sum of these."""
+    group: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt."""
+    max_answer_tokens: Positive = 256
+    """Tokens of an answer, its end included. A prompt may have as many as this leaves of
+    `data.seq_len`.
+    """
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it, in sampling and in training alike: it is part of the policy."""
+    updates: Positive = 1
+    """Optimizer steps on the same answers before new ones are drawn. With 1 each answer is used by
+    the policy that gave it, and the ratio is 1.
+    """
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """A ratio below 1 - `clip` gives no gradient to a worse answer, and one above 1 + `clip` none
+    to a better one.
+    """
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """The distance above 1 where it differs from `clip` (clip-higher of DAPO, Yu et al. 2025),
+    such as 0.28; empty: the same.
+    """
+    scale: Literal["none", "deviation"] = "none"
+    """What an advantage (reward less the mean of its group) is divided by. `none` is unbiased up to
+    the constant 1 - 1/G. `deviation`, that of the group, is GRPO's as published: prompts that are
+    nearly always or nearly never solved count for more than others, and the gradient is that of
+    another objective than the expected reward.
+    """
+    normalise: Literal["fixed", "tokens", "answers"] = "fixed"
+    """What the sum over answer tokens is divided by. `fixed`: `train.global_batch` times
+    `max_answer_tokens`, whatever the answers, which is unbiased. `tokens`: the number of tokens of
+    all answers of the step (DAPO); steps of short answers count for more, and as the number depends
+    on the answers the gradient is biased. `answers`: each answer's mean over its own tokens, then
+    the mean over answers (GRPO as published); in a long answer each token counts for less, so that
+    wrong answers grow longer.
+    """
+    overlong: Literal["keep", "mask"] = "keep"
+    """What becomes of an answer that was cut off by `max_answer_tokens`. `mask` leaves it out of
+    the loss (DAPO); its reward still counts in the mean of its group. That is biased: nothing tells
+    the model to end.
+    """
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the penalty for leaving the reference model; 0: there is none, and no reference
+    model is held in memory.
+    """
+    kl_estimator: Literal["k2", "k3"] = "k2"
+    """How the penalty is estimated from a token. `k2`, half the squared log-ratio: its gradient is
+    that of KL(policy || reference) at each sampled prefix. `k3`, as DeepSeek and TRL have it: its
+    gradient is that of KL(reference || policy), which punishes what the reference would do and the
+    policy no longer does.
+    """
+    reference: str | None = None
+    """Model that `kl` is measured against: a Hugging Face folder, a run folder, or `hf:ORG/NAME`.
+    Empty: the model that training starts from, under LoRA without its adapter.
+    """
+    sample_rows: Positive = 64
+    """Answers that are sampled at once on a rank. It changes speed and memory, and nothing else but
+    rounding.
+    """
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GRPOSettings:
+        if self.reference is not None and not self.kl:
+            raise ValueError(
+                f"reference {self.reference} is never asked while kl is 0; set kl above 0, or"
+                " remove it"
+            )
+        return self
+
+    def check_recipe(self, recipe: Any) -> None:
+        train, lora, parallel = recipe.train, recipe.model.lora, recipe.parallel
+        apart = [
+            f"parallel.{name} {degree}"
+            for name in ("shard", "tensor", "pipeline", "context", "expert")
+            if (degree := getattr(parallel, name)) != 1
+        ]
+        refused = (
+            (
+                train.global_batch % self.group > 0,
+                f"train.global_batch {train.global_batch} counts answers, in groups of"
+                f" objective.group {self.group}; set it to a multiple",
+            ),
+            (
+                bool(apart) or parallel.degrees == "auto",
+                f"{', '.join(apart) or 'parallel auto'}: answers are sampled from a model that each"
+                " rank holds whole; use parallel.replicate alone",
+            ),
+            (
+                lora is not None and lora.dropout > 0,
+                "model.lora.dropout: answers are sampled without it, and the policy that is trained"
+                " must be the one that is sampled from; set it to 0",
+            ),
+            (
+                train.compile,
+                "train.compile would compile for every length of an answer; set it to false",
+            ),
+            (
+                recipe.precision.float8 != "none",
+                "precision.float8 is for batches of one size, and answers have any length; set it"
+                " to none",
+            ),
+            (
+                train.skip.then == "roll_back",
+                "train.skip.then roll_back leaves out rows of the data, not answers; set it to"
+                " stop",
+            ),
+            (
+                recipe.data.window is not None,
+                "data.window fetches parts as rows are trained on, not as they are answered; remove"
+                " it",
+            ),
+        )
+        for is_so, reason in refused:
+            if is_so:
+                raise ValueError(f"{reason} (objective.kind grpo)")
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.kl > 0
+
+    @property
+    def answers_per_row(self) -> int:
+        return self.group
+
+    @property
+    def upper_clip(self) -> float:
+        return self.clip if self.clip_high is None else self.clip_high

@@ -1,0 +1,137 @@
+"""Rated answers: one answer to a prompt, and whether it is good. Converted to one form, compact
+JSON: `{"prompt": [messages], "answer": [messages], "label": 0 or 1}`.
+
+The prompt is in the columns of a chat layout or in `prompt`, the answer in `completion` (of
+Alpaca's layout in `output`), as strings or messages, and the verdict in `label`. Without an answer
+of its own, a conversation is rated by its last message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ingot.base.errors import WrongInput
+from ingot.data.documents.messages import (
+    LAYOUTS,
+    ColumnNames,
+    Message,
+    RecordError,
+    check_columns,
+    column,
+    has_content,
+    missing_columns,
+    stored,
+    system_of,
+)
+from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
+from ingot.data.documents.records import BadRecord, ParsedDocument
+
+COLUMNS: dict[str, frozenset[str]] = {
+    "messages": LAYOUTS["messages"] | {"prompt", "completion", "label"},
+    "sharegpt": LAYOUTS["sharegpt"] | {"completion", "label"},
+    "alpaca": LAYOUTS["alpaca"] | {"label"},
+}
+VERDICTS = {"1": 1, "true": 1, "0": 0, "false": 0}
+
+
+class Rated(NamedTuple):
+    """The messages before the answer, those of the answer, and 1 if it is good, 0 if it is bad."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    label: int
+
+    @property
+    def chat(self) -> list[Message]:
+        """The complete chat."""
+        return self.prompt + self.answer
+
+
+def to_rated(
+    row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
+) -> ParsedDocument | BadRecord:
+    """The rated answer of one record as canonical JSON, or the reason why there is none.
+
+    Args:
+        layout: `messages`, `sharegpt`, `alpaca`, or `auto`, which chooses by the columns of the
+            record.
+        columns: standard name -> name in the record.
+
+    Raises:
+        WrongInput: rated answers have no such layout, or `columns` renames a column that it does
+            not have.
+    """
+    if layout not in ("auto", *COLUMNS):
+        raise WrongInput(
+            f"layout {layout} is not for rated answers; give prompt, completion and label, and set"
+            f" layout to auto, {', '.join(COLUMNS)}"
+        )
+    known = frozenset().union(*COLUMNS.values()) if layout == "auto" else COLUMNS[layout]
+    check_columns(known, tuple(columns), f"layout {layout} of rated answers")
+    return stored(row, lambda: _checked(_rated(record, layout, columns))._asdict())
+
+
+def from_rated(rated: str) -> Rated:
+    """Parse what `to_rated` wrote.
+
+    Raises:
+        WrongInput: it is no such rated answer.
+    """
+    try:
+        return Rated(**json.loads(rated))
+    except (ValueError, TypeError):
+        raise WrongInput(
+            f"{rated[:60]!r} is not a rated answer as `ingot ingest` stores it; run `ingot ingest`"
+            " again"
+        ) from None
+
+
+def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rated:
+    label = _label(record, columns)
+    kind = _layout(record, columns) if layout == "auto" else layout
+    name, guess = "output" if kind == "alpaca" else "completion", layout == "auto"
+    prompt = prompt_in(record, kind, columns, guess=guess)
+    if prompt is None:
+        raise missing_columns(record, "rated answer", "there is no prompt")
+    if kind != "alpaca":
+        prompt = [*system_of(record, columns), *prompt]
+    if column(record, name, columns) is None:
+        # A whole conversation, of which the last message is rated.
+        return Rated(prompt[:-1], prompt[-1:], label)
+    answer = answer_in(record, name, kind, columns, guess=guess)
+    return Rated(prompt, answer[len(prompt) :] if begins_with(answer, prompt) else answer, label)
+
+
+def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
+    """The layout of the column that holds the prompt."""
+    for name, kind in (("conversations", "sharegpt"), ("instruction", "alpaca")):
+        if column(record, name, columns) is not None:
+            return kind
+    return "messages"
+
+
+def _label(record: Mapping[str, Any], columns: ColumnNames) -> int:
+    value, name = column(record, "label", columns), columns.get("label", "label")
+    if value is None:
+        paired = "; preferences with `chosen` and `rejected` are for dpo, ipo, simpo and orpo"
+        told = paired if "chosen" in record else ""
+        raise missing_columns(record, "rated answer", f"`{name}` is missing or null{told}")
+    number = VERDICTS.get(str(value).strip().lower())
+    if number is None or not isinstance(value, bool | int | str):
+        raise RecordError("label is not true or false", f"`{name}` is {str(value)[:40]!r}")
+    return number
+
+
+def _checked(found: Rated) -> Rated:
+    if not found.answer or not has_content(found.answer[-1]):
+        raise RecordError("empty answer")
+    for place in (0, -1):
+        if (role := found.answer[place]["role"]) != "assistant":
+            raise RecordError("no answer of the assistant", f"it is a {role} turn")
+    if not any(
+        message["role"] in ("user", "tool") and has_content(message) for message in found.prompt
+    ):
+        raise RecordError("no prompt")
+    return found

@@ -1,0 +1,146 @@
+"""Training on rewards: the policy gradient over groups of sampled answers, with PPO's clipped ratio
+(Shao et al. 2024, arXiv 2402.03300; without its two biases, Liu et al. 2025, arXiv 2503.20783).
+
+The loss is a sum over answer tokens, divided once by a number that does not depend on the answers.
+With G answers to each prompt, its expected gradient at the sampling policy is (1 - 1/G) times that
+of the expected reward: the mean of a group includes the answer that it is compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ingot.config.sections import grpo as config
+from ingot.data.batches.loader import Batch
+from ingot.models.native.head import IGNORE, LogitsView
+from ingot.objectives.protocol import AllSum, ObjectiveInputs
+
+
+class AnswerValues(NamedTuple):
+    """What the loss needs of each token beside its label: the channels of `Batch.values`, each
+    `[B, T]`, 0 where there is no label.
+    """
+
+    advantage: Tensor
+    """By how much the token's answer was better than its group."""
+    sampled: Tensor
+    """log p of the token when it was sampled, as the sampler computed it."""
+    reference: Tensor
+    """log p of the token under the reference model; 0 where none is wanted."""
+    weight: Tensor
+    """The token's weight in the sum of the loss."""
+    share: Tensor
+    """The token's weight in metrics: the loss's divisor / the number of tokens, so that metrics,
+    which are divided by that divisor as well, are means over tokens.
+    """
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Of groups of answers, `[P, G]` each."""
+
+    values: Tensor
+    """0 throughout a group whose rewards are equal."""
+    equal: Tensor
+    """Whether all rewards of a group are equal, `[P]`, by exact comparison: such a group has
+    nothing to teach.
+    """
+
+
+def group_advantages(rewards: Tensor, *, by_deviation: bool = False) -> Advantages:
+    """Rewards `[P, G]` less the mean of their group.
+
+    Args:
+        by_deviation: divided by the standard deviation of the group (G - 1 degrees of freedom).
+
+    Groups of equal rewards are found by comparing the rewards: their distance to a rounded mean
+    need not be 0, and divided by a deviation as small it would not be small at all.
+    """
+    equal = (rewards == rewards[:, :1]).all(dim=1)
+    values = rewards - rewards.mean(dim=1, keepdim=True)
+    if by_deviation:
+        values = values / rewards.std(dim=1, keepdim=True)
+    return Advantages(torch.where(equal[:, None], 0.0, values), equal)
+
+
+class GRPO:
+    """-min(r A, clip(r) A) for each token of a sampled answer, r = p / p when sampled, and the
+    penalty for leaving the reference.
+
+    Batches without `values` hold given answers rather than sampled ones (held-out rows): their
+    loss is the cross-entropy, at temperature 1.
+
+    Args:
+        settings: clipping, penalty and temperature; how advantages and weights come about is the
+            matter of who makes the batches.
+    """
+
+    name = "grpo"
+
+    def __init__(self, settings: config.GRPOSettings) -> None:
+        self._temperature = settings.temperature
+        self._least, self._most = 1 - settings.clip, 1 + settings.upper_clip
+        self._kl, self._estimator = settings.kl, settings.kl_estimator
+
+    @classmethod
+    def from_settings(cls, settings: config.GRPOSettings, inputs: ObjectiveInputs) -> GRPO:
+        return cls(settings)
+
+    def targets(self, batch: Batch) -> int:
+        """The loss's divisor, which the batches of a step state among them; of given answers the
+        number of labels.
+        """
+        return int((batch.labels != IGNORE).sum()) if batch.values is None else batch.count
+
+    def extras(self, batch: Batch, segments: Tensor | None) -> Tensor | None:
+        """Whether the answers are the policy's own: `token` then applies the temperature."""
+        return batch.values
+
+    def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
+        """log p(label) for a chunk of N tokens, `[N]`; of sampled answers under the distribution
+        that they are sampled from, which is that of the logits divided by the temperature.
+        """
+        return view.log_probability(labels, 1.0 if extras is None else self._temperature)
+
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss, and sums that become means over the sampled tokens:
+
+        policy/ratio: p / p when sampled. policy/ratio_error: |ratio - 1|. policy/clipped: the share
+        of tokens whose ratio is clipped, and which therefore have no gradient. policy/moved: an
+        estimate of KL(sampling policy || policy), never negative. policy/entropy: -log p, an
+        estimate of the entropy. policy/kl: log p - log p(reference), an estimate of the divergence
+        from the reference.
+        """
+        if batch.values is None:
+            return -values.sum(), {}
+        given = AnswerValues(*batch.values.unbind(-1))
+        change = values - given.sampled
+        ratio = change.exp()
+        clipped = ratio.clamp(self._least, self._most)
+        gain = torch.minimum(ratio * given.advantage, clipped * given.advantage)
+        # Where the clipped product is the smaller one, it is a constant: no gradient.
+        stopped = clipped * given.advantage < ratio * given.advantage
+        loss = -gain
+        apart = values - given.reference
+        if self._kl:
+            penalty = (
+                apart.square() / 2 if self._estimator == "k2" else torch.expm1(-apart) + apart  # k3
+            )
+            loss = loss + self._kl * penalty
+        metrics = {
+            "policy/ratio": ratio,
+            "policy/ratio_error": (ratio - 1).abs(),
+            "policy/clipped": stopped.to(ratio.dtype),
+            "policy/moved": ratio - 1 - change,
+            "policy/entropy": -values,
+            **({"policy/kl": apart} if self._kl else {}),
+        }
+        return (loss * given.weight).sum(), {
+            name: (each.detach() * given.share).sum() for name, each in metrics.items()
+        }

@@ -1,0 +1,197 @@
+"""The layouts that a search considers: which there are of so many devices, which of them training
+accepts, and whose weights alone fit. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from ingot.base.errors import WrongInput
+from ingot.config.degrees import Degrees
+from ingot.config.model_source import trained_kind
+from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
+from ingot.config.shape import batch_plan, check_layout, check_pipeline
+from ingot.plan.ranges import Range
+from ingot.plan.storage import model_size, state_bytes
+
+LONG_ROW = 32_768
+"""Tokens in a row from which sharing rows among ranks is considered."""
+RECOMPUTE = ("none", "selective", "full")
+SEARCHED = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+"""The degrees that a candidate gives; that of experts is 1."""
+FROZEN_BYTES = {None: 4.0, "nf4": 0.5, "int8": 1.0}
+"""Bytes of a weight that is not trained, at least, by the kind of `model.quantize`."""
+GIB = 2**30
+
+
+class SearchedLayout(NamedTuple):
+    """Degrees of the axes on a number of devices."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    shard: int
+
+    @property
+    def replicate(self) -> int:
+        return self.world // (self.tensor * self.pipeline * self.context * self.shard)
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.pipeline, self.replicate, self.shard, self.context, self.tensor)
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        """The axes with more than one rank, as knobs of `parallel`."""
+        degrees = {**self._asdict(), "replicate": self.replicate}
+        return {name: count for name, count in degrees.items() if name != "world" and count > 1}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what is recomputed and the rows of a micro-batch."""
+
+    layout: SearchedLayout
+    recompute: str
+    micro_batch: int
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes a recipe this candidate, as typed on the command line."""
+        degrees = dict.fromkeys(SEARCHED, 1) | self.layout.knobs
+        return [
+            "parallel.degrees=given",
+            *(f"parallel.{axis}={count}" for axis, count in degrees.items()),
+            f"memory.recompute.kind={self.recompute}",
+            f"train.micro_batch={self.micro_batch}",
+        ]
+
+    def text(self) -> str:
+        """For people: `8 devices: shard 8, micro-batch 2, selective recomputation`."""
+        again = "no" if self.recompute == "none" else self.recompute
+        return f"{named(self.layout)}, micro-batch {self.micro_batch}, {again} recomputation"
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe with this candidate's knobs."""
+        degrees = {**dict.fromkeys(SEARCHED, 1), **self.layout.knobs, "degrees": "given"}
+        parallel = recipe.parallel.model_copy(update=degrees)
+        again = recipe.memory.recompute.model_copy(update={"kind": self.recompute})
+        return recipe.model_copy(
+            update={
+                "parallel": parallel,
+                "memory": recipe.memory.model_copy(update={"recompute": again}),
+                "train": recipe.train.model_copy(update={"micro_batch": self.micro_batch}),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What is searched beside the layout: kinds of recomputation, and the rows of a micro-batch
+    unless they are given.
+    """
+
+    recompute: tuple[str, ...] = RECOMPUTE
+    micro_batch: int | None = None
+
+
+ALL_FREE = Freedom()
+
+
+def possible_layouts(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    world: int,
+    per_node: int,
+    has: Range,
+    free: Freedom,
+    others: list[tuple[str, str]],
+) -> Iterable[SearchedLayout]:
+    """The layouts of `world` devices that training accepts and whose weights, gradients and
+    optimizer alone leave room.
+    """
+    native = trained_kind(recipe) == "decoder"
+    # Tensor parallelism waits for every layer: within a node only.
+    tensor = _divisors(per_node) if native else [1]
+    # A pipeline is for what a node cannot hold: its stages lie in different nodes.
+    pipeline = powers(max(1, world // per_node)) if native else [1]
+    context = powers(per_node) if native and recipe.data.seq_len >= LONG_ROW else [1]
+    for t, p, c in itertools.product(tensor, pipeline, context):
+        data = world // (t * p * c)
+        if data == 0 or data * t * p * c != world:
+            continue
+        # Whole replicas; shards within a node, and replicas of nodes; shards over all.
+        for shard in sorted({1, min(data, max(1, per_node // (t * c))), data}):
+            if data % shard:
+                continue
+            layout = SearchedLayout(world, t, p, c, shard)
+            try:
+                one = Candidate(layout, free.recompute[0], free.micro_batch or 1)
+                _check(one.of(recipe), config, world, native=native)
+            except WrongInput as error:
+                others.append((named(layout), str(error)))
+                continue
+            least = _least_bytes(recipe, config, layout)
+            if least > has.high:
+                reason = f"weights, gradients and optimizer alone take {least / GIB:.1f} GiB a rank"
+                others.append((named(layout), f"does not fit: {reason}"))
+                continue
+            yield layout
+
+
+def _check(recipe: Recipe, config: Mapping[str, Any], world: int, *, native: bool) -> None:
+    """Raises the WrongInput of training, if it refuses."""
+    try:
+        Parallel.model_validate(recipe.parallel.model_dump())
+        recipe.check_parallel()
+    except ValidationError as error:
+        raise WrongInput(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    except ValueError as error:
+        raise WrongInput(str(error)) from None
+    batch_plan(recipe.train, recipe.parallel, world)
+    if native:
+        check_layout(recipe.parallel, world, config, recipe.data.seq_len)
+    dropout = recipe.model.lora.dropout if recipe.model.lora else 0.0
+    check_pipeline(recipe.parallel, recipe.memory, compiled=recipe.train.compile, dropout=dropout)
+    if recipe.train.compile and recipe.parallel.tensor > 1:
+        raise WrongInput("train.compile is not for parallel.tensor")
+
+
+def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayout) -> float:
+    """What a rank holds between two steps at least; 0 where nothing is known of the model, or where
+    some of it waits on the host.
+    """
+    size, offload = model_size(recipe, config), recipe.memory.offload
+    if size is None or offload.weights or offload.optimizer:
+        return 0.0
+    lora = recipe.model.lora
+    trained = size.trained if lora is None or size.exact else 0
+    shards = layout.tensor * layout.pipeline * layout.shard
+    if layout.shard > 1:
+        shards *= layout.context
+    gradient = 2 if recipe.precision.master == "stochastic" else 4
+    quantize = recipe.model.quantize
+    each = FROZEN_BYTES[None if quantize is None else quantize.kind]
+    frozen = 0 if lora is None else size.weights * each
+    return (trained * (state_bytes(recipe).low + gradient) + frozen) / shards
+
+
+def named(layout: SearchedLayout) -> str:
+    axes = " x ".join(f"{axis} {count}" for axis, count in layout.knobs.items())
+    return f"{layout.world} devices: {axes or 'one process'}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def powers(most: int) -> list[int]:
+    """Powers of two up to a number."""
+    return [2**power for power in range(most.bit_length())]

@@ -1,0 +1,214 @@
+"""`ingot push`: a run's model or adapter on the Hugging Face hub, with a card made from the run.
+Nothing is sent that the run cannot vouch for: files as they were exported, and the records and the
+report of this very model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.base.hub import HubCommit, push_files
+from ingot.base.reports import EvaluationReport, read_record, read_report
+from ingot.base.runfolder import RunFolder
+from ingot.config.model_content import CONTENT, LINEAGE, check_content, read_lineage
+from ingot.config.model_source import kind_of, model_config
+from ingot.registry.card import (
+    BUILT_IN_LICENSES,
+    CardFacts,
+    DataSource,
+    model_card,
+    shown_source,
+)
+from ingot.registry.verbs import GATE
+
+CARD, ADAPTER_CONFIG = "README.md", "adapter_config.json"
+_NOT_SENT = (CARD, "evaluate.json")
+"""Files of a model folder that the card stands for."""
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """What is pushed and how. `license` of the model and `data_licenses` by source are as the user
+    states them; `despite_gate` pushes a model that the gate refused.
+    """
+
+    adapter: bool = False
+    public: bool = False
+    license: str | None = None
+    data_licenses: Mapping[str, str] = field(default_factory=dict)
+    despite_gate: bool = False
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What would go where."""
+
+    name: str
+    public: bool
+    files: dict[str, Path | bytes]
+
+    @property
+    def card(self) -> str:
+        card = self.files[CARD]
+        assert isinstance(card, bytes)
+        return card.decode()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            path: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for path, content in self.files.items()
+        }
+
+
+def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
+    """What `ingot push` sends to `target`, hf:ORG/NAME; asks no network.
+
+    Raises:
+        WrongInput: `target` is no name on the hub; the run has no model or adapter, or one that is
+            not as it was exported; its records or report are of another model; the gate refused it.
+    """
+    name = target.removeprefix("hf:")
+    if not target.startswith("hf:") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+        raise WrongInput(f"{target} is not a name on the hub; write it as hf:ORG/NAME")
+    folder = run.adapter if options.adapter else run.model
+    made = _exported(run, folder, options)
+    gate = _gate(run, made["model_hash"])
+    if gate is not None and gate[0] != "deploy" and not options.despite_gate:
+        raise WrongInput(
+            f"{run.root}: the gate says {gate[0]} ({gate[1]}); --despite-gate pushes it all the"
+            " same"
+        )
+    sources = _sources(run, made, options)
+    record = read_record(run.steps, "train")
+    assert record is not None  # _exported has read it
+    card = model_card(
+        CardFacts(
+            name,
+            made,
+            kind_of(model_config(run.model)),
+            record.knobs.get("knobs", {}),
+            sources,
+            _evaluation(run, made["model_hash"]),
+            gate,
+            options.license,
+            _adapter_base(run) if options.adapter else None,
+            {"train": record.result},
+        )
+    )
+    files: dict[str, Path | bytes] = {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in _NOT_SENT and not path.name.startswith(".")
+    }
+    return PushPlan(name, options.public, {**files, CARD: card.encode()})
+
+
+def push(plan: PushPlan) -> HubCommit:
+    """Send what was planned. Raises as `push_files`."""
+    return push_files(plan.name, plan.files, public=plan.public)
+
+
+def _exported(run: RunFolder, folder: Path, options: PushOptions) -> dict[str, Any]:
+    """The lineage of what is pushed, after a comparison of every tensor with its export, and of the
+    training's record with it. An adapter has the model's hash: that of the model with it merged.
+    """
+    model = read_lineage(run.model)
+    if model is None or not model.get(CONTENT):
+        raise WrongInput(
+            f"{run.model} has no record of an export to compare with ({LINEAGE}); train with `ingot"
+            " train`, or push a folder of `ingot import`'s by other means"
+        )
+    made: Mapping[str, Any] = model
+    if options.adapter:
+        adapter = read_lineage(folder)
+        if adapter is None or not adapter.get(CONTENT):
+            raise WrongInput(f"{run.root} has no adapter; push the model, without --adapter")
+        same = ("run", "step", "seed", "data", "base", "objective")
+        if any(adapter.get(key) != model.get(key) for key in same):
+            raise WrongInput(
+                f"{folder} is not the adapter of {run.model}: they are of two trainings; run `ingot"
+                " train` again"
+            )
+        made = {**model, **adapter, "export_type": None}
+    check_content(folder)
+    record = read_record(run.steps, "train")
+    if record is None or record.outputs != model["model_hash"]:
+        raise WrongInput(
+            f"{run.steps / 'train.json'} is not the record of the model in {run.model}, so that the"
+            " card would tell of another training; run `ingot train` again"
+        )
+    return dict(made)
+
+
+def _evaluation(run: RunFolder, model_hash: str) -> EvaluationReport | None:
+    path = run.reports / "evaluate.json"
+    if not path.exists():
+        return None
+    report = read_report(path)
+    if report.model_hash != model_hash:
+        raise WrongInput(
+            f"{path} is about model {report.model_hash}, {model_hash} would be pushed; run `ingot"
+            " evaluate` again"
+        )
+    return report
+
+
+def _gate(run: RunFolder, model_hash: str) -> tuple[str, str] | None:
+    """Decision and reason, if the gate decided about this model."""
+    decided = _json(run.reports / GATE)
+    if (decided.get("candidate") or {}).get("model_hash") != model_hash:
+        return None
+    return str(decided["decision"]), str(decided["reason"])
+
+
+def _sources(
+    run: RunFolder, made: Mapping[str, Any], options: PushOptions
+) -> list[DataSource] | None:
+    """The sources of the columns that were trained on; None if those are gone."""
+    record = read_record(run.steps, "prepare")
+    manifest = _json(run.columns / "manifest.json")
+    known = record is not None and record.outputs == made.get("data") and "splits" in manifest
+    found = [
+        DataSource(
+            shown_source(each["source"]),
+            split,
+            each["documents"],
+            each["bytes"],
+            each["tokens"],
+            options.data_licenses.get(each["source"]) or BUILT_IN_LICENSES.get(each["source"]),
+        )
+        for split, sources in (manifest["splits"].items() if known else ())
+        for each in sources
+    ]
+    given = {each["source"] for sources in manifest.get("splits", {}).values() for each in sources}
+    if unknown := [source for source in options.data_licenses if source not in given]:
+        raise WrongInput(
+            f"--data-license {unknown[0]}: no such source in {run.root} (it has"
+            f" {', '.join(sorted(given)) or 'none'})"
+        )
+    return found if known else None
+
+
+def _adapter_base(run: RunFolder) -> str:
+    base = str(_json(run.adapter / ADAPTER_CONFIG).get("base_model_name_or_path", ""))
+    if Path(base).is_absolute() or base.count("/") != 1:
+        raise WrongInput(
+            f"the adapter's base is the folder {base}, which nobody else has; push the merged"
+            " model, without --adapter"
+        )
+    return base
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,218 @@
+"""Bodies of chats: messages, also those of tools and their calls, and the tools that a model may
+call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, model_validator
+
+from ingot.serve.http.bodies import (
+    MAX_LOGPROBS,
+    OpenAIRequest,
+    RequestBody,
+    Text,
+    WholeNumber,
+)
+from ingot.serve.http.errors import short
+
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 256, 128
+NONE: list[Any] = []
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _role(value: Any) -> Any:
+    if isinstance(value, str) and value not in ROLES:
+        raise ValueError(f"{short(value)!r:.60} is not a role; it is one of {', '.join(ROLES)}")
+    return value
+
+
+def _parts(value: Any) -> Any:
+    """Name a part that is not text, before parts are validated as text."""
+    parts = value if isinstance(value, list) else []
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"has {len(parts):,} parts; send up to {MAX_PARTS}")
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(
+                f"part {number} is of type {short(kind)!r:.60}; this model reads text, send"
+                " parts of type text alone"
+            )
+    return value
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a call that a client sends back: templates read them as an object."""
+    try:
+        read = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError("give the call's arguments as the text of a JSON object")
+    return read
+
+
+def _choice(value: Any) -> Any:
+    known = ("auto", "none", "required")
+    function = value.get("function") if isinstance(value, dict) else None
+    named = isinstance(function, dict) and value.get("type") == "function"
+    if not named and value not in known:
+        raise ValueError(
+            f"give one of {', '.join(known)}, or"
+            ' {"type": "function", "function": {"name": ...}}'
+        )
+    return value
+
+
+class TextPart(RequestBody):
+    """A part of a message; only text parts are supported."""
+
+    type: str
+    text: Text
+
+
+class CalledFunction(RequestBody):
+    """A function and what it was called with."""
+
+    name: Text
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class ToolCallBody(RequestBody):
+    """A call in a message of the assistant. `index`: as streams number them."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(RequestBody):
+    """One turn of a chat."""
+
+    role: Annotated[Text, BeforeValidator(_role)]
+    content: Annotated[Text | list[TextPart], BeforeValidator(_parts)] = ""
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS)] = NONE
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, values: Any) -> Any:
+        """Drop empty lists, which answers that clients send back contain."""
+        return (
+            {name: value for name, value in values.items() if value != []}
+            if isinstance(values, dict)
+            else values
+        )
+
+    @model_validator(mode="after")
+    def _belongs_to_the_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("`tool_calls` belongs to messages of the role assistant; move it")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("`tool_call_id` belongs to messages of the role tool; move it")
+        return self
+
+    def template_message(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        more = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": content, **given}
+
+
+class FunctionBody(RequestBody):
+    """A function that the model may call, with the JSON schema of its arguments. `strict`: calls
+    are held to it also where the model chooses whether to call.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolBody(RequestBody):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(RequestBody):
+    """The function that must be called."""
+
+    name: Text
+
+
+class NamedTool(RequestBody):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(OpenAIRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    max_completion_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), FailFast()] = NONE
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool, BeforeValidator(_choice)
+    ] = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("two of `tools` have the same name; rename one")
+        if self.tool_choice in ("auto", "none"):
+            wanted = None
+        elif isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+        else:
+            wanted = next(iter(names), "")
+        if wanted is not None and wanted not in names:
+            raise ValueError("`tool_choice` asks for a tool that is not in `tools`; add it there")
+        if self.callable_tools() and self.response_format.type != "text":
+            raise ValueError(
+                "`response_format` and `tools` exclude each other in one answer; leave one of them"
+                " out, or set `tool_choice` to none"
+            )
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def callable_tools(self) -> Sequence[ToolBody]:
+        """The tools that this answer may call."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(choice := self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return self.tools
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates read them; None where none may be called."""
+        if not self.callable_tools():
+            return None
+        return [
+            tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True)
+            for tool in self.tools
+        ]

@@ -1,0 +1,228 @@
+"""Answers that must be JSON, JSON of a schema, or calls of tools: which tokens may come next, by
+llguidance. Only the choice is held to it: the model, its log-probabilities and other requests stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.base.errors import WrongInput
+from ingot.serve.native.toolcalls import ToolFormat
+from ingot.tokenizers.tokenizer import Tokenizer
+
+SAMPLE = '{"name": ["naïve 😀", -1.5e3, true, null]}'
+"""What the bytes of the tokens are checked on."""
+
+
+class Vocabulary:
+    """The tokens as bytes, as llguidance asks for them; special tokens are no text."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: Collection[int]) -> None:
+        plain = tokenizer.plain_json()
+        if plain is None:
+            raise WrongInput(
+                f"the tokenizer {tokenizer.library} has no list of its tokens' bytes, which"
+                " response_format and tools need; leave them out"
+            )
+        read = llguidance.LLTokenizer(plain, n_vocab=size)
+        special = set(tokenizer.special_ids.values()) | set(ends)
+        # Added tokens are text, which a tokenizer without its special tokens does not have.
+        added = {tokenizer.token_id(text): text.encode() for text in tokenizer.special_texts}
+        self.eos_token_id = min(ends)
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            f"<special {token}>".encode()
+            if token in special
+            else added.get(token) or read.decode_bytes([token])
+            for token in range(size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+class JSONConstraint:
+    """Which tokens may come next in one answer."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer became too complex to go on with."""
+        return bool(self._matcher.is_error())
+
+    def copy(self) -> JSONConstraint:
+        """The same for another answer; nothing was taken yet."""
+        return JSONConstraint(self._matcher.deep_copy())
+
+    def apply(self, logits: Tensor) -> None:
+        """Exclude the tokens that must not come next from logits `[V]`."""
+        if self.failed:
+            return
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)])
+        logits.masked_fill_(allowed.to(logits.device) == 0, float("-inf"))
+
+    def push(self, token: int) -> None:
+        """Take the token that was chosen."""
+        self._matcher.consume_token(token)
+
+
+class JSONGrammars:
+    """Makes constraints for answers of one model.
+
+    Args:
+        tokenizer: the model's.
+        size: of the model's vocabulary.
+        ends: tokens that end an answer; they may come only where the JSON is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: Collection[int]) -> None:
+        self._tokenizer, self._size, self._ends = tokenizer, size, ends
+        self._lock = threading.Lock()
+
+    def constraint(self, schema: Mapping[str, Any] | None) -> JSONConstraint:
+        """For any JSON object (None), or JSON of a schema. The first call takes a second or two.
+
+        Raises:
+            WrongInput: the schema is wrong or cannot be followed, or the model has no end token or
+                a tokenizer whose bytes are not known.
+        """
+        any_object = {"type": "object"}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(any_object if schema is None else schema)
+        )
+        return self._matcher(grammar, "the schema of response_format")
+
+    def calls(self, grammar: str) -> JSONConstraint:
+        """For calls of tools by a grammar of `call_grammar`. Raises as `constraint` does."""
+        return self._matcher(grammar, "a schema in `tools`")
+
+    def _matcher(self, grammar: str, what: str) -> JSONConstraint:
+        with self._lock:
+            vocabulary = self._vocabulary
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        warnings = matcher.get_grammar_warnings()
+        if matcher.is_error() or warnings:
+            said = (matcher.get_error() or "; ".join(warnings)).partition("<state>")[0]
+            reason = " ".join(said.split())[:300]
+            raise WrongInput(f"{what} cannot be followed ({reason}); mend or simplify it")
+        return JSONConstraint(matcher)
+
+    @functools.cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if not self._ends:
+            raise WrongInput(
+                "the model has no token that ends an answer, so response_format or a forced call"
+                " would never be done; leave it out"
+            )
+        vocabulary = Vocabulary(self._tokenizer, self._size, self._ends)
+        made = llguidance.LLTokenizer(
+            vocabulary,  # type: ignore[arg-type]  # what it reads of one is there
+            n_vocab=self._size,
+            eos_token=sorted(self._ends),
+        )
+        written = made.decode_bytes(self._tokenizer.encode(SAMPLE))
+        if written.decode(errors="replace").strip() != SAMPLE:
+            raise WrongInput(
+                f"the bytes of {self._tokenizer.where}'s tokens are not known exactly, which"
+                " response_format and tools need; leave them out"
+            )
+        return made
+
+
+SEMICOLON, COMMA = '"; " body', '", " body'
+
+
+def call_grammar(
+    form: ToolFormat,
+    schemas: Mapping[str, Mapping[str, Any]],
+    special: Mapping[str, int],
+    *,
+    text: bool,
+    several: bool,
+    named: bool,
+) -> str:
+    """A grammar (llguidance's Lark) of answers that call these functions.
+
+    Args:
+        schemas: the schema of the arguments by the function's name.
+        special: ids of the special tokens by their text.
+        text: whether an answer may also hold text, or be text alone.
+        several: whether it may hold more than one call.
+        named: whether names stand before the arguments, as Mistral's later models write.
+    """
+
+    def literal(marker: str) -> str:
+        return f"<[{special[marker]}]>" if marker in special else json.dumps(marker)
+
+    rules, bodies = [], []
+    for number, (name, schema) in enumerate(schemas.items()):
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        head = f'{{"name": "{name}", "{form.key}": '
+        bodies.append(
+            f"{json.dumps(name)} {literal('[ARGS]')} arguments_{number}"
+            if named
+            else f'{json.dumps(head)} arguments_{number} "}}"'
+        )
+    rules.append(f"body: {' | '.join(bodies)}")
+    if form.bare:
+        rules.append(f"calls: body{_repeated(several, SEMICOLON)}")
+        rules.append("free: /[^{\\s](?s:.*)/")
+        rules.append(f"start: {'free | ' if text else ''}calls")
+        return "\n".join(rules) + "\n"
+    if named:
+        rules.append("call: body")
+    elif form.last:
+        rules.append(f'call: "[" body{_repeated(several, COMMA)} "]"')
+    else:
+        rules.append(f'call: "\\n" body "\\n" {literal(form.closes)}')
+    opens = literal(form.opens)
+    again = several and (named or not form.last)
+    if not text:
+        between = "" if form.last else '"\\n" '
+        rules.append(f"start: {opens} call{_repeated(again, f'{between}{opens} call')}")
+    elif form.opens in special:
+        rules.append("free: /(?s:.*)/")
+        rules.append(f"start: free ({opens} call){'*' if again else '?'}")
+    else:
+        rules.append(f"until[lazy]: /(?s:.*){_escaped(form.opens)}/")
+        rules.append("free: /(?s:.*)/")
+        rules.append(f"start: (until call){'*' if again else '?'} free")
+    return "\n".join(rules) + "\n"
+
+
+def _repeated(several: bool, what: str) -> str:
+    return f" ({what})*" if several else ""
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "[]()|/.*+?" else letter for letter in text)
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]], *, strict: bool) -> dict[str, Any]:
+    """The schema of each function's arguments; `strict`: any object where a function does not ask
+    to be held to its own.
+    """
+    schemas = {}
+    for tool in tools:
+        function = tool["function"]
+        own = function.get("parameters") or {"type": "object", "additionalProperties": False}
+        loose = strict and not function.get("strict")
+        schemas[str(function["name"])] = {"type": "object"} if loose else own
+    return schemas

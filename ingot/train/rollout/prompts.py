@@ -1,0 +1,116 @@
+"""Prompts and reference answers out of prepared chats: a row's tokens up to its last assistant
+turn, and that turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.data.batches.rows import IGNORE, Rows
+from ingot.data.columns.manifest import prepared_for
+from ingot.data.packing.tables import read_packed
+from ingot.models.generation.request import DecoderLimits, Request, check_request
+from ingot.tokenizers.chat_spans import last_user_turn, turn_format
+from ingot.tokenizers.tokenizer import Tokenizer
+
+AT_ONCE = 256
+"""Rows that are read together."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids that an answer is sampled after, and what rewards are told of it."""
+
+    row: int
+    ids: list[int]
+    """The chat through the generation prompt, as it is served."""
+    text: str
+    """The last user turn."""
+    reference: str | None
+    """The text of the last assistant turn; None if it is empty."""
+    alone: bool = True
+    """Whether nothing but the last user turn, and what the template adds, stands in the chat."""
+
+
+class PromptReader:
+    """Reads the prompts of rows.
+
+    Args:
+        rows: chats, one a row.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer) -> None:
+        self._rows, self._tokenizer = rows, tokenizer
+        self._form = tokenizer.chat_format
+        self._opening = turn_format(self._form).prompt.rstrip()
+
+    def prompts(self, numbers: Sequence[int]) -> list[Prompt]:
+        """Raises WrongInput if the answer of a chat does not begin with a token of its own."""
+        found: list[Prompt] = []
+        for first in range(0, len(numbers), AT_ONCE):
+            some = list(numbers[first : first + AT_ONCE])
+            packed = self._rows.batch(some)
+            found += [
+                self._prompt(number, tokens, labels)
+                for number, tokens, labels in zip(some, packed.tokens, packed.labels, strict=True)
+            ]
+        return found
+
+    def _prompt(self, row: int, tokens: np.ndarray, labels: np.ndarray) -> Prompt:
+        # The label of a position is the token after it.
+        trained = np.flatnonzero(labels != IGNORE) + 1
+        breaks = np.flatnonzero(np.diff(trained) > 1)
+        begin = int(trained[breaks[-1] + 1] if len(breaks) else trained[0])
+        ids = tokens[:begin].tolist()
+        shown = self._tokenizer.decode(ids, skip_special=False)
+        if not shown.rstrip().endswith(self._opening):
+            raise WrongInput(
+                f"row {row}: the chat template ends a prompt with {self._opening!r}, and the"
+                " tokenizer joins its end with the answer's beginning; take a tokenizer.template"
+                " whose assistant turns begin with a token of their own"
+            )
+        reference = self._tokenizer.decode(tokens[begin : int(trained[-1]) + 1])
+        asked = last_user_turn(self._form, shown)
+        alone = self._tokenizer.encode_chat([{"role": "user", "content": asked}]) == ids
+        return Prompt(row, ids, asked, reference or None, alone)
+
+
+def check_prompts(
+    recipe: Recipe,
+    reader: PromptReader,
+    numbers: Sequence[int],
+    limits: DecoderLimits,
+    *,
+    needs_reference: bool,
+) -> None:
+    """Read the prompts that a training will come to, before its first step.
+
+    Raises:
+        WrongInput: `prepare` has cut a chat, a prompt leaves no room for an answer, or a reward
+            needs a reference that a chat does not have.
+    """
+    most, seq_len = recipe.objective.max_answer_tokens, recipe.data.seq_len  # type: ignore[attr-defined]
+    counts = read_packed(recipe.folder.columns, prepared_for(recipe), seq_len, recipe.pack).counts
+    if cut := counts["train"].truncated + counts["train"].lost:
+        raise WrongInput(
+            f"{cut:,} chats are longer than data.seq_len {seq_len} with their reference answers,"
+            " which would be cut; raise data.seq_len, or leave them out"
+        )
+    for prompt in reader.prompts(numbers):
+        if len(prompt.ids) + most > seq_len:
+            raise WrongInput(
+                f"a prompt of {len(prompt.ids)} tokens ({prompt.text[:40]!r}) and"
+                f" objective.max_answer_tokens {most} exceed data.seq_len {seq_len}; raise it, or"
+                " lower max_answer_tokens"
+            )
+        if needs_reference and prompt.reference is None:
+            raise WrongInput(
+                f"the prompt {prompt.text[:40]!r} has an empty answer, which a reward of"
+                " objective.rewards compares with; leave it out, or choose other rewards"
+            )
+        check_request(Request(prompt.ids, most), limits)

@@ -1,0 +1,1 @@
+"""`ingot ui`: the runs of a folder in a browser."""

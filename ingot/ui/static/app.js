@@ -1,0 +1,70 @@
+// Routes of `ingot ui`, and what its views share.
+import { fill, h } from "../playground/dom.js";
+import { mountPlayground } from "../playground/playground.js";
+import { compareView } from "./compare.js";
+import { registryView } from "./registry.js";
+import { runView } from "./run.js";
+import { runsView } from "./runs.js";
+
+const REFRESH_MS = 3000;
+const view = document.getElementById("view");
+let current = null, number = 0;
+
+const given = new URLSearchParams(location.hash.slice(1)).get("token");
+if (given) {
+  sessionStorage.setItem("token", given);
+  history.replaceState(null, "", `${location.pathname}#/`);
+}
+
+/** JSON of the server; an error has the server's own line. */
+export async function api(path, body) {
+  const token = sessionStorage.getItem("token");
+  const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...(body ? { "Content-Type": "application/json" } : {}) };
+  let answer;
+  try {
+    answer = await fetch(`api/${path}`, { headers, ...(body ? { method: "POST", body: JSON.stringify(body) } : {}) });
+  } catch {
+    throw new Error("the server does not answer; is `ingot ui` still running?");
+  }
+  const value = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(value.error ?? value.detail?.[0]?.msg ?? `the server answered ${answer.status}`);
+  if (value.root) document.getElementById("root").textContent = `\u200e${value.root}`;
+  return value;
+}
+
+export const query = (values) => new URLSearchParams(values.filter(([, value]) => value !== null && value !== undefined)).toString();
+
+const ROUTES = {
+  "/": ["runs", runsView], "/run": ["runs", runView], "/compare": ["compare", compareView], "/registry": ["registry", registryView],
+  "/play": ["play", (root) => mountPlayground(root, playSource)],
+};
+
+const playSource = {
+  list: async () => (await api("models")).models,
+  addressOf: (model) => model.address,
+  ask: (model, route, body, key, signal) => fetch(`api/models/${model.number}/${route}`, {
+    method: "POST", signal, body: JSON.stringify(body),
+    headers: { "Content-Type": "application/json", ...(key ? { "X-Model-Key": key } : {}), ...(sessionStorage.getItem("token") ? { Authorization: `Bearer ${sessionStorage.getItem("token")}` } : {}) },
+  }),
+};
+
+async function show() {
+  const [path, search] = (location.hash.slice(1) || "/").split("?");
+  const [tab, open] = ROUTES[path] ?? ROUTES["/"];
+  for (const link of document.querySelectorAll(".tab")) link.toggleAttribute("aria-current", link.dataset.tab === tab);
+  current?.close?.();
+  const mine = ++number;
+  const root = h("div");
+  fill(view, root);
+  scrollTo(0, 0);
+  try {
+    const opened = await open(root, new URLSearchParams(search));
+    if (mine === number) current = opened ?? null; else opened?.close?.();
+  } catch (error) {
+    if (mine === number) fill(root, h("div", { class: "card error" }, error.message));
+  }
+}
+
+addEventListener("hashchange", show);
+setInterval(() => { if (!document.hidden) current?.refresh?.().catch(() => {}); }, REFRESH_MS);
+show();

@@ -1,0 +1,1 @@
+"""The documentation site: what of it is made from the code when it is built."""

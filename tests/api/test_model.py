@@ -1,0 +1,79 @@
+"""`ingot.Model`: answers are those of `ingot predict`, log-probabilities those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ingot
+from ingot.api.curve import LiveCurve
+from ingot.api.run import StepMetrics
+from tests.cli.commands import ingot as command
+from tests.cli.tiny_model import write_model
+from tests.lazy import lazy
+
+torch, transformers = lazy("torch"), lazy("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    return write_model(place / "tiny", special=["<|im_start|>", "<|im_end|>"])
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ingot.Model:
+    return ingot.Model(folder)
+
+
+def test_it_answers_as_predict_does(model: ingot.Model, folder: Path) -> None:
+    done = command("predict", str(folder), "the mould", "max_tokens=7", "temperature=0.8", "seed=3")
+    assert done.returncode == 0, done.stderr
+    answer = model.generate("the mould", max_tokens=7, temperature=0.8, seed=3)
+    assert f"{answer}\n" == done.stdout
+
+
+def test_logprobs_are_those_of_transformers(model: ingot.Model, folder: Path) -> None:
+    found = model.logprobs("the mould cools slowly")
+    assert "".join(token.text for token in found).endswith("slowly")
+    assert found[0].logprob is None
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
+    ids = torch.tensor([[token.id for token in found]])
+    with torch.no_grad():
+        wanted = other(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    ours = torch.tensor([token.logprob for token in found[1:]])
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda model: model.generate("a", max_token=3), "there is no option max_token"),
+        (lambda model: model.generate([{"role": "user", "content": "a"}]), "is for chat"),
+        (lambda model: model.scores("a"), "scores are for classifiers"),
+        (lambda model: model.generate("a", beams=3), "beams 3 is for sequence-to-sequence"),
+        (lambda model: model.logprobs("a" * 100_000), "tokens; give 1 to"),
+        (lambda model: model.chat("Who?"), "template"),
+    ],
+)
+def test_what_it_cannot_do_is_told(call: object, told: str, model: ingot.Model) -> None:
+    assert callable(call)
+    with pytest.raises(ingot.WrongInput, match=told):
+        call(model)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ingot.WrongInput):
+        ingot.Model(tmp_path)
+
+
+def test_a_curve_shows_the_last_values() -> None:
+    curve = LiveCurve()
+    assert (curve.text(), curve.html()) == ("", "")
+    for step, loss in enumerate([4.0, 3.0, float("nan"), 2.0]):
+        curve(StepMetrics(step, {"train/loss": loss}))
+    curve(StepMetrics(3, {"validation/loss": 2.5}))
+    assert curve.text() == "step 3  loss █▅▁ 2.000"
+    assert "loss 2.000, validation loss 2.500" in curve.html()
+    assert "nan" not in curve.html()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.runfolder import folder_lock, lock_holder, shared_lock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ingot.base.runfolder import folder_lock
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_and_told_who_holds_the_lock_until_that_one_is_killed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    try:
+        with (
+            pytest.raises(Failed, match=f"in use by process {holder.pid}; wait for it"),
+            folder_lock(folder),
+        ):
+            pass
+        assert lock_holder(folder) == holder.pid
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert lock_holder(folder) is None
+    with folder_lock(folder):
+        pass
+
+
+def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError), folder_lock(tmp_path):
+            raise KeyError
+
+
+def test_locks_of_other_names_do_not_meet(tmp_path: Path) -> None:
+    with folder_lock(tmp_path), folder_lock(tmp_path, "other"):
+        assert lock_holder(tmp_path / "none") is None
+
+
+def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(WrongInput, match=r"run.* in the way"), folder_lock(tmp_path / "run"):
+        pass
+
+
+def test_who_comes_alone_may_clear_up_and_nobody_else(tmp_path: Path) -> None:
+    cleared: list[str] = []
+    with (
+        shared_lock(tmp_path, "writers", lambda: cleared.append("first")),
+        shared_lock(tmp_path, "writers", lambda: cleared.append("second")),
+    ):
+        pass
+    with shared_lock(tmp_path, "writers", lambda: cleared.append("third")):
+        pass
+    assert cleared == ["first", "third"]

@@ -1,0 +1,114 @@
+"""What a shell is given at the Tab key, by its own protocol, and in a real bash."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ingot.cli.completion import KNOBS, complete_arguments
+from ingot.config.knobs import all_knobs
+from tests.cli.commands import clean_environment, ingot
+
+
+@pytest.mark.parametrize(
+    ("args", "incomplete", "some"),
+    [
+        ([], "qui", ["quickstart"]),
+        ([], "places/lap", ["places/laptop"]),
+        (["quickstart"], "train.optimizer.l", ["train.optimizer.lr="]),
+        (
+            ["quickstart"],
+            "track.tensorboard=",
+            ["track.tensorboard=true", "track.tensorboard=false"],
+        ),
+        (["quickstart"], "train.optimizer.kind=s", ["train.optimizer.kind=sgd"]),
+        (["quickstart", "track.tensorboard"], "=", ["true", "false"]),
+        (["quickstart", "track.tensorboard", "="], "f", ["false"]),
+        (["quickstart"], "my", ["my.yaml", "my_knob"]),
+        (["quickstart"], "folder/", ["folder/inner.yaml"]),
+    ],
+)
+def test_names_knobs_and_values(
+    args: list[str],
+    incomplete: str,
+    some: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/inner.yaml").touch()
+    found = complete_arguments(args, incomplete)
+    assert set(some) - {"my_knob"} <= set(found)
+    start = "" if incomplete == "=" else incomplete
+    assert all(each.startswith(start) for each in found)
+
+
+def test_every_knob_that_can_be_typed_is_offered() -> None:
+    sections = {knob.plain for knob in all_knobs() if "section" in knob.type.split(" | ")}
+    typed = {knob.plain for knob in all_knobs() if "[]" not in knob.path} - sections
+    offered = {
+        each for letter in "abcdefghijklmnopqrstuvwxyz" for each in complete_arguments([], letter)
+    }
+    assert {f"{name}=" for name in typed} == {each for each in offered if each.endswith("=")}
+    assert KNOBS.is_file()
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script_and_its_answers(shell: str, tmp_path: Path) -> None:
+    script = ingot("completion", shell).stdout
+    assert f"_INGOT_COMPLETE=complete_{shell}" in script
+    words = "ingot train quick"
+    asked = {"_INGOT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words}
+    asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "COMP_WORDS": words, "COMP_CWORD": "2"}
+    code = (
+        "import sys, atexit, time, resource; sys.argv = ['ingot']\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'ingot.config.recipe'}\n"
+        "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_utime,"
+        " *(heavy & set(sys.modules)), file=sys.stderr))\n"
+        "from ingot.cli.app import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=clean_environment(**asked),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "quickstart" in done.stdout, done.stderr
+    (seconds,) = done.stderr.split()  # of the processor; and nothing heavy was loaded
+    assert float(seconds) < 0.5
+
+
+def test_in_a_real_bash(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not on this machine")
+    (tmp_path / "ingot").write_text(f'#!/bin/sh\nexec {sys.executable} -m ingot "$@"\n')
+    (tmp_path / "ingot").chmod(0o755)
+    (tmp_path / "script").write_text(ingot("completion", "bash").stdout)
+    code = """
+    compopt() { echo "$2"; }
+    PATH="$PWD:$PATH"; source ./script
+    for line in "ingot tra" "ingot train quicks" "ingot train quickstart train.optimizer.l"; do
+        COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _ingot_completion ingot
+        echo "${COMPREPLY[@]}"
+    done
+    """
+    done = subprocess.run(
+        [bash, "--norc", "-c", code],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wanted = ["train", "quickstart", "nospace", "train.optimizer.lr="]
+    assert done.stdout.splitlines() == wanted, done.stderr

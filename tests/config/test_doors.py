@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.base.lazy import lazy_import
+from ingot.config.doors import BUILT_IN, Door, load_dotted
+
+DOOR = Door("colour", {"red": "json:dumps"})
+
+
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
+    """A distribution in `folder`, as pip leaves it there, with these entry points."""
+    info = folder / "paint-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paint\nVersion: 1.2\n")
+    lines = "".join(f"colour.{kind} = {path}\n" for kind, path in entries.items())
+    (info / "entry_points.txt").write_text(f"[ingot.plugins]\n{lines}size.big = json:loads\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_built_in_kind_is_what_its_path_names() -> None:
+    import json
+
+    assert DOOR.load("red", "wall.colour") is json.dumps
+    assert DOOR.package_of("red") is None
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(
+        WrongInput, match=r"wall\.colour is 'rad'; it should be one of 'red'; did you mean 'red'\?"
+    ):
+        DOOR.load("rad", "wall.colour")
+    assert DOOR.find("rad") is None
+
+
+def test_kinds_of_installed_packages_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    _install(tmp_path, monkeypatch, blue="json:loads", red="json:loads")
+    assert DOOR.load("blue", "wall.colour") is json.loads
+    assert DOOR.load("red", "wall.colour") is json.dumps, "a built-in kind cannot be replaced"
+    assert DOOR.kinds() == ["red", "blue"]
+    assert DOOR.package_of("blue") == "paint 1.2"
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, monkeypatch, blue="json:no_such_thing")
+    with pytest.raises(WrongInput, match=r"colour\.blue = json:no_such_thing of paint cannot"):
+        DOOR.find("blue")
+
+
+def test_two_packages_with_the_same_kind_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path / "one", monkeypatch, blue="json:loads")
+    _install(tmp_path / "two", monkeypatch, blue="json:load")
+    (tmp_path / "two/paint-1.2.dist-info").rename(tmp_path / "two/other-1.dist-info")
+    metadata = tmp_path / "two/other-1.dist-info/METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    with pytest.raises(WrongInput, match=r"two installed packages bring colour\.blue"):
+        DOOR.find("blue")
+
+
+def test_a_lazy_module_is_imported_when_it_is_used() -> None:
+    code = (
+        "import sys; from ingot.base.lazy import lazy_import; m = lazy_import('colorsys');"
+        " before = 'colorsys' in sys.modules; m.rgb_to_hsv(0, 0, 0);"
+        " print(before, 'colorsys' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    assert lazy_import("math").pi > 3
+
+
+@pytest.mark.parametrize(
+    ("door", "kind"), [(door, kind) for door, kinds in BUILT_IN.items() for kind in kinds]
+)
+def test_every_row_of_the_table_leads_somewhere(door: str, kind: str) -> None:
+    assert load_dotted(BUILT_IN[door][kind]) is not None

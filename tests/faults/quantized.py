@@ -1,0 +1,56 @@
+"""Faults of a base in few bits under an adapter."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = [
+    Fault(
+        "scales-of-another-block",
+        "ingot/models/quantized.py",
+        "place.copy_(values.view(-1, BLOCK) * scale[:, None])",
+        "place.copy_(values.view(-1, BLOCK) * scale.roll(1)[:, None])",
+        "each block of four-bit weights is scaled as the one before it",
+        by="tests/models/test_quantized.py",
+    ),
+    Fault(
+        "mean-of-scales-forgotten",
+        "ingot/models/quantized.py",
+        'scales = scales.view(-1) * wide + held["mean"]',
+        "scales = scales.view(-1) * wide",
+        "double quantisation forgets the mean of the scales",
+        by="tests/models/test_quantized.py",
+    ),
+    Fault(
+        "numbers-kept-for-backward",
+        "ingot/models/quantized.py",
+        "        out: Tensor = _Product.apply(x, self.packed, bias, self)  # type: ignore[no-untyped-call]\n",
+        "        out = functional.linear(x, self.unpacked(x.dtype), bias)\n",
+        "a dequantised copy of each matrix is kept until backward, and nothing is saved",
+        by="tests/models/test_quantized.py",
+    ),
+    Fault(
+        "quantised-twice",
+        "ingot/models/quantized.py",
+        "data = self.quantization.pack(weight)",
+        "data = self.quantization.pack(self.quantization.rounded(weight))",
+        "weights are quantised, turned back and quantised once more as they are loaded",
+        by="tests/models/adapters/test_quantized.py",
+    ),
+    Fault(
+        "merged-into-another-base",
+        "ingot/train/finish.py",
+        "return model, base if into is None else rounded_tensors(model, base, into)",
+        "return model, base",
+        "an adapter trained beside four bits is merged into the weights as they were",
+        by="tests/train/test_quantized.py",
+    ),
+    Fault(
+        "scales-cast-with-the-weights",
+        "ingot/parallel/masters.py",
+        "if not is_dtensor(parameter) and parameter.is_floating_point():",
+        "if not is_dtensor(parameter):",
+        "bytes of quantised matrices are cast to bf16 with the other weights",
+        by="tests/train/test_quantized.py",
+    ),
+]

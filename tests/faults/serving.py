@@ -1,0 +1,74 @@
+"""Faults in what the server answers with beside text: calls of tools, embeddings, log-probabilities
+of prompts.
+"""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = [
+    Fault(
+        "forced-schema-ignored",
+        "ingot/serve/http/service.py",
+        "functions_of(tools, strict=not body.must_call),",
+        "functions_of(tools, strict=True),",
+        "a forced call is held to any object, not to its function's schema",
+        "tests/serve/http/test_tools.py",
+    ),
+    Fault(
+        "arguments-twice",
+        "ingot/serve/native/toolcalls.py",
+        "        self._fresh.clear()\n",
+        "",
+        "a stream repeats the arguments of a call",
+        "tests/serve/native/test_toolcalls.py",
+    ),
+    Fault(
+        "tools-not-in-the-prompt",
+        "ingot/tokenizers/chat_render.py",
+        "tools=None if tools is None else list(tools),",
+        "tools=None,",
+        "the model never sees the tools that it may call",
+        "tests/serve/http/test_tools.py",
+    ),
+    Fault(
+        "padding-pooled-in",
+        "ingot/serve/native/embedding.py",
+        "_pooled(row[seen], pooling.mode)",
+        "_pooled(row, pooling.mode)",
+        "the vector of a text depends on how long its neighbours are",
+        "tests/serve/http/test_embeddings.py",
+    ),
+    Fault(
+        "vectors-in-the-order-of-lengths",
+        "ingot/serve/http/embeddings.py",
+        "vectors[place] = piece.vector",
+        "vectors[len(vectors)] = piece.vector",
+        "vectors of one request belong to other texts of it",
+        "tests/serve/http/test_embeddings.py",
+    ),
+    Fault(
+        "usage-of-embeddings-forgotten",
+        "ingot/serve/http/embeddings.py",
+        "range(len(read))], sum(map(len, read))",
+        "range(len(read))], len(read)",
+        "texts are counted in place of the tokens that were read",
+        "tests/serve/http/test_embeddings.py",
+    ),
+    Fault(
+        "prompt-logprobs-shifted",
+        "ingot/models/generation/generator.py",
+        "targets = prompt[job.read + 1 : job.read + 1 + len(states)]",
+        "targets = prompt[job.read : job.read + len(states)]",
+        "each token of a prompt is scored by what the model says behind it",
+        "tests/serve/http/test_prompt_logprobs.py",
+    ),
+    Fault(
+        "last-token-of-the-prompt-lost",
+        "ingot/models/generation/loop.py",
+        "if self.request.prompt_logprobs is not None:",
+        "if False:",
+        "where the answer ends at once, a harness that drops its token drops one of the prompt's",
+        "tests/serve/http/test_prompt_logprobs.py",
+    ),
+]

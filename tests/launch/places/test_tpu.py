@@ -1,0 +1,215 @@
+"""A TPU VM as a queued resource: what is asked for, and that it goes. None of it could be tried on
+a TPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.cloud import tpus as calls
+from ingot.config.recipe import Recipe
+from ingot.launch.job import Job
+from ingot.launch.places.tpu import TpuLauncher
+from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
+from tests import gcs, golden
+from tests.fakes import google, tpus
+from tests.fakes.vm import Machine
+from tests.small import small_recipe
+
+REPLICA = "gs://bucket/ingot/runs/small"
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[gcs.Server]:
+    monkeypatch.setattr(calls, "POLL_S", 0.01)
+    monkeypatch.setattr(calls, "FIRST_WAIT_S", 0.01)
+    with gcs.serving(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def server() -> Iterator[google.Server]:
+    server = google.Server()
+    try:
+        yield server
+    finally:
+        server.server_close()
+
+
+@pytest.fixture
+def service(server: google.Server) -> tpus.Tpus:
+    return tpus.install(server)
+
+
+def recipe_for(root: Path, address: str | None, **knobs: Any) -> Recipe:
+    return small_recipe(
+        root,
+        **{
+            "launch.kind": "tpu",
+            "launch.image": "example.com/torch-tpu:1",
+            "cloud.project": "p",
+            "cloud.bucket": "bucket",
+            "cloud.endpoint": address,
+            "cloud.max_run": "24h",
+            "cloud.zone": "us-central1-a",
+            **knobs,
+        },
+    )
+
+
+def job_of(recipe: Recipe, start: int = 1) -> Job:
+    return Job(
+        "train",
+        ("train", "runs/small/jobs/nodes.train.yaml"),
+        1,
+        1,
+        image=recipe.launch.image,
+        rendezvous=f"{REPLICA}/jobs/train-{start}",
+        run_folder_url=REPLICA,
+        time_limit_s=recipe.cloud.max_run,
+    )
+
+
+def test_what_would_be_sent_stands_in_a_golden_file(tmp_path: Path) -> None:
+    recipe = recipe_for(
+        tmp_path,
+        None,
+        output="runs",
+        **{"launch.machine.spot": True, "cloud.labels": {"team": "a"}},
+    )
+    golden.check("tpu/one.txt", TpuLauncher(recipe).render(job_of(recipe)))
+
+
+def test_a_tpu_is_asked_for_and_is_stopped_when_the_job_is_over(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
+    recipe = recipe_for(tmp_path, server.address)
+    launcher = TpuLauncher(recipe)
+    handle = launcher.submit(job_of(recipe))
+    assert launcher.status(handle) == "queued"
+    service.states[handle.id] = "ACTIVE"
+    assert launcher.status(handle) == "queued"
+    Rendezvous(handle.about["meet"]).leave(0, ARRIVED)
+    assert launcher.status(handle) == "running"
+    assert launcher.submit(job_of(recipe, 2)) == handle
+    Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
+    assert launcher.status(handle) == "succeeded"
+    assert service.states == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [("FAILED", "failed"), ("SUSPENDED", "preempted"), (None, "preempted")]
+)
+def test_a_tpu_that_is_taken_away_is_removed(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, state: str | None, told: str
+) -> None:
+    recipe = recipe_for(tmp_path, server.address)
+    launcher = TpuLauncher(recipe)
+    handle = launcher.submit(job_of(recipe))
+    service.states = {handle.id: state} if state else {}
+    assert launcher.status(handle) == told
+    assert service.states == {}
+
+
+def test_cancel_deletes_it(tmp_path: Path, server: google.Server, service: tpus.Tpus) -> None:
+    recipe = recipe_for(tmp_path, server.address)
+    launcher = TpuLauncher(recipe)
+    handle = launcher.submit(job_of(recipe))
+    launcher.cancel(handle)
+    assert service.states == {}
+    assert launcher.status(handle) == "cancelled"
+
+
+def test_a_lost_answer_makes_no_second_one(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
+    service.lost = 1
+    recipe = recipe_for(tmp_path, server.address)
+    TpuLauncher(recipe).submit(job_of(recipe))
+    assert len(service.states) == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"launch.tpu.type": "tpu"}, "v5litepod-8"),
+        ({"launch.tpu.type": "v5p-64"}, "several hosts"),
+        ({"launch.tpu.type": "v5p-16"}, "one host of up to 4"),
+        ({"launch.tpu.type": "v4-16"}, "one host of up to 4"),
+        ({"launch.tpu.type": "v6e-16"}, "one host of up to 8"),
+        ({"launch.nodes": 2}, "launch.nodes=1"),
+        ({"launch.image": None}, "torch_tpu"),
+        ({"cloud.max_cost": 1}, "cloud.max_cost"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    tmp_path: Path, server: google.Server, knobs: dict[str, Any], told: str
+) -> None:
+    recipe = recipe_for(tmp_path, server.address, **knobs)
+    launcher, job = TpuLauncher(recipe), replace(job_of(recipe), nodes=recipe.launch.nodes)
+    assert any(told in reason for reason in launcher.can(job))
+    with pytest.raises(WrongInput):
+        launcher.submit(job)
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("kind", ["v5p-8", "v4-8", "v3-8", "v6e-8", "v5litepod-8"])
+def test_slices_of_one_host_are_taken(tmp_path: Path, kind: str) -> None:
+    recipe = recipe_for(tmp_path, None, **{"launch.tpu.type": kind})
+    assert TpuLauncher(recipe).can(job_of(recipe)) == []
+
+
+# The start-up script, run by bash with stand-ins for what a TPU VM has.
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("lacking", "code", "told"),
+    [
+        ("no-image", 1, "the image could not be pulled: Error response from daemon"),
+        ("no-run", 125, "the container ended with exit code 125"),
+    ],
+)
+def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, lacking: str, code: int, told: str
+) -> None:
+    """Where it only looked taken away, three more would be paid for."""
+    recipe = recipe_for(
+        tmp_path, server.address, **{"launch.image": "us-central1-docker.pkg.dev/p/r/torch-tpu:1"}
+    )
+    launcher = TpuLauncher(recipe)
+    handle = launcher.submit(job_of(recipe))
+    log = launcher.log(handle)
+    assert log.read() == b""
+    service.states[handle.id] = "ACTIVE"
+    folder = tmp_path / "vm"
+    folder.mkdir()
+    (folder / lacking).touch()
+    machine = Machine(
+        "t1v-n-1", service.asked[handle.id]["tpu"]["nodeSpec"][0]["node"]["metadata"], folder
+    )
+    said, until = b"", time.monotonic() + 60
+    try:
+        while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
+            said += log.read()
+            time.sleep(0.3)
+    finally:
+        machine.pull_the_plug()
+    said += log.read()
+    assert service.states.get(handle.id) != "ACTIVE", machine.serial
+    assert launcher.status(handle) == "failed"
+    assert service.states == {}
+    assert len(server.requests("post /v2/projects/p/locations/us-central1-a/queuedResources")) == 1
+    [note] = Rendezvous(handle.about["meet"]).notes(EXIT).values()
+    assert note["code"] == code
+    assert note["how"].startswith(f"node 0 ({handle.id}): {told}")
+    assert said.startswith(b"ingot: pulling the image\n")
+    assert f"ingot: {note['how']}\n" in said.decode()
+    assert not any(
+        "a-token-of-the-machine" in argument for call in machine.calls for argument in call
+    )

@@ -1,0 +1,125 @@
+"""Packed weights: the same numbers in half the bytes, or nothing at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
+from ingot.models.native import packed
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.native.packed import pack_weights
+from ingot.models.parameters import init_weights
+from ingot.serve.native.model import load
+from tests import tolerances
+from tests.serve.tiny import make_folder
+
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], list(range(40)), [7] * 33]
+
+pytestmark = pytest.mark.skipif(
+    not packed._has_kernel(), reason="this processor has no products with packed weights"
+)
+
+
+def decoder(
+    *, tied: bool = True, bias: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Decoder:
+    """A random model in float32 whose weights are numbers of `dtype`."""
+    config = {
+        "model_type": "qwen2" if bias else "llama",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
+    model = Decoder(DecoderConfig.from_hf(config)).eval()
+    init_weights(model, 5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if bias and parameter.ndim == 1:
+                parameter.normal_()
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def answers(model: Decoder) -> list[list[int]]:
+    requests = [Request(prompt, 24) for prompt in PROMPTS]
+    generator = Generator(model, decode=lambda ids: " ".join(map(str, ids)))
+    return [[token.id for token in done.tokens] for done in generator.run(requests)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_numbers_and_answers_stay(tied: bool, bias: bool) -> None:
+    model, tokens = decoder(tied=tied, bias=bias), torch.arange(60).view(2, 30)
+    positions = torch.arange(30).expand(2, 30)
+    with torch.inference_mode():
+        before = model.logits(model.hidden(tokens, positions))
+        said = answers(model)
+        assert pack_weights(model)
+        after = model.logits(model.hidden(tokens, positions))
+    torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
+    assert after.dtype == torch.float32
+    assert answers(model) == said
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_float32_weights_are_given_back(tied: bool) -> None:
+    model = decoder(tied=tied)
+    assert pack_weights(model)
+    left = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    assert {name: p.dtype for name, p in left.items() if p.numel()} == {
+        "model.embed_tokens.weight": torch.float16
+    }
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("value", [1 + 2**-12, 70_000.0, -1e30, torch.nan])
+def test_a_weight_that_float16_has_not_leaves_the_model_as_it_is(name: str, value: float) -> None:
+    model = decoder()
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] = value
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert not pack_weights(model)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for key, tensor in before.items():
+        torch.testing.assert_close(after[key], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_numbers_below_float16_are_told_from_rounding() -> None:
+    model = decoder()
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] = 2.0**-40
+    assert pack_weights(model), "a difference of 1e-12 is nobody's"
+
+
+def test_without_the_kernel_nothing_changes() -> None:
+    model, engine = decoder(), torch.backends.quantized.engine
+    torch.backends.quantized.engine = "qnnpack"
+    try:
+        assert not pack_weights(model)
+    finally:
+        torch.backends.quantized.engine = engine
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_a_server_packs_and_a_single_answer_does_not(tmp_path: Path) -> None:
+    rounded = make_folder(tmp_path / "rounded")
+    assert not load(rounded, pack=True).packed, "its weights are float32 numbers"
+    weights = next(rounded.glob("*.safetensors"))
+    save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights)
+    assert load(rounded, pack=True).packed
+    assert not load(rounded).packed

@@ -1,0 +1,234 @@
+"""Tools in chats, through OpenAI's own client: what is forced fits the function's schema, streams
+say the same once, and what clients send back is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import torch
+
+from ingot.models.generation.request import Request
+from ingot.models.generation.sampling import Sampling
+from ingot.serve.native.grammar import JSONGrammars, call_grammar, functions_of
+from ingot.serve.native.model import load
+from ingot.serve.native.toolcalls import FORMATS, ToolCallParser
+from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.load import load_tokenizer
+from tests.serve.running import running
+from tests.serve.tiny import TEMPLATE, TEXT, make_folder
+
+HERMES = (
+    '{% if tools %}Call <tool_call>{"name": ..., "arguments": ...}</tool_call>:{% for tool in'
+    " tools %} {{ tool | tojson }}{% endfor %}\n{% endif %}"
+    + TEMPLATE.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
+        "{{ call.function | tojson }}</tool_call>{% endfor %}",
+    )
+)
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Oslo", "Zürich"]}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+ASKED: list[Any] = [{"role": "user", "content": "rain?"}]
+OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "tools": TOOLS, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    end = train_bpe([TEXT * 20, TEXT.title() * 20], 320).special.eos
+    assert end is not None
+    made = make_folder(tmp_path_factory.mktemp("tools") / "model", eos=[end])
+    (made / "chat_template.jinja").write_text(HERMES)
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[openai.OpenAI]:
+    with (
+        running(folder, max_tokens=8000) as server,
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as made,
+    ):
+        yield made
+
+
+def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
+    choice: Any
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = client.chat.completions.create(
+            messages=ASKED, tool_choice=choice, parallel_tool_calls=False, **OPTIONS
+        )
+        (said,) = answer.choices
+        assert (said.finish_reason, said.message.content) == ("tool_calls", None)
+        (call,) = said.message.tool_calls or []
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        if choice != "required" or call.function.name == "weather":
+            assert call.function.name == "weather"
+            jsonschema.validate(arguments, WEATHER)
+        else:
+            assert (call.function.name, arguments) == ("now", {})
+        with client.chat.completions.stream(
+            messages=ASKED, tool_choice=choice, parallel_tool_calls=False, **OPTIONS
+        ) as stream:
+            pieces = sum(event.type == "tool_calls.function.arguments.delta" for event in stream)
+            (streamed,) = stream.get_final_completion().choices
+        (again,) = streamed.message.tool_calls or []
+        assert (again.function.name, again.function.arguments) == (
+            call.function.name,
+            call.function.arguments,
+        )
+        assert pieces > 1 or call.function.name == "now"
+        assert (again.id != "", streamed.finish_reason) == (True, "tool_calls")
+    assert answer.usage is not None
+    plain = client.chat.completions.create(messages=ASKED, model="tiny", max_tokens=1)
+    assert plain.usage is not None
+    assert answer.usage.prompt_tokens > plain.usage.prompt_tokens + 50, "tools are in the prompt"
+    back: list[Any] = [
+        *ASKED,
+        said.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "no rain"},
+    ]
+    later = client.chat.completions.create(messages=back, tool_choice="none", **OPTIONS)
+    assert (later.choices[0].message.tool_calls, bool(later.choices[0].message.content)) == (
+        None,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "not in `tools`"),
+        ({"tool_choice": "required", "tools": []}, "not in `tools`"),
+        ({"tool_choice": "some"}, "give one of auto, none, required"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools.0.type"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "tool_calls": []},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                    },
+                ]
+            },
+            "text of a JSON object",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "role tool"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "nonsense"}},
+                    }
+                ],
+            },
+            "a schema in `tools` cannot be followed",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    client: openai.OpenAI, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"messages": ASKED, **OPTIONS, **changes})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "named", "written"),
+    [
+        ("hermes", False, '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'),
+        ("llama3_json", False, '{"name": "weather", "parameters": %s}'),
+        ("mistral", False, '[TOOL_CALLS][{"name": "weather", "arguments": %s}]'),
+        ("mistral", True, "[TOOL_CALLS]weather[ARGS]%s"),
+    ],
+)
+@pytest.mark.parametrize("text", [False, True])
+def test_grammars_hold_each_format(
+    folder: Path, form: str, named: bool, written: str, text: bool
+) -> None:
+    """Also where the model may answer with text and a function is strict; a `\x00` stands for a
+    special token.
+    """
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.special.eos
+    assert end is not None
+    strict = [{"function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    grammar = call_grammar(
+        FORMATS[form],
+        functions_of(strict, strict=text),
+        {"[TOOL_CALLS]": 0} if named else {},
+        text=text,
+        several=True,
+        named=named,
+    )
+    start = JSONGrammars(tokenizer, tokenizer.vocab_size, [end]).calls(grammar)
+
+    def fits(answer: str) -> bool:
+        constraint = start.copy()
+        ids = [0] * answer.startswith("\x00") + tokenizer.encode(answer.removeprefix("\x00"))
+        for token in [*ids, end]:
+            logits = torch.zeros(tokenizer.vocab_size)
+            constraint.apply(logits)
+            if logits[token] != 0:
+                return False
+            constraint.push(token)
+        return True
+
+    written = written.replace("[TOOL_CALLS]", "\x00") if named else written
+    assert fits(written % '{"city": "Oslo", "days": 2}')
+    assert not fits(written % '{"city": "Oslo", "days": 9}')
+    assert not fits((written % "{}").replace("weather", "other"))
+    assert fits("Some text.") == text
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.drawn
+def test_what_any_model_is_forced_to_write_is_read(folder: Path, form: str) -> None:
+    """Random weights at a high temperature, several calls."""
+    torch.set_num_threads(1)
+    loaded = load(folder)
+    grammars = JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, loaded.eos)
+    grammar = call_grammar(
+        FORMATS[form], functions_of(TOOLS, strict=False), {}, text=False, several=True, named=False
+    )
+    constraint = grammars.calls(grammar)
+    prompt = loaded.tokenizer.encode_prompt("the")
+    answers = loaded.generator(4).run(
+        Request(prompt, 400, Sampling(1.5, seed=seed), constraint=constraint.copy())
+        for seed in range(8)
+    )
+    ended = [answer for answer in answers if answer.finish == "stop"]
+    assert len(ended) > 4
+    for answer in ended:
+        parser = ToolCallParser(FORMATS[form])
+        text, calls = parser.push(answer.text)
+        assert (text.strip(), parser.calls > 0) == ("", True)
+        for call in calls:
+            schema = WEATHER if call.name == "weather" else {"maxProperties": 0}
+            jsonschema.validate(json.loads(call.arguments), schema)

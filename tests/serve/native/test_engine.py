@@ -1,0 +1,193 @@
+"""The engine under failures: every request gets an answer, and the next ones are tried."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Completion, Request
+from ingot.serve.http.errors import ApiError
+from ingot.serve.http.middleware import ServerMetrics
+from ingot.serve.native.engine import MAX_FAILURES, ServingEngine, Ticket
+from ingot.serve.native.model import LoadedModel
+
+
+class Failing:
+    """Stands before the model's `hidden`: fails while told to, and can be made to wait."""
+
+    def __init__(self, hidden: Callable[..., torch.Tensor]) -> None:
+        self._hidden, self.fails, self.gate = hidden, False, threading.Event()
+        self.gate.set()
+
+    def __call__(self, *arguments: object, **more: object) -> torch.Tensor:
+        self.gate.wait(30)
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        return self._hidden(*arguments, **more)
+
+
+@pytest.fixture
+def failing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    made = Failing(loaded.model.hidden)
+    monkeypatch.setattr(loaded.model, "hidden", made)
+    return made
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel, failing: Failing) -> Iterator[ServingEngine]:
+    made = ServingEngine(
+        Generator(loaded.model, decode=loaded.tokenizer.decode, max_rows=2),
+        ServerMetrics(),
+        max_batch=2,
+        max_queue=3,
+    )
+    made.start()
+    yield made
+    failing.gate.set()
+    made.stop()
+    assert not made.healthy
+
+
+def request(tokens: int = 4) -> Request:
+    return Request([5, 6, 7], tokens)
+
+
+async def answers(ticket: Ticket) -> list[Completion]:
+    return await asyncio.wait_for(ticket.completions(), 30)
+
+
+def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
+    engine: ServingEngine, failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def story() -> None:
+        failing.fails = True
+        failing.gate.clear()
+        tickets = [engine.submit([request(), request()]), engine.submit([request()])]
+        failing.gate.set()
+        for ticket in tickets:
+            with pytest.raises(ApiError, match="the model failed on this batch") as caught:
+                await answers(ticket)
+            assert caught.value.status == 500
+        failing.fails = False
+        (answer,) = await answers(engine.submit([request()]))
+        assert (answer.generated, answer.finish) == (4, "length")
+        assert engine.healthy
+
+    asyncio.run(story())
+    assert "OutOfMemoryError: no memory" in capsys.readouterr().err
+
+
+def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
+    engine: ServingEngine, failing: Failing
+) -> None:
+    async def story() -> None:
+        failing.fails = True
+        for attempt in range(MAX_FAILURES):
+            assert engine.healthy, attempt
+            with pytest.raises(ApiError):
+                await answers(engine.submit([request()]))
+        assert not engine.healthy
+        failing.fails = False
+        await answers(engine.submit([request()]))
+        assert engine.healthy
+
+    asyncio.run(story())
+
+
+def test_the_queue_is_all_or_none(engine: ServingEngine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        first = engine.submit([request()] * 3)
+        with pytest.raises(
+            ApiError, match=r"3 requests are running or waiting, 5 fit; try again in [12] s"
+        ) as caught:
+            engine.submit([request()] * 3)
+        assert caught.value.status == 429
+        assert caught.value.headers["Retry-After"] in ("1", "2")
+        with pytest.raises(
+            ApiError, match="6 answers in one request; this server takes at most 5"
+        ) as caught:
+            engine.submit([request()] * 6)
+        assert caught.value.status == 400
+        second = engine.submit([request(1)] * 2)
+        failing.gate.set()
+        assert [answer.generated for answer in await answers(first) + await answers(second)] == [
+            4,
+            4,
+            4,
+            1,
+            1,
+        ]
+
+    asyncio.run(story())
+
+
+def test_what_is_cancelled_frees_its_place(engine: ServingEngine, failing: Failing) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        running, waiting = engine.submit([request(8000)] * 2), engine.submit([request(8000)] * 3)
+        waiting.cancel()
+        third = engine.submit([request()] * 3)
+        running.cancel()
+        running.cancel()
+        failing.gate.set()
+        assert [answer.generated for answer in await answers(third)] == [4, 4, 4]
+
+    asyncio.run(story())
+
+
+def test_an_abort_answers_what_runs_and_what_waits_and_refuses_what_comes(
+    engine: ServingEngine, failing: Failing
+) -> None:
+    async def story() -> None:
+        failing.gate.clear()
+        tickets = [engine.submit([request()] * 2), engine.submit([request()] * 2)]
+        engine.abort()
+        for ticket in tickets:
+            with pytest.raises(ApiError, match="the server is stopping") as caught:
+                await answers(ticket)
+            assert caught.value.status == 503
+        with pytest.raises(ApiError, match="the server is stopping"):
+            engine.submit([request()])
+
+    asyncio.run(story())
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone(
+    engine: ServingEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = loaded.model.hidden
+
+    def broken_at_300(tokens: torch.Tensor, *arguments: object, **more: object) -> torch.Tensor:
+        broken = (tokens == 300).any(dim=1)[:, None, None]
+        return hidden(tokens, *arguments, **more).masked_fill(broken, float("nan"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loaded.model, "hidden", broken_at_300)
+
+    async def story() -> None:
+        broken, fine = engine.submit([Request([300], 4)]), engine.submit([Request([5], 4)])
+        with pytest.raises(ApiError, match="not finite") as caught:
+            await answers(broken)
+        assert caught.value.status == 500
+        assert len(await answers(fine)) == 1
+
+    asyncio.run(story())
+
+
+def test_a_loop_that_is_gone_harms_nobody(engine: ServingEngine, failing: Failing) -> None:
+    async def leave() -> None:
+        failing.gate.clear()
+        engine.submit([request()])
+
+    asyncio.run(leave())
+    failing.gate.set()
+
+    async def stay() -> None:
+        assert len(await answers(engine.submit([request()]))) == 1
+
+    asyncio.run(stay())

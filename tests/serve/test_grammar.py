@@ -1,0 +1,202 @@
+"""Answers held to JSON: whatever a model would say, and however it is sampled, what it ends by itself
+parses and fits the schema; special tokens are no text; other requests notice nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import torch
+
+from ingot.base.errors import WrongInput
+from ingot.models.generation.request import Request
+from ingot.models.generation.sampling import Sampling
+from ingot.serve.native.grammar import JSONGrammars
+from ingot.serve.native.model import LoadedModel, load
+from ingot.tokenizers.bpe import train_bpe
+from ingot.tokenizers.load import load_tokenizer
+from tests.serve.running import Running, running
+from tests.serve.tiny import TEXT, make_folder
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "label": {"enum": ["good", "bad"]},
+        "score": {"type": "integer", "minimum": 0, "maximum": 10},
+        "why": {"type": "string", "maxLength": 8},
+    },
+    "required": ["label", "score", "why"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers end with the end of a text, unlike those that most tests share."""
+    end = train_bpe([TEXT * 20, TEXT.title() * 20], 320).special.eos
+    assert end is not None
+    return make_folder(tmp_path_factory.mktemp("ending") / "model", eos=[end])
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    torch.set_num_threads(1)
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder, max_tokens=8000) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def grammars(loaded: LoadedModel) -> JSONGrammars:
+    return JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, loaded.eos)
+
+
+def test_any_sample_that_ends_fits_the_schema(loaded: LoadedModel, grammars: JSONGrammars) -> None:
+    """Of random weights, which would never write JSON by themselves."""
+    constraint = grammars.constraint(SCHEMA)
+    prompt = loaded.tokenizer.encode_prompt("the")
+    requests = [
+        Request(prompt, 200, Sampling(1.5, seed=seed), constraint=constraint.copy())
+        for seed in range(12)
+    ]
+    answers = loaded.generator(6).run(requests)
+    ended = [answer.text for answer in answers if answer.finish == "stop"]
+    assert len(ended) >= 9
+    for text in ended:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(ended)) > 6
+    assert not any(answer.finish == "error" for answer in answers)
+
+
+def test_neighbours_and_log_probabilities_are_the_models_own(
+    loaded: LoadedModel, grammars: JSONGrammars
+) -> None:
+    prompt = loaded.tokenizer.encode_prompt("five wizards")
+    plain = Request(prompt, 12, Sampling(logprobs=1))
+    held = Request(prompt, 12, Sampling(logprobs=1), constraint=grammars.constraint(SCHEMA))
+    (alone,) = loaded.generator(1).run([plain])
+    beside, answer = loaded.generator(2).run([plain, held])
+    assert beside.text == alone.text
+    assert answer.text.startswith("{")
+    assert answer.tokens[0].top[0][0] == alone.tokens[0].id
+    assert answer.tokens[0].logprob is not None
+    assert alone.tokens[0].logprob is not None
+    assert answer.tokens[0].logprob < alone.tokens[0].logprob
+
+
+def test_special_tokens_are_no_text_and_an_end_only_where_json_is_complete(
+    loaded: LoadedModel, grammars: JSONGrammars
+) -> None:
+    """In a string any character may stand, but not the token of the end of a text."""
+    constraint = grammars.constraint({"type": "string"})
+    size = loaded.model.config.vocab_size
+
+    def allowed() -> set[int]:
+        logits = torch.zeros(size)
+        constraint.apply(logits)
+        return {token for token, value in enumerate(logits.tolist()) if value == 0.0}
+
+    special = set(loaded.tokenizer.special_ids.values())
+    assert special >= loaded.eos
+    assert not allowed() & special
+    for text, ends in (('"', False), ("dog <", False), ('"', True)):
+        for token in loaded.tokenizer.encode(text):
+            assert token in allowed()
+            constraint.push(token)
+        assert bool(allowed() & special) == ends
+        assert allowed() & special <= loaded.eos
+    assert not constraint.failed
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "nonsense"}, "cannot be followed"),
+        ({"$ref": "https://example.com/a.json"}, "cannot be followed"),
+        ({"type": "integer", "minimum": 9, "maximum": 3}, "cannot be followed"),
+        ({"type": "string", "pattern": "(?=a)b"}, "cannot be followed"),
+        ({"type": "array", "uniqueItems": True}, "cannot be followed"),
+    ],
+    ids=["type", "reference", "empty", "pattern", "unsupported"],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(
+    grammars: JSONGrammars, schema: dict[str, Any], words: str
+) -> None:
+    """What the library does not know is an error, not left out."""
+    with pytest.raises(WrongInput, match=words):
+        grammars.constraint(schema)
+
+
+def test_a_model_without_an_end_is_refused(loaded: LoadedModel) -> None:
+    without = JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, ())
+    with pytest.raises(WrongInput, match="no token that ends an answer"):
+        without.constraint(None)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["hf_qwen3", "hf_gpt2", "hf_llama3_2"])
+def test_the_bytes_of_real_tokenizers_are_known(name: str, test_data: Path) -> None:
+    tokenizer = load_tokenizer(test_data / "tokenizers" / name)
+    end = tokenizer.special.eos
+    assert end is not None
+    constraint = JSONGrammars(tokenizer, tokenizer.vocab_size, [end]).constraint(SCHEMA)
+    text = '{"label": "bad", "score": 10, "why": "é 😀"}'
+    for token in tokenizer.encode(text):
+        constraint.push(token)
+    constraint.push(end)
+    assert not constraint.failed
+
+
+def test_response_format_through_openais_client(server: Running) -> None:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        shape: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
+        options: Any = {"model": "tiny", "max_tokens": 300, "seed": 2, "n": 2}
+        chat = client.chat.completions.create(
+            messages=[{"role": "user", "content": "the dog"}], response_format=shape, **options
+        )
+        for choice in chat.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+        streamed = ""
+        for chunk in client.chat.completions.create(
+            messages=[{"role": "user", "content": "the dog"}],
+            response_format=shape,
+            stream=True,
+            **{**options, "n": 1},
+        ):
+            streamed += chunk.choices[0].delta.content or ""
+        assert streamed == chat.choices[0].message.content
+        whole = client.completions.create(
+            prompt="the", extra_body={"response_format": {"type": "json_object"}}, **options
+        )
+        for answer in whole.choices:
+            assert answer.text.lstrip().startswith("{")
+            if answer.finish_reason == "stop":
+                assert isinstance(json.loads(answer.text), dict)
+        for wrong, words in (
+            ({"type": "json_schema"}, "give `json_schema` with type json_schema"),
+            ({"type": "yaml"}, "response_format"),
+            (
+                {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "q"}}},
+                "cannot be followed",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(
+                    messages=[{"role": "user", "content": "x"}],
+                    response_format=wrong,  # type: ignore[call-overload]
+                    model="tiny",
+                )
+            assert words in str(caught.value)

@@ -1,0 +1,291 @@
+"""A training on rewards from prompts to weights: the sampler's numbers are the trainer's, any split
+gives one number, and what was killed goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ingot.base import progress
+from ingot.base.errors import Failed, Stopped, WrongInput
+from ingot.base.runlog import read_lines
+from ingot.checkpoints.store import committed
+from ingot.config.recipe import Recipe
+from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.tokenizers.load import load_tokenizer
+from ingot.train import step as loop
+from ingot.train.rollout import rollout
+from ingot.train.rollout.prompts import PromptReader
+from ingot.train.trainer import train
+from tests import tolerances
+from tests.ranks import run_ranks
+from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd, odd_known
+
+SGD = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__clip_norm": None}
+RATIO = 1e-5
+"""|p / p when sampled - 1| before the first update, float32."""
+
+
+@pytest.fixture(autouse=True)
+def _odd() -> Iterator[None]:
+    with odd_known():
+        yield
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with odd_known():
+        return made_ready(tmp_path_factory.mktemp("digits") / "root")
+
+
+def logged(recipe: Recipe, key: str) -> list[float]:
+    return [line[key] for line in read_lines(recipe.folder.metrics) if key in line]
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
+
+
+def told(recipe: Recipe) -> list[Any]:
+    return list(read_lines(recipe.folder.samples))
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in other)
+    return float(
+        (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
+    )
+
+
+def test_the_first_ratio_is_one_and_later_ones_are_not(ready: Path, tmp_path: Path) -> None:
+    """Every even step is the second on the same answers. The temperature is part of the policy: if
+    either side forgot it, the ratio would be far from 1.
+    """
+    recipe = apart(ready, tmp_path, {"updates": 2, "temperature": 0.7}, track__every=1)
+    train(recipe)
+    errors = logged(recipe, "train/policy/ratio_error")
+    assert len(errors) == 4
+    assert max(errors[::2]) < RATIO
+    assert min(errors[1::2]) > 100 * RATIO
+    lines = list(read_lines(recipe.folder.metrics))
+    rollouts = [line for line in lines if "reward/mean" in line]
+    assert rollouts[0]["reward/mean"] == rollouts[1]["reward/mean"]
+    assert {"reward/exact", "reward/other", "rollout/equal_groups", "rollout/answer_tokens"} <= set(
+        rollouts[0]
+    )
+
+
+def test_samples_are_written_and_the_mean_reward_is_shown(
+    ready: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+    recipe = apart(ready, tmp_path, train__steps=2, track__every=1)
+    train(recipe)
+    assert f"reward {logged(recipe, 'reward/mean')[-1]:.3f}  tokens/s" in capsys.readouterr().err
+    lines = told(recipe)
+    assert [line["step"] for line in lines] == [1, 1, 2, 2]
+    for line in lines:
+        assert line["reference"] == max(line["prompt"].split())
+        assert len(line["answers"]) == 4
+        for one in line["answers"]:
+            right = one["answer"].strip() == line["reference"]
+            assert one["reward"] == right + 0.5 * odd(one["answer"])
+
+
+def test_a_prompt_is_what_is_served(ready: Path) -> None:
+    recipe = digits_recipe(ready)
+    tokenizer = load_tokenizer(recipe.folder.tokenizer)
+    rows = open_rows(recipe.folder.columns, "train", 32, pack="none", pad_last=False)
+    assert isinstance(rows, Rows)
+    for prompt in PromptReader(rows, tokenizer).prompts(list(range(len(rows)))):
+        one, other = prompt.text.split()
+        assert prompt.reference == max(one, other)
+        assert prompt.ids == tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+
+
+def stopped_at(recipe: Recipe, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until `step`, as if killed there; a checkpoint may be older."""
+    original = loop.run_steps
+
+    def stop(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
+        original(context, first, step)
+        raise Stopped("as if killed", signum=9, committed=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.trainer.run_steps", stop)
+        with pytest.raises(Stopped):
+            train(recipe)
+
+
+def test_what_was_killed_goes_on_bit_for_bit(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 4 lies inside of the second rollout of three updates, whose answers
+    the weights of then no longer give.
+    """
+    knobs: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "track__every": 1}
+    whole = apart(ready, tmp_path / "whole", {"updates": 3}, **knobs)
+    train(whole)
+    broken = apart(ready, tmp_path / "broken", {"updates": 3}, **knobs)
+    stopped_at(broken, 6, monkeypatch)
+    newest = next(iter(committed(broken.folder.checkpoints)))
+    assert newest.step == 4
+    assert newest.commit["rollout"]["number"] == 1
+    train(broken)
+    found, wanted = weights(broken), weights(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for key in ("train/loss", "train/policy/ratio_error", "reward/mean"):
+        assert logged(broken, key) == logged(whole, key)
+    assert told(broken) == told(whole)
+
+
+def on_ranks(ready: str, target: str) -> None:
+    with odd_known():
+        train(apart(Path(ready), Path(target), {"kl": 0.1}, train__micro_batch=3, **SGD))
+
+
+def test_any_split_of_the_work_gives_the_same_numbers(ready: Path, tmp_path: Path) -> None:
+    """One rank with one micro-batch of all answers, and two ranks with several: the same answers,
+    losses and weights.
+    """
+    whole = apart(ready, tmp_path / "whole", {"kl": 0.1}, train__micro_batch=16, **SGD)
+    train(whole)
+    shared = apart(ready, tmp_path / "ranks", {"kl": 0.1}, train__micro_batch=3, **SGD)
+    run_ranks(2, on_ranks, str(ready), str(tmp_path / "ranks"))
+    assert told(shared) == told(whole)
+    assert logged(shared, "reward/mean") == logged(whole, "reward/mean")
+    for key in ("train/loss", "train/grad_norm", "train/policy/kl"):
+        assert logged(shared, key) == pytest.approx(
+            logged(whole, key), rel=tolerances.SPLIT_LOSS, abs=tolerances.SPLIT_LOSS
+        )
+    assert distance(weights(shared), weights(whole)) < tolerances.SPLIT_WEIGHTS
+
+
+@pytest.mark.parametrize("normalise", ["tokens", "answers"])
+def test_the_other_divisors_are_those_of_the_whole_step(
+    normalise: str, ready: Path, tmp_path: Path
+) -> None:
+    norms = []
+    for size in (16, 3):
+        recipe = apart(
+            ready,
+            tmp_path / str(size),
+            {"normalise": normalise},
+            train__micro_batch=size,
+            train__steps=2,
+            **SGD,
+        )
+        train(recipe)
+        norms.append(logged(recipe, "train/grad_norm"))
+    assert norms[0] == pytest.approx(norms[1], rel=tolerances.SPLIT_LOSS)
+    assert max(norms[0]) > 0
+
+
+def test_a_prompt_that_comes_again_is_answered_with_other_numbers(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[bytes] = []
+    original = rollout.answer_draws
+
+    def noted(*given: Any) -> Any:
+        found = original(*given)
+        drawn.extend(row.tobytes() for row in found)
+        return found
+
+    monkeypatch.setattr(rollout, "answer_draws", noted)
+    train(apart(ready, tmp_path, train__steps=3))
+    assert len(set(drawn)) == len(drawn) == 48
+
+
+def test_a_reference_that_is_where_training_starts_is_not_left_at_once(
+    ready: Path, tmp_path: Path
+) -> None:
+    recipe = apart(
+        ready,
+        tmp_path,
+        {"kl": 0.1, "updates": 2, "temperature": 0.7},
+        train__steps=2,
+        track__every=1,
+    )
+    train(recipe)
+    first, second = logged(recipe, "train/policy/kl")
+    assert abs(first) < RATIO
+    assert abs(second) > 0
+
+
+def test_replicas_that_differ_are_noticed(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = torch.nn.Linear(3, 3)
+    before = rollout.weights_checksum(one)
+    with torch.no_grad():
+        one.weight[1, 2] = torch.nextafter(one.weight[1, 2], torch.tensor(9.0))
+    assert rollout.weights_checksum(one) != before
+    sums = iter([[[1.0], [2.0]]])
+    monkeypatch.setattr("ingot.parallel.mesh.Mesh.gather", lambda self, numbers: next(sums))
+    with pytest.raises(Failed, match="different weights"):
+        train(apart(ready, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("objective", "knobs", "words"),
+    [
+        ({"group": 3}, {}, "global_batch 16 counts answers"),
+        ({}, {"parallel__shard": 2}, r"parallel\.shard 2"),
+        ({}, {"parallel__tensor": 2}, r"parallel\.tensor 2"),
+        ({}, {"parallel": "auto"}, "parallel auto"),
+        ({}, {"train__compile": True}, r"train\.compile"),
+        ({}, {"model__lora": {"rank": 2, "dropout": 0.1}}, r"lora\.dropout"),
+        ({"reference": "hf:a/b"}, {}, "never asked while kl is 0"),
+        ({"top_p": 0.9}, {}, "top_p"),
+        ({"rewards": []}, {}, "rewards"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(
+    objective: dict[str, Any], knobs: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WrongInput, match=words):
+        digits_recipe(tmp_path, objective, **knobs)
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused_before_the_first_step(
+    ready: Path, tmp_path: Path
+) -> None:
+    recipe = apart(ready, tmp_path, {"max_answer_tokens": 30})
+    with pytest.raises(WrongInput, match=r"exceed data\.seq_len 32"):
+        train(recipe)
+
+
+def test_an_adapter_is_trained_on_rewards(ready: Path, tmp_path: Path) -> None:
+    """The reference is the base without its adapter, which at first gives the same numbers."""
+    base = apart(ready, tmp_path / "base", train__steps=1)
+    train(base)
+    recipe = digits_recipe(
+        tmp_path / "base",
+        {"kl": 0.1},
+        name="adapted",
+        model__source=str(base.folder.root),
+        model__config=None,
+        model__lora={"rank": 2},
+        tokenizer__source=str(base.folder.model),
+        tokenizer__vocab_size=None,
+        train__steps=2,
+    )
+    ingest(recipe)
+    prepare(recipe)
+    train(recipe)
+    assert max(logged(recipe, "train/policy/ratio_error")) < RATIO
+    assert abs(logged(recipe, "train/policy/kl")[0]) < RATIO
+    assert json.loads((recipe.folder.adapter / "adapter_config.json").read_text())["r"] == 2

@@ -1,0 +1,204 @@
+"""Averages of the weights: the formula, what is measured and exported, resumed and sharded; and
+groups and schedules through a whole training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ingot.base.errors import Stopped, WrongInput
+from ingot.base.runlog import read_lines
+from ingot.checkpoints.reader import WholeWeights
+from ingot.checkpoints.store import step_folder
+from ingot.config.model_content import read_lineage
+from ingot.config.recipe import Recipe
+from ingot.config.sections.loop import Average
+from ingot.config.sections.training import SGD, AdamW
+from ingot.train import step as loop
+from ingot.train.averaging import AVERAGE, AveragedWeights
+from ingot.train.optimizers import make_optimizer
+from ingot.train.setup import make_setup
+from ingot.train.trainer import train
+from tests import tolerances
+from tests.ranks import run_ranks
+from tests.small import copy_of, small_recipe
+from tests.train.test_muon import ALONE, built, step
+
+EVERY = {"checkpoint__every": 1, "checkpoint__keep": 99, "precision__export": "fp32"}
+
+
+def exported(recipe: Recipe) -> dict[str, Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
+
+
+def logged(recipe: Recipe, key: str = "validation/loss") -> dict[int, float]:
+    lines = read_lines(recipe.folder.metrics)
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def test_the_mean_is_its_formula_and_a_step_that_is_not_taken_is_not_in_it() -> None:
+    _, masters = built({}, ALONE)
+    optimizer = make_optimizer(AdamW(lr=0.05), masters, 0, Average(decay=0.25))
+    expected: dict[str, Tensor] = {}
+    taken = 0
+    for number, skipped in enumerate((0.0, 0.0, 1.0, 0.0, 0.0, 0.0)):
+        step(masters, optimizer, number, skipped)
+        for master in masters:
+            now = master.tensor.detach().double()
+            # Of few steps it keeps less: 1/10, 2/11, 3/12, then the 0.25 that is asked for.
+            kept = min(0.25, (taken + 1) / (taken + 10))
+            before = expected.get(master.name, now)
+            expected[master.name] = before if skipped else kept * before + (1 - kept) * now
+        taken += not skipped
+    for master in masters:
+        found = optimizer.state[master.tensor][AVERAGE]
+        torch.testing.assert_close(found.double(), expected[master.name], rtol=1e-6, atol=1e-7)
+        assert not torch.equal(found, master.tensor)
+
+
+@pytest.mark.parametrize("settings", [AdamW(lr=0.05), SGD(kind="sgd", momentum=0.9)])
+def test_training_itself_does_not_change(settings: Any) -> None:
+    (_, masters), (_, others) = built({}, ALONE), built({}, ALONE)
+    optimizer = make_optimizer(settings, masters, 0, Average())
+    other = make_optimizer(settings, others)
+    for number in range(2):
+        step(masters, optimizer, number)
+        step(others, other, number)
+    for one, two in zip(masters, others, strict=True):
+        assert torch.equal(one.tensor, two.tensor)
+
+
+def stopped_at(recipe: Recipe, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.run_steps
+
+    def stop(context: loop.StepContext, first: int, _: int) -> loop.LoopEnd:
+        original(context, first, last)
+        raise Stopped("as if killed", signum=9, committed=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.trainer.run_steps", stop)
+        with pytest.raises(Stopped):
+            train(recipe)
+
+
+def test_the_average_is_measured_and_exported_and_resumed(
+    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = {"train__steps": 6, "train__evaluate_every": 3, **EVERY}
+    average = {"train__average": "{decay: 0.5, evaluate: true}"}
+    plain, whole, broken = (
+        small_recipe(copy_of(prepared_root, tmp_path / name), **knobs, **more)
+        for name, more in (("plain", {}), ("whole", average), ("broken", average))
+    )
+    train(plain)
+    train(whole)
+    assert logged(whole, "train/loss") == logged(plain, "train/loss"), "training is the same"
+    assert logged(whole).keys() == logged(plain).keys() == {3, 6}
+    assert all(logged(whole)[at] != logged(plain)[at] for at in (3, 6))
+    ours, theirs = exported(whole), exported(plain)
+    mean = AveragedWeights(step_folder(whole.folder.checkpoints, 6))
+    for name in theirs:
+        assert torch.equal(ours[name], mean[name]), name
+        assert not torch.equal(ours[name], theirs[name]), name
+    assert (read_lineage(whole.folder.model) or {})["average"] == {"kind": "ema", "decay": 0.5}
+    assert "average" not in (read_lineage(plain.folder.model) or {})
+    stopped_at(broken, 4, monkeypatch)
+    train(broken)
+    assert logged(broken) == logged(whole)
+    assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
+
+
+def test_the_mean_of_the_newest_checkpoints_is_exported(root: Path) -> None:
+    recipe = small_recipe(root, train__average="{kind: last, checkpoints: 3}", **EVERY)
+    train(recipe)
+    last = [WholeWeights(step_folder(recipe.folder.checkpoints, at)) for at in (4, 5, 6)]
+    for name, weight in exported(recipe).items():
+        mean = torch.stack([one[name].double() for one in last]).mean(0)
+        torch.testing.assert_close(weight.double(), mean, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(weight, last[-1][name])
+
+
+def on_ranks(root: Path, knobs: dict[str, Any]) -> None:
+    train(small_recipe(root, parallel__shard=2, **knobs))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("kind", ["{decay: 0.5}", "{kind: last, checkpoints: 3}"])
+def test_shards_average_to_what_one_process_does(
+    kind: str, prepared_root: Path, tmp_path: Path
+) -> None:
+    sgd = {"train__optimizer": "{kind: sgd, lr: 0.2}", "train__average": kind, **EVERY}
+    alone = small_recipe(copy_of(prepared_root, tmp_path / "alone"), **sgd)
+    shared = small_recipe(copy_of(prepared_root, tmp_path / "shared"), **sgd)
+    train(alone)
+    run_ranks(2, on_ranks, tmp_path / "shared", sgd)
+    ours, theirs = exported(shared), exported(alone)
+    for name in theirs:
+        difference = (ours[name] - theirs[name]).norm() / theirs[name].norm()
+        assert difference < tolerances.SPLIT_WEIGHTS, name
+
+
+def test_an_average_that_nobody_asks_for_any_more_is_forgotten(root: Path) -> None:
+    """Else it would be saved as it stands, and be taken for the average later."""
+    train(small_recipe(root, train__steps=2, train__average="{}", **EVERY))
+    onward = small_recipe(
+        root, train__steps=4, resume__allow=["train.steps", "train.average"], **EVERY
+    )
+    train(onward)
+    stored = WholeWeights(step_folder(onward.folder.checkpoints, 4)).names
+    assert not [name for name in stored if AVERAGE in name]
+
+
+def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
+    last = {"train__average": "{kind: last}"}
+    with pytest.raises(WrongInput, match=r"newest 5 checkpoints, and checkpoint\.keep keeps 2"):
+        small_recipe(tmp_path, **last)
+    with pytest.raises(WrongInput, match=r"kind last exports the mean .* checkpoint\.best"):
+        small_recipe(
+            tmp_path,
+            **last,
+            checkpoint__keep=5,
+            checkpoint__best="loss",
+            train__evaluate_every=2,
+        )
+    with pytest.raises(WrongInput, match=r"train\.average\.evaluate .* set kind to ema"):
+        small_recipe(tmp_path, train__average="{kind: last, evaluate: true}")
+
+
+def test_a_stable_phase_is_decayed_from_any_of_its_checkpoints(
+    prepared_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "{kind: wsd, warmup: 2, decay: 2, min_ratio: 0.5}"
+    stable = small_recipe(
+        copy_of(prepared_root, tmp_path / "stable"), train__schedule=schedule, **EVERY
+    )
+    train(stable)
+    assert list(logged(stable, "train/lr").values()) == pytest.approx(
+        [0.005, 0.01, 0.01, 0.01, 0.0075, 0.005]
+    )
+    start = str(step_folder(stable.folder.checkpoints, 3))
+    short = small_recipe(
+        copy_of(prepared_root, tmp_path / "short"),
+        train__schedule=schedule,
+        train__steps=5,
+        train__start_from=start,
+        train__optimizer__groups="[{match: '*norm*', lr_factor: 0.5}]",
+    )
+    capsys.readouterr()
+    train(short)
+    assert list(logged(short, "train/lr").items()) == [(4, 0.0075), (5, 0.005)]
+    told = capsys.readouterr()
+    assert "is 0.01 until step 3, then falls to 0.005 at step 5" in told.out + told.err
+    with pytest.raises(WrongInput, match=r"groups\.0\.match \*nrom\* matches no trained parameter"):
+        make_setup(
+            small_recipe(
+                tmp_path / "short", train__optimizer__groups="[{match: '*nrom*', lr_factor: 0}]"
+            ),
+            ALONE,
+        )

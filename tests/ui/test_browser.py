@@ -1,0 +1,191 @@
+"""The pages in a real browser: what is clicked, dragged and typed, at two sizes and in both
+colours.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.base.reports import read_report
+from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import append_line
+from ingot.registry.local import LocalRegistry
+from tests.browser import Tab, browsing, require_browser
+from tests.report.made_up import made_up_run
+from tests.ui.conftest import runs_folder
+from tests.ui.serving import Shown, showing
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    require_browser()
+    with browsing() as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def a_wide_light_window(tab: Tab) -> Iterator[None]:
+    tab.look(1280)
+    tab.go("about:blank")
+    yield
+    assert tab.complaints == []
+
+
+def names(tab: Tab) -> list[str]:
+    return list(tab.eval("[...document.querySelectorAll('.who a')].map(a => a.textContent)"))
+
+
+def test_the_table_sorts_filters_and_leads_to_curves(tab: Tab, shown: Shown) -> None:
+    tab.go(f"{shown.url}/")
+    tab.wait("document.querySelectorAll('tr[data-id]').length === 4")
+    tab.click("th[data-key=bits] button")
+    assert names(tab).index("second") < names(tab).index("first")
+    tab.click("th[data-key=bits] button")
+    assert names(tab).index("first") < names(tab).index("second")
+    tab.click(".segmented button:nth-child(3)")
+    assert names(tab) == ["failed"]
+    tab.click(".segmented button:nth-child(1)")
+    tab.eval(
+        "(() => { const i = document.querySelector('input[type=search]'); i.value = 'SEC';"
+        " i.dispatchEvent(new Event('input')); })()"
+    )
+    assert names(tab) == ["second"]
+    tab.eval(
+        "(() => { const i = document.querySelector('input[type=search]'); i.value = '';"
+        " i.dispatchEvent(new Event('input')); })()"
+    )
+    assert not tab.eval("document.querySelector('.actions').checkVisibility()")
+    for name in ("first", "second"):
+        tab.click(f"tr[data-id={name}] input")
+    assert "2 chosen" in tab.text(".actions")
+    tab.click(".actions .main")
+    tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
+    assert "first" in tab.text(".legend")
+    assert "name" in tab.text("#differences")
+    tab.wait("document.querySelector('#figures').innerText.includes('2.2')")
+
+
+def drawn(tab: Tab, selector: str = ".chart canvas") -> int:
+    """Pixels of a canvas that are not empty."""
+    return int(
+        tab.eval(
+            f"(() => {{ const c = document.querySelector({json.dumps(selector)});"
+            " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+            " let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })()"
+        )
+    )
+
+
+def test_curves_zoom_and_tell_their_values(tab: Tab, shown: Shown) -> None:
+    tab.go(f"{shown.url}/#/run?run=first")
+    tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
+    tab.wait(
+        "(() => { const c = document.querySelector('.chart canvas'); return c.width > 300; })()"
+    )
+    assert drawn(tab) > 500
+    tab.eval(
+        "(() => { const c = document.querySelector('.chart'), b = c.getBoundingClientRect();"
+        " c.dispatchEvent(new PointerEvent('pointermove',"
+        " { clientX: b.left + b.width / 2, clientY: b.top + 40 })); })()"
+    )
+    tab.wait("document.querySelector('.tip').checkVisibility()")
+    assert 3 < float(tab.eval("document.querySelector('.tip b').textContent")) < 9
+    back = "[...document.querySelectorAll('.controls > button')][0]"
+    assert not tab.eval(f"{back}.checkVisibility()")
+    tab.drag(".chart", 0.3, 0.6)
+    tab.wait(f"{back}.checkVisibility()")
+    tab.eval(f"{back}.click()")
+    tab.wait(f"!{back}.checkVisibility()")
+    for axis in (2, 3, 1):
+        tab.click(f".controls .segmented button:nth-child({axis})")
+        tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
+
+
+def test_what_failed_and_what_to_type_is_seen_first(tab: Tab, shown: Shown) -> None:
+    tab.go(f"{shown.url}/#/run?run=failed")
+    tab.wait("document.querySelector('#failure') !== null")
+    text = tab.text("#failure")
+    assert "Train failed at step 40" in text
+    assert "disk full" in text
+    assert "ingot run" in text
+
+
+def test_a_run_at_work_is_followed_without_loading_again(tab: Tab, tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "runs", "alone", steps=50)
+    with showing(tmp_path / "runs") as server:
+        tab.go(f"{server.url}/")
+        tab.wait("document.querySelector('tr[data-id=alone]') !== null")
+        append_line(run.metrics, {"step": 77_777, "t_wall": time.time(), "train/loss": 0.5})
+        tab.wait("document.querySelector('tr[data-id=alone]').innerText.includes('77,777')")
+        made_up_run(tmp_path / "runs", "another", steps=5)
+        tab.wait("document.querySelector('tr[data-id=another]') !== null")
+
+
+def test_texts_of_runs_are_texts(tab: Tab, tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "runs", "alone", steps=50)
+    evil = "<img src=x onerror=document.title='taken'> -> <script>document.title='taken'</script>"
+    append_line(run.metrics, {"step": 50, "samples/0": evil})
+    run.recipe.write_text(run.recipe.read_text().replace("name: alone", f'name: "{evil}"'))
+    with showing(tmp_path / "runs") as server:
+        for page in ("", "#/run?run=alone"):
+            tab.go("about:blank")
+            tab.go(f"{server.url}/{page}")
+            tab.wait("document.body.innerText.includes('onerror')")
+            assert tab.eval("document.querySelectorAll('#view img, #view script').length") == 0
+            assert tab.eval("document.title") != "taken"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_no_page_is_wider_than_its_window(tab: Tab, width: int, dark: bool, shown: Shown) -> None:
+    tab.look(width, 844, dark=dark)
+    views = {
+        "#/": "tr[data-id]",
+        "#/run?run=first": "#recipe",
+        "#/run?run=failed": "#failure",
+        "#/compare?run=first&run=second": "#samples",
+        "#/registry": ".empty",
+        "#/play": ".empty",
+    }
+    for address, ready in views.items():
+        tab.go("about:blank")
+        tab.go(f"{shown.url}/{address}")
+        tab.wait(f"document.querySelector('{ready}') !== null")
+        assert tab.sideways == 0, address
+    paper = tab.eval("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(20, 17, 14)") == dark
+
+
+def test_an_empty_folder_says_what_to_do(tab: Tab, tmp_path: Path) -> None:
+    with showing(tmp_path) as server:
+        tab.go(f"{server.url}/")
+        tab.wait("document.body.innerText.includes('ingot run quickstart')")
+        tab.go(f"{server.url}/#/compare")
+        tab.wait("document.body.innerText.includes('No curves yet')")
+
+
+def test_rolling_back_asks_first_and_has_the_token_of_the_address(tab: Tab, tmp_path: Path) -> None:
+    runs = runs_folder(tmp_path)
+    registry = LocalRegistry(runs / "registry.sqlite")
+    for name in ("first", "second"):
+        run = RunFolder(runs / name)
+        report = read_report(run.reports / "evaluate.json")
+        made = {**vars(report), "model_hash": name}
+        version = registry.add("python", run.model, type(report)(**made), {"run": name})
+        registry.point("python", version.number, "gate")
+    with showing(runs, "--allow-actions") as server:
+        tab.go(f"{server.url}/#token={server.token}")
+        tab.wait("location.hash === '#/'")
+        tab.go(f"{server.url}/#/registry")
+        tab.wait("document.body.innerText.includes('Roll back')")
+        tab.eval("window.confirm = () => true")
+        tab.click(".titled button")
+        tab.wait("document.querySelector('tbody tr:nth-child(2)').innerText.includes('live')")
+        live = registry.live("python")
+        assert live is not None
+        assert live.number == 1
