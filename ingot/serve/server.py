@@ -22,7 +22,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.serve import playground
 from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
-from ingot.serve.http import embeddings, openai, vertex
+from ingot.serve.http import embeddings, openai, responses, vertex
 from ingot.serve.http.connection import GracefulServer, http_config
 from ingot.serve.http.errors import install_error_handlers
 from ingot.serve.http.listen import (
@@ -57,6 +57,7 @@ def create_app(
     install_error_handlers(app)
     routers = [
         openai.router(service),
+        responses.router(service),
         embeddings.router(service),
         vertex.router(service, environ),
         playground.router(),

@@ -4,9 +4,9 @@ not support are accepted at their neutral values only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
@@ -112,8 +112,12 @@ WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 
 class RequestBody(BaseModel):
-    """The base of all bodies: strict types, no unknown fields; null means left out."""
+    """The base of all bodies: strict types, no unknown fields; null means left out. `neutral` and
+    `instead`: fields that a body does not support, and why.
+    """
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -129,9 +133,9 @@ class RequestBody(BaseModel):
         for name, value in values.items():
             if value is None or (name in IGNORED_FIELDS and name not in cls.model_fields):
                 continue
-            if name in NEUTRAL_VALUES and name not in cls.model_fields:
-                if value not in NEUTRAL_VALUES[name]:
-                    instead = INSTEAD.get(name, "leave it out")
+            if name in cls.neutral and name not in cls.model_fields:
+                if value not in cls.neutral[name]:
+                    instead = cls.instead.get(name, "leave it out")
                     raise ValueError(f"`{name}` is not supported by this server; {instead}")
                 continue
             kept[name] = value

@@ -283,15 +283,22 @@ async def run_unless_disconnected(
 
 class EventStream(Response):
     """A response of server-sent events: each chunk one `data:` line of JSON, then `[DONE]`; an
-    error is sent as a chunk.
+    error is sent as a chunk. `named`: each chunk is an event of its `type`, and the last one is the
+    end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, ticket: Ticket, chunks: Callable[[], AsyncIterator[dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        chunks: Callable[[], AsyncIterator[dict[str, Any]]],
+        *,
+        named: bool = False,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._ticket, self._chunks = ticket, chunks
+        self._ticket, self._chunks, self._named = ticket, chunks, named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -309,16 +316,17 @@ class EventStream(Response):
         )
         try:
             async for chunk in self._chunks():
-                await self._send(send, json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
-            await self._send(send, "[DONE]")
+                data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+                await self._send(send, data, chunk["type"] if self._named else None)
+            if not self._named:
+                await self._send(send, "[DONE]")
         except ApiError as error:
             await self._send(send, json.dumps(error.body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: str) -> None:
-        await send(
-            {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
-        )
+    async def _send(self, send: Send, data: str, event: str | None = None) -> None:
+        lines = f"data: {data}\n\n" if event is None else f"event: {event}\ndata: {data}\n\n"
+        await send({"type": "http.response.body", "body": lines.encode(), "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

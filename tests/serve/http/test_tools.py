@@ -5,7 +5,6 @@ say the same once, and what clients send back is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,8 @@ from ingot.models.generation.sampling import Sampling
 from ingot.serve.native.grammar import JSONGrammars, call_grammar, functions_of
 from ingot.serve.native.model import load
 from ingot.serve.native.toolcalls import FORMATS, ToolCallParser
-from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
-from tests.serve.running import running
-from tests.serve.tiny import TEMPLATE, TEXT, make_folder
 
-HERMES = (
-    '{% if tools %}Call <tool_call>{"name": ..., "arguments": ...}</tool_call>:{% for tool in'
-    " tools %} {{ tool | tojson }}{% endfor %}\n{% endif %}"
-    + TEMPLATE.replace(
-        "{{ message.content }}",
-        "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
-        "{{ call.function | tojson }}</tool_call>{% endfor %}",
-    )
-)
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -51,30 +38,10 @@ ASKED: list[Any] = [{"role": "user", "content": "rain?"}]
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "tools": TOOLS, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    end = train_bpe([TEXT * 20, TEXT.title() * 20], 320).special.eos
-    assert end is not None
-    made = make_folder(tmp_path_factory.mktemp("tools") / "model", eos=[end])
-    (made / "chat_template.jinja").write_text(HERMES)
-    return made
-
-
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[openai.OpenAI]:
-    with (
-        running(folder, max_tokens=8000) as server,
-        openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
-        ) as made,
-    ):
-        yield made
-
-
-def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
+def test_forced_calls_fit_and_stream_alike(tool_client: openai.OpenAI) -> None:
     choice: Any
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        answer = client.chat.completions.create(
+        answer = tool_client.chat.completions.create(
             messages=ASKED, tool_choice=choice, parallel_tool_calls=False, **OPTIONS
         )
         (said,) = answer.choices
@@ -87,7 +54,7 @@ def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
             jsonschema.validate(arguments, WEATHER)
         else:
             assert (call.function.name, arguments) == ("now", {})
-        with client.chat.completions.stream(
+        with tool_client.chat.completions.stream(
             messages=ASKED, tool_choice=choice, parallel_tool_calls=False, **OPTIONS
         ) as stream:
             pieces = sum(event.type == "tool_calls.function.arguments.delta" for event in stream)
@@ -100,7 +67,7 @@ def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
         assert pieces > 1 or call.function.name == "now"
         assert (again.id != "", streamed.finish_reason) == (True, "tool_calls")
     assert answer.usage is not None
-    plain = client.chat.completions.create(messages=ASKED, model="tiny", max_tokens=1)
+    plain = tool_client.chat.completions.create(messages=ASKED, model="tiny", max_tokens=1)
     assert plain.usage is not None
     assert answer.usage.prompt_tokens > plain.usage.prompt_tokens + 50, "tools are in the prompt"
     back: list[Any] = [
@@ -108,7 +75,7 @@ def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
         said.message,
         {"role": "tool", "tool_call_id": call.id, "content": "no rain"},
     ]
-    later = client.chat.completions.create(messages=back, tool_choice="none", **OPTIONS)
+    later = tool_client.chat.completions.create(messages=back, tool_choice="none", **OPTIONS)
     assert (later.choices[0].message.tool_calls, bool(later.choices[0].message.content)) == (
         None,
         True,
@@ -152,10 +119,10 @@ def test_forced_calls_fit_and_stream_alike(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_cannot_be_right_is_refused(
-    client: openai.OpenAI, changes: dict[str, Any], words: str
+    tool_client: openai.OpenAI, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{"messages": ASKED, **OPTIONS, **changes})
+        tool_client.chat.completions.create(**{"messages": ASKED, **OPTIONS, **changes})
     assert words in str(caught.value)
 
 
@@ -170,12 +137,12 @@ def test_what_cannot_be_right_is_refused(
 )
 @pytest.mark.parametrize("text", [False, True])
 def test_grammars_hold_each_format(
-    folder: Path, form: str, named: bool, written: str, text: bool
+    tool_folder: Path, form: str, named: bool, written: str, text: bool
 ) -> None:
     """Also where the model may answer with text and a function is strict; a `\x00` stands for a
     special token.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tool_folder)
     end = tokenizer.special.eos
     assert end is not None
     strict = [{"function": {**tool["function"], "strict": True}} for tool in TOOLS]
@@ -209,10 +176,10 @@ def test_grammars_hold_each_format(
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
 @pytest.mark.drawn
-def test_what_any_model_is_forced_to_write_is_read(folder: Path, form: str) -> None:
+def test_what_any_model_is_forced_to_write_is_read(tool_folder: Path, form: str) -> None:
     """Random weights at a high temperature, several calls."""
     torch.set_num_threads(1)
-    loaded = load(folder)
+    loaded = load(tool_folder)
     grammars = JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, loaded.eos)
     grammar = call_grammar(
         FORMATS[form], functions_of(TOOLS, strict=False), {}, text=False, several=True, named=False
