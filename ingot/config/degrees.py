@@ -25,7 +25,9 @@ class Degrees:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Neighbouring ranks of replicate, shard and context that share experts; no axis of its own."""
+    """Neighbouring ranks of replicate, shard, context and tensor that share experts; no axis of its
+    own, and a multiple of `tensor` where there are experts.
+    """
 
     @property
     def world(self) -> int:
@@ -50,7 +52,13 @@ class Degrees:
         """Number of ranks over which an expert is sharded: of those that share a weight, what the
         expert axis leaves.
         """
-        return self.shards // math.gcd(self.shards, self.expert)
+        return self.shards // math.gcd(self.shards, self.expert // self.tensor)
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks of a pipeline stage that hold the same part of an expert."""
+        ranks = self.data * self.context * self.tensor
+        return ranks // (self.expert * self.expert_shards)
 
     def text(self) -> str:
         """`shard 2 x tensor 2`; empty for one process."""
@@ -92,13 +100,17 @@ def degrees_of(parallel: Parallel, world: int) -> Degrees:
 
 
 def _check_expert_ranks(degrees: Degrees) -> None:
-    ranks = degrees.data * degrees.context
+    ranks, tensor = degrees.data * degrees.context * degrees.tensor, degrees.tensor
+    if degrees.expert == 1 or not (ranks % degrees.expert or degrees.expert % tensor):
+        return  # 1 is for models without experts, too
+    wrong = f"is no multiple of parallel.tensor {tensor}, whose ranks"
     if ranks % degrees.expert:
-        raise WrongInput(
-            f"parallel.expert {degrees.expert} does not divide the {ranks} ranks of"
-            " parallel.replicate x parallel.shard x parallel.context, which share the experts;"
-            f" {first_few([n for n in range(1, ranks + 1) if ranks % n == 0])} would"
-        )
+        wrong = f"does not divide the {ranks} ranks of parallel.replicate x parallel.shard x"
+        wrong += " parallel.context x parallel.tensor, which"
+    fits = [n for n in range(tensor, ranks + 1, tensor) if ranks % n == 0]
+    raise WrongInput(
+        f"parallel.expert {degrees.expert} {wrong} share the experts; {first_few(fits)} would"
+    )
 
 
 def _are(count: int) -> str:

@@ -99,18 +99,14 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
     """
     shard = degrees_of(parallel, world).shard
     read = sizes(config)
-    if read.experts is not None and parallel.tensor > 1:
-        raise WrongInput(
-            f"parallel.tensor {parallel.tensor} does not split a mixture of experts; set it to 1,"
-            " and parallel.shard to more"
-        )
     _check_experts(parallel, None if read.experts is None else read.experts.count)
     wanted = [
         ("tensor", parallel.tensor, count, what)
         for count, what in (
             (read.heads, "heads"),
             (read.kv_heads, "key/value heads"),
-            (read.feed_forward, "columns of the feed-forward"),
+            (0 if all(read.sparse) else read.feed_forward, "columns of the feed-forward"),
+            (0 if read.experts is None else read.experts.shared, "columns of the shared expert"),
         )
     ]
     heads = [
@@ -189,6 +185,12 @@ def _check_experts(parallel: Parallel, count: int | None) -> None:
         raise WrongInput(
             f"parallel.expert {parallel.expert} shares the experts of a mixture, and the model has"
             " none; set it to 1"
+        )
+    if count is not None and parallel.expert % parallel.tensor:
+        raise WrongInput(
+            f"parallel.tensor {parallel.tensor} divides a row's tokens among ranks before their"
+            f" experts, which these ranks must share: parallel.expert is {parallel.expert}; set it"
+            f" to {parallel.tensor} or a multiple of that"
         )
     if count is not None and count % parallel.expert:
         raise WrongInput(

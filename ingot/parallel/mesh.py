@@ -44,8 +44,8 @@ class Mesh:
     process.
     """
     experts: DeviceMesh | None = None
-    """The same for the weights of experts: `pipeline, replicate, shard, expert, tensor`; None if no
-    ranks share experts.
+    """The same for the weights of experts: `pipeline, replicate, shard, expert`; None if no ranks
+    share experts.
     """
 
     @property
@@ -73,6 +73,11 @@ class Mesh:
     def context(self) -> Mesh:
         """The ranks that share each row (context axis)."""
         return self.part("context")
+
+    @property
+    def rows(self) -> Mesh:
+        """The ranks that share the rows before their experts (axes context and tensor)."""
+        return self.part("rows")
 
     @property
     def tensor(self) -> Mesh:
@@ -174,6 +179,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "data": ("replicate", "shard"),
     "context": ("context",),
     "tensor": ("tensor",),
+    "rows": ("context", "tensor"),
     "pipeline": ("pipeline",),
     "losses": ("pipeline", "replicate", "shard", "context"),
     "replicas": ("replicate", "shard", "context"),
@@ -221,6 +227,8 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
             parts[name] = Mesh(here, device, group=dist.group.WORLD)
         elif name == "stage" and degrees.tensor == 1 and size > 1:
             parts[name] = parts["replicas"]
+        elif name == "rows" and size > 1 and 1 in (degrees.context, degrees.tensor):
+            parts[name] = parts["tensor" if degrees.context == 1 else "context"]
         elif size > 1:
             parts[name] = _part(
                 here, device, np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
@@ -269,18 +277,15 @@ def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh:
 
 
 def _experts(device: torch.device, degrees: Degrees) -> DeviceMesh:
-    """The mesh for the weights of experts: neighbours along replicate, shard and context share
-    them, and what is left of shards and replicas has copies.
+    """The mesh for the weights of experts: neighbours along replicate, shard, context and tensor
+    share them, and what is left of shards and replicas has copies.
     """
-    shards = degrees.expert_shards
-    copies = degrees.data * degrees.context // (degrees.expert * shards)
     return _device_mesh(
         device,
         pipeline=degrees.pipeline,
-        replicate=copies,
-        shard=shards,
+        replicate=degrees.expert_copies,
+        shard=degrees.expert_shards,
         expert=degrees.expert,
-        tensor=degrees.tensor,
     )
 
 

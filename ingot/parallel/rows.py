@@ -34,6 +34,13 @@ def split_rows(row: Tensor, rank: int, world: int, fill: int = 0, multiple: int 
     return row if world == 1 else chunk_pair(row, rank, world, dim=1)
 
 
+def tensor_part(rows: Tensor, mesh: Mesh) -> Tensor:
+    """The part that this rank's experts see, `[B, S / tensor]`, of the rows `[B, S]` that the ranks
+    of a tensor axis share.
+    """
+    return rows.chunk(mesh.tensor.world, dim=1)[mesh.tensor.rank]
+
+
 def chunk_size(share_length: int) -> int:
     """Tokens in each of the two pieces of a rank. Raises WrongInput for a length that `split_rows`
     does not produce.

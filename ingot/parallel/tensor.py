@@ -4,6 +4,9 @@ the native decoder, as a plan of torch's parallel styles.
 The q, k, v, gate and up projections are split by columns, so that a rank has whole heads; the o and
 down projections by rows. With sequence parallelism, activations between them are split along the
 sequence. Embedding and head are split along the vocabulary.
+
+Before the experts of a mixture each rank takes a part of every row's tokens, with or without
+sequence parallelism: the router and the experts see each token once.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ingot.models.native.decoder import Block, Decoder, RMSNorm
+from ingot.models.native.decoder import Attention, Block, Decoder, RMSNorm
+from ingot.models.native.experts import LayerRouting, SparseMLP
 from ingot.models.native.head import LogitsView, VocabularyHead
+from ingot.models.parameters import local_tensor
 from ingot.parallel.collectives import sum_backward, sum_both, sum_forward
 
 
@@ -187,6 +192,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     trunk = model.model
     for layer in trunk.layers.children():
         assert isinstance(layer, Block)
+        _split_sinks(layer.self_attn, mesh)
+        if isinstance(layer.mlp, SparseMLP):
+            _share_tokens(layer.mlp, mesh, between)
         parallelize_module(layer, mesh, _plan_of(layer, between, sequence=sequence))
     ends: dict[str, ParallelStyle] = {}
     if trunk.embed_tokens is not None:
@@ -201,14 +209,72 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     model.vocabulary_head = VocabParallelHead(mesh, model.config.vocab_size)
 
 
+def _split_sinks(attention: nn.Module, mesh: DeviceMesh) -> None:
+    """The sinks of the heads that this rank has."""
+    assert isinstance(attention, Attention)
+    if attention.sinks is not None:
+        distribute(attention, mesh, sinks=Shard(0))
+        attention.held = local_tensor
+
+
+def _share_tokens(mixture: SparseMLP, mesh: DeviceMesh, between: Placement) -> None:
+    """Let each rank route its part of every row's tokens; `between`: how what enters and leaves is
+    shared.
+    """
+    distribute(mixture.gate, mesh, weight=Replicate(), bias=Replicate())
+    mixture.gate.held = _of_other_tokens
+    mixture.forward = partial(_mixture_of_parts, mixture, mesh, between)  # type: ignore[method-assign]
+
+
+def _of_other_tokens(weight: Tensor) -> Tensor:
+    """A weight that is whole on each rank, whose gradients, each of other tokens, add up."""
+    if not isinstance(weight, DTensor):
+        return weight
+    held: Tensor = weight.to_local(grad_placements=[Partial()])
+    return held
+
+
+def _mixture_of_parts(
+    mixture: SparseMLP,
+    mesh: DeviceMesh,
+    between: Placement,
+    x: Tensor,
+    routing: LayerRouting | None = None,
+) -> Tensor:
+    """x and the result `[B, T, D]`, or this rank's part of them as `between` says. The expert that
+    all tokens share is split as a dense feed-forward is, and sees them all.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [between], run_check=False)
+    part = x.redistribute(placements=[Shard(1)]).to_local()  # [B, T / ranks, D]
+    out = mixture.routed(part, routing)
+    if mixture.shared_experts is not None:
+        out = out + mixture.shared_experts(x.redistribute(placements=[Replicate()]))
+    parts = DTensor.from_local(
+        out, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride()
+    )
+    made: Tensor = parts.redistribute(placements=[between]).to_local()
+    return made
+
+
+def _feed_forward(name: str, between: Placement) -> dict[str, ParallelStyle]:
+    return {
+        f"{name}.gate_proj": ColumnParallelLinear(),
+        f"{name}.up_proj": ColumnParallelLinear(),
+        f"{name}.down_proj": RowParallelLinear(output_layouts=between),
+    }
+
+
 def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
         **{f"self_attn.{name}": ColumnParallelLinear() for name in ("q_proj", "k_proj", "v_proj")},
         "self_attn.o_proj": RowParallelLinear(output_layouts=between),
-        "mlp.gate_proj": ColumnParallelLinear(),
-        "mlp.up_proj": ColumnParallelLinear(),
-        "mlp.down_proj": RowParallelLinear(output_layouts=between),
     }
+    mixture = layer.mlp if isinstance(layer.mlp, SparseMLP) else None
+    if mixture is None:
+        plan |= _feed_forward("mlp", between)
+    elif mixture.shared_experts is not None:
+        plan |= _feed_forward("mlp.shared_experts", Shard(1))
     if layer.self_attn.q_norm is not None:
         # Per head, one weight is shared by the heads of all ranks.
         plan |= {
@@ -220,7 +286,7 @@ def _plan_of(layer: Block, between: Placement, *, sequence: bool) -> dict[str, P
             for name in ("q_norm", "k_norm")
         }
     if sequence:
-        inputs, norms = {"self_attn": 5, "mlp": 1}, layer.norms
+        inputs, norms = {"self_attn": 5} | ({"mlp": 1} if mixture is None else {}), layer.norms
         before = (norms.before_attention, norms.before_mlp)
         after = (norms.after_attention, norms.after_mlp)
         plan |= {name: ShardedNorm() for name in before if name is not None}

@@ -22,7 +22,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.native.experts import Router, Routing
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import local_stages
-from ingot.parallel.rows import row_sharing
+from ingot.parallel.rows import row_sharing, tensor_part
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class LoadBalance:
         over_parts = None
         if self._sharing is not None:
             sequences = self._sharing.share(sequences, len(lengths) - 1)
+            sequences = tensor_part(sequences, self._mesh)
             over_parts = self._over_parts
         device = self._mesh.device
         routing = Routing(
@@ -110,7 +111,7 @@ class LoadBalance:
 
     def _over_parts(self, counts: Tensor) -> Tensor:
         whole = counts.clone()
-        dist.all_reduce(whole, group=self._mesh.context.group)
+        dist.all_reduce(whole, group=self._mesh.rows.group)
         return whole
 
     @torch.no_grad()
@@ -130,8 +131,9 @@ class LoadBalance:
         self._routings = []
         for stage in self._stages:
             stage.routing = None
-        self._mesh.losses.all_sum(counts)
-        self._mesh.losses.all_sum(sums)
+        # Ranks that share a row's matrices have other tokens of it each before the experts.
+        self._mesh.all_sum(counts)
+        self._mesh.all_sum(sums)
         rate = self._settings.bias_rate
         for router in self._routers if rate else ():
             assert router.e_score_correction_bias is not None

@@ -48,6 +48,12 @@ EXPERT_MODES: dict[str, dict[str, Any]] = {
     "expert hybrid": {"replicate": 2, "shard": 2, "expert": 2},
     "expert shards": {"shard": 4, "expert": 2},
     "all experts": {"shard": 4, "expert": 4},
+    "expert tensor": {"tensor": 2, "expert": 2},
+    "expert rows": {"tensor": 2, "sequence": False, "expert": 2},
+    "expert tensor shards": {"shard": 2, "tensor": 2, "expert": 4},
+    "expert tensor copies": {"shard": 2, "tensor": 2, "expert": 2},
+    "expert tensor ring": {"context": 2, "tensor": 2, "expert": 4},
+    "expert tensor stages": {"tensor": 2, "expert": 2, "pipeline": 2, "schedule": "1f1b"},
 }
 """Ways to share the experts of a mixture, over each axis that they can be folded on."""
 
@@ -175,10 +181,12 @@ def layouts_for(recipe: Recipe) -> list[Layout]:
     """
     own = scaled_layout(recipe)
     modes = tuple(MODES) if recipe.objective.native else HUB_MODES
-    alone = [MODES[name] for name in modes]
+    alone = [layout(**MODES[name]) for name in modes] + mode_pairs(used_modes(own))
     if recipe.parallel.expert > 1:
-        alone += EXPERT_MODES.values()
-    return unique([own, *(layout(**knobs) for knobs in alone), *mode_pairs(used_modes(own))])
+        # The ranks of a tensor axis must share experts.
+        alone = [one for one in alone if one.parallel.tensor == 1]
+        alone += [layout(**knobs) for knobs in EXPERT_MODES.values()]
+    return unique([own, *alone])
 
 
 def scaled_layout(recipe: Recipe) -> Layout:
@@ -201,7 +209,7 @@ def scaled_layout(recipe: Recipe) -> Layout:
         ):
             degrees[axis] = 2
     gone = {"virtual": 1, "schedule": "auto"} if degrees["pipeline"] == 1 else {}
-    ranks = degrees["replicate"] * degrees["shard"] * degrees["context"]
+    ranks = math.prod(degrees.values()) // degrees["pipeline"]
     degrees["expert"] = math.gcd(asked.expert, ranks)
     return Layout(
         Parallel.model_validate({**asked.model_dump(), **degrees, **gone}),

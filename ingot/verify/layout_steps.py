@@ -310,8 +310,11 @@ def share_bound(alone: RankResult, degrees: Degrees, virtual: int) -> float:
     layers, ends = dict[str, float](), list[float]()
     for name, count in alone.local_sizes.items():
         cut = "lora_" not in name and len(shapes.get(name, (1, 1))) > 1
-        shards = degrees.expert * degrees.expert_shards if EXPERTS in name else degrees.shards
-        mine = count / (degrees.tensor if cut else 1) / shards
+        mine = count / (
+            degrees.expert * degrees.expert_shards
+            if EXPERTS in name
+            else degrees.shards * (degrees.tensor if cut else 1)
+        )
         if ".layers." in name:
             layer = name.partition(".layers.")[2].partition(".")[0]
             layers[layer] = layers.get(layer, 0.0) + mine

@@ -69,9 +69,9 @@ VIRTUAL = {**PIPELINE, "virtual": 2}
 EXPERT: tuple[dict[str, int], ...] = (
     {"shard": 4, "expert": 2},
     {"replicate": 2, "shard": 2, "expert": 4},
-    SHARD,
+    {**TENSOR, "expert": 2},
     {**PIPELINE, "expert": 2},
-    {"context": 2, "replicate": 2, "expert": 4},
+    {**CONTEXT, "expert": 4},
 )
 CHAINS: dict[str, tuple[dict[str, int], ...]] = {
     "untied": LAYOUTS,
@@ -86,7 +86,7 @@ if EXHAUSTIVE:
     MODELS |= {
         name: ({**config, "num_hidden_layers": 4}, lora) for name, (config, lora) in MODELS.items()
     }
-    CHAINS = {**dict.fromkeys(MODELS, (*LAYOUTS, VIRTUAL)), "experts": EXPERT}
+    CHAINS = {**dict.fromkeys(MODELS, (*LAYOUTS, VIRTUAL)), "experts": (*EXPERT, SHARD)}
 
 
 def value(name: str, tensor: Tensor) -> Tensor:

@@ -119,11 +119,20 @@ def test_auto_is_what_the_other_degrees_leave() -> None:
             ),
         ),
         (
-            {"shard": 3, "context": 2, "tensor": 2, "expert": 4},
+            {"shard": 3, "context": 2, "tensor": 2, "expert": 8},
             12,
             (
-                "parallel.expert 4 does not divide the 6 ranks of parallel.replicate x"
-                " parallel.shard x parallel.context, which share the experts; 1, 2, 3, 6 would"
+                "parallel.expert 8 does not divide the 12 ranks of parallel.replicate x"
+                " parallel.shard x parallel.context x parallel.tensor, which share the experts; 2,"
+                " 4, 6, 12 would"
+            ),
+        ),
+        (
+            {"shard": 3, "tensor": 2, "expert": 3},
+            6,
+            (
+                "parallel.expert 3 is no multiple of parallel.tensor 2, whose ranks share the"
+                " experts; 2, 6 would"
             ),
         ),
     ],

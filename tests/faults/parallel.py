@@ -14,6 +14,35 @@ FAULTS = [
         by="tests/parallel/test_expert_layouts.py",
     ),
     Fault(
+        "expert-gradients-times-tensor",
+        "ingot/parallel/experts.py",
+        "        return local_tensor(weights)",
+        """        held = local_tensor(weights)
+        if held.requires_grad:
+            held.register_hook(lambda gradient: gradient * dist.get_world_size(self._group))
+        return held""",
+        "each of the ranks that share matrices counts in the gradient of an expert",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "router-of-own-tokens",
+        "ingot/parallel/tensor.py",
+        "held: Tensor = weight.to_local(grad_placements=[Partial()])",
+        "held: Tensor = weight.to_local(grad_placements=[Replicate()])",
+        "a router learns from the tokens of one of the ranks that share matrices",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
+        "router-once-per-tensor-rank",
+        "ingot/parallel/tensor.py",
+        "    held: Tensor = weight.to_local(grad_placements=[Partial()])",
+        """    held: Tensor = sum_backward(
+        weight.to_local(grad_placements=[Partial()]), weight.device_mesh.get_group()
+    )""",
+        "the gradient of a router counts once for each of the ranks that share matrices",
+        by="tests/parallel/test_expert_layouts.py",
+    ),
+    Fault(
         "norm-without-experts",
         "ingot/parallel/masters.py",
         "if master.counted and master.tensor.grad is not None:",

@@ -19,8 +19,9 @@ from tests.small import copy_of
 LOSSES: dict[str, Any] = {"train__experts__aux_loss": 0.3, "train__experts__z_loss": 0.02}
 BIAS: dict[str, Any] = {"train__experts__bias_rate": 0.05}
 CORRECTED = ("glm4_moe", "minimax_m2")
-SHORT = ("expert shards", "expert ring")
-"""Fewer experts than shards, so that each is cut; ranks that hold a part of each row."""
+SHORT = ("expert shards", "expert ring", "expert tensor shards")
+"""Fewer experts than shards, so that each is cut; ranks that hold a part of each row; ranks that
+share matrices, too."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "three of six": ("olmoe", {"replicate": 2, "expert": 2}),
     "windows": ("mixtral", {"replicate": 2, "shard": 2, "expert": 4}),
@@ -35,6 +36,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter in stages": ("qwen3_moe-lora", {"pipeline": 2, "replicate": 2, "expert": 2}),
     "recomputed": ("qwen3_moe", {"shard": 2, "expert": 2, "recompute": "full"}),
     "in part": ("qwen3_moe", {"shard": 2, "expert": 2, "recompute": "selective"}),
+    "adapter over matrices": ("qwen3_moe-lora", {"shard": 2, "tensor": 2, "expert": 4}),
+    "recomputed over matrices": (
+        "glm4_moe",
+        {"shard": 2, "tensor": 2, "expert": 2, "recompute": "full"},
+    ),
+    "sinks over matrices": (
+        "gpt_oss",
+        {"context": 2, "context_by": "ulysses", "tensor": 2, "expert": 4},
+    ),
+    "whole rows over matrices": (
+        "minimax_m2",
+        {"replicate": 2, "tensor": 2, "sequence": False, "expert": 4},
+    ),
     "zero bubble": (
         "qwen3_moe",
         {
@@ -115,7 +129,9 @@ def test_whatever_else_is_done_with_them(case: str, proving: Proving, texts: Pat
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("mode", ["expert shards", "expert hybrid", "expert ring"])
+@pytest.mark.parametrize(
+    "mode", ["expert shards", "expert hybrid", "expert ring", "expert tensor copies"]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_sees_the_same_experts(
     optimizer: str, mode: str, proving: Proving, texts: Path
@@ -133,7 +149,7 @@ def test_what_is_impossible_is_refused(proving: Proving, texts: Path) -> None:
             "does not divide the model's 4 experts; 1, 2, 4",
         ),
         ("qwen3_moe", {"shard": 2, "expert": 4}, "does not divide the 2 ranks of"),
-        ("qwen3_moe", {"shard": 2, "expert": 2, "tensor": 2}, "parallel.tensor 2 does not split"),
+        ("qwen3_moe", {"shard": 2, "tensor": 2}, "which these ranks must share: parallel.expert"),
     ):
         reference = proving.reference(recipe_of(texts, model))
         found = proving.prover.finding(reference, layout(**knobs))

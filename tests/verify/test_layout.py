@@ -158,6 +158,7 @@ def test_layouts_are_read_with_their_knobs() -> None:
         ({"shard": 8, "expert": 8}, "shard 8 x expert 8"),
         ({"shard": 12, "expert": 4}, "shard 6 x expert 2"),
         ({"replicate": 2, "context": 2, "expert": 4}, "replicate 2 x context 2 x expert 4, ring"),
+        ({"shard": 8, "tensor": 4, "expert": 32}, "shard 2 x tensor 4 x expert 8"),
         ({"shard": "auto", "tensor": 2, "pipeline": 2}, "pipeline 2 x shard 2 x tensor 2, auto"),
         (
             {"pipeline": 2, "replicate": 2, "shard": 2, "tensor": 2},

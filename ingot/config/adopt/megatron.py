@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ingot.config.adopt.megatron_experts import EXPERT_ROWS, build_experts, degree
 from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
@@ -31,12 +32,6 @@ def one_of(*known: str) -> Callable[[Given], str]:
         return text(given).lower()
 
     return read
-
-
-def degree(given: Given) -> int:
-    if not 1 <= (found := whole(given)) <= 1_000_000:
-        raise ValueError("a number from 1 to 1,000,000")
-    return found
 
 
 ROWS = (
@@ -93,6 +88,7 @@ ROWS = (
     KeyRow("--data-prefix"),
     KeyRow("--input-dir"),
     KeyRow("--output-dir"),
+    *EXPERT_ROWS,
 )
 
 
@@ -106,6 +102,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     _layout(sheet, draft)
     _memory(sheet, draft)
     _optimizer(sheet, draft)
+    build_experts(sheet, draft)
     if sheet.get("--wandb"):
         knobs = {"project": sheet.get("--wandb-project") or "pretraining"}
         if sheet.has("--wandb-name"):

@@ -62,8 +62,9 @@ class Parallel(Section):
     """
     expert: Positive = 1
     """Ranks that share the experts of a mixture, for which tokens travel to the ranks of the
-    experts that they chose (expert parallelism). They are ranks of `replicate`, `shard` and
-    `context`, and no further processes. Must divide their number and that of the experts.
+    experts that they chose (expert parallelism). They are ranks of `replicate`, `shard`, `context`
+    and `tensor`, and no further processes. Must divide their number and that of the experts, and
+    be a multiple of `tensor`.
     """
 
     @model_validator(mode="before")

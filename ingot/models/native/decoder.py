@@ -19,7 +19,7 @@ from torch.nn import functional
 from ingot.models.native import attention
 from ingot.models.native.attention import AttnFn, attend
 from ingot.models.native.config import ACTIVATIONS, DecoderConfig
-from ingot.models.native.experts import LayerRouting, Routing, SparseMLP
+from ingot.models.native.experts import Held, LayerRouting, Routing, SparseMLP, whole
 from ingot.models.native.head import LogitsView, TokenFunction, VocabularyHead, apply_head
 from ingot.models.native.rope import Rope, Turns, rotate, turns_of
 
@@ -66,12 +66,16 @@ def _norm(config: DecoderConfig, size: int) -> RMSNorm:
 
 class Attention(nn.Module):
     """Grouped-query attention, with rotary positions if the layer has them; queries and keys are
-    normalised, per head or over the width of all heads, if the configuration says so.
+    normalised, per head or over the width of all heads, if the configuration says so. `held` is
+    replaced where this rank has the sinks of its heads alone.
     """
+
+    held: Held
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, rope = layer, config.head_dim, config.ropes[layer]
+        self.held = whole
         self.interleaved = rope is not None and rope.interleaved
         self.query_scale, self.query_growth = config.query_scale, config.query_growth
         queries, keys = (
@@ -115,7 +119,7 @@ class Attention(nn.Module):
             q = q * self.query_scale
         if self.query_growth is not None:
             q = q * _growth(positions, *self.query_growth).to(q.dtype)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        sinks = {} if self.sinks is None else {"sinks": self.held(self.sinks)}
         if attn_fn is not None:
             mixed = attn_fn(q, k, v, **sinks)
         else:

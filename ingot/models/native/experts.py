@@ -26,6 +26,17 @@ ALIGNED_BYTES = 16
 SMALLEST_SUM = 1e-20
 
 
+Held = Callable[[Tensor], Tensor]
+"""What this rank computes with of a parameter that a wrapper may have spread over ranks, as a plain
+tensor.
+"""
+
+
+def whole(weights: Tensor) -> Tensor:
+    """The `Held` of a parameter of one process."""
+    return weights
+
+
 class RouterSums(NamedTuple):
     """What the router of one layer did with the tokens of a micro-batch."""
 
@@ -119,12 +130,15 @@ class _Joined(torch.autograd.Function):
 
 class Router(nn.Module):
     """Chooses the experts of each row, and their weights. Computes in float32 whatever the type of
-    the model, since the choice between two near scores hangs on the last bits.
+    the model, since the choice between two near scores hangs on the last bits. `held` is replaced
+    where ranks have other rows each.
     """
+
+    held: Held
 
     def __init__(self, hidden: int, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
-        self.experts, self.layer, self.is_frozen = experts, layer, False
+        self.experts, self.layer, self.is_frozen, self.held = experts, layer, False, whole
         self.weight = nn.Parameter(torch.empty(experts.count, hidden))
         self.bias = nn.Parameter(torch.empty(experts.count)) if experts.swiglu else None
         self.e_score_correction_bias: Tensor | None
@@ -151,8 +165,8 @@ class Router(nn.Module):
         """
         experts = self.experts
         with torch.autocast(x.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            logits = functional.linear(x.float(), self.weight.float(), bias)  # [R, N]
+            bias = None if self.bias is None else self.held(self.bias).float()
+            logits = functional.linear(x.float(), self.held(self.weight).float(), bias)  # [R, N]
         scores: Tensor = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(dim=-1)
         chosen = self._order(scores.detach()).topk(experts.chosen, dim=-1).indices
         weights = scores.gather(1, chosen)
@@ -313,7 +327,12 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, routing: LayerRouting | None = None) -> Tensor:
         """x `[B, T, D]` -> `[B, T, D]`."""
+        out = self.routed(x, routing)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def routed(self, x: Tensor, routing: LayerRouting | None = None) -> Tensor:
+        """The same without the shared expert."""
         rows = x.flatten(0, 1)  # [R, D]
         chosen, weights, _ = self.gate(rows, routing)
         out: Tensor = self.experts(rows, chosen, weights).view(x.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return out

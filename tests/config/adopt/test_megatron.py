@@ -279,3 +279,52 @@ def test_a_model_without_its_owner_gets_one_and_a_note(tmp_path: Path) -> None:
     )
     assert recipe.model.source == "hf:meta-llama/Llama-3.1-8B-Instruct"
     assert "Llama-3.1-8B-Instruct is called meta-llama/Llama-3.1-8B-Instruct on the hub" in notes
+
+
+MIXTURE = (
+    f"{LEAST} --num-experts 64 --moe-router-topk 8 --moe-grouped-gemm -TP 2 -EP 4"
+    " --moe-router-load-balancing-type {} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+)
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    flags = " --moe-router-enable-expert-bias --moe-expert-capacity-factor 1.25"
+    recipe, notes = recipe_of(tmp_path, b_args=MIXTURE.format("seq_aux_loss") + flags)
+    assert (recipe.parallel.tensor, recipe.parallel.expert) == (2, 8)
+    routers = recipe.train.experts
+    assert (routers.aux_loss, routers.z_loss, routers.bias_rate) == (1e-2, 1e-3, 1e-3)
+    for told in (
+        "--num-experts: not needed",
+        "--moe-router-topk: not needed",
+        "--moe-grouped-gemm: is what happens",
+        "--moe-expert-capacity-factor: no token is dropped",
+        "--expert-model-parallel-size: 8 ranks share whole experts",
+    ):
+        assert told in notes
+    assert "over a batch" not in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "aux_loss", "says"),
+    [
+        (MIXTURE.format("aux_loss"), 1e-2, "aux_loss is over a batch"),
+        (MIXTURE.format("global_aux_loss"), 1e-2, "global_aux_loss is over a batch"),
+        (MIXTURE.format("sinkhorn"), 0.0, "sinkhorn is not offered"),
+        (MIXTURE.format("none"), 0.0, "does nothing with --moe-router-load-balancing-type none"),
+        (f"{LEAST} --moe-router-bias-update-rate 0.1", 0.0, "does nothing without --moe-router"),
+    ],
+)
+def test_what_balances_the_experts(flags: str, aux_loss: float, says: str, tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, b_args=flags)
+    assert recipe.train.experts.aux_loss == aux_loss
+    assert recipe.train.experts.bias_rate == 0
+    assert says in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "expert"),
+    [("-EP 4", 4), ("-TP 4 -EP 2 -ETP 1", 4), ("-TP 2 --num-experts 8", 2), ("-EP 2 -ETP 2", 4)],
+)
+def test_experts_are_shared_by_whole_groups(flags: str, expert: int, tmp_path: Path) -> None:
+    recipe, _ = recipe_of(tmp_path, b_args=f"{LEAST} {flags}")
+    assert recipe.parallel.expert == expert

@@ -42,6 +42,7 @@ data: {train: [{source: "builtin:stdlib"}], seq_len: 128, pack: none}
 train: {steps: 2, global_batch: 4, micro_batch: 2}
 precision: {compute: fp32}
 """
+MATRICES = ["parallel.expert=2", "parallel.tensor=2"]
 SHARED = ["parallel.expert=2", "parallel.shard=2"]
 BF16 = "precision.compute=bf16"
 Ask = Callable[..., Recipe]
@@ -70,7 +71,9 @@ def test_memory_is_what_the_allocator_counts(recipe: Ask, knobs: list[str]) -> N
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    "knobs", [SHARED, ["parallel.expert=2", "parallel.replicate=2", BF16]], ids=" ".join
+    "knobs",
+    [SHARED, ["parallel.expert=2", "parallel.replicate=2", BF16], MATRICES],
+    ids=" ".join,
 )
 def test_memory_of_ranks_that_share_experts_is_what_they_measure(
     recipe: Ask, knobs: list[str]
@@ -104,6 +107,18 @@ def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
     assert not any(one.kind == "alltoall_base_" for one in whole.micro_batch)
     for role in ("weights", "optimizer"):
         assert found.between.bytes[role] == pytest.approx(whole.between.bytes[role], rel=0.01)
+
+
+def test_ranks_that_share_matrices_send_their_part_of_the_rows(recipe: Ask) -> None:
+    found = trace.trace_rank(recipe(*MATRICES), 2)
+    exchanges = {
+        one.bytes: count for one, count in found.micro_batch.items() if one.kind == "alltoall_base_"
+    }
+    rows, counts = 2 * (128 // 2) * 2 * 128 * 4, 8 * 8
+    assert exchanges == {rows: 4 * 3, counts: 3}
+    whole = trace.trace_rank(recipe(), 1)
+    shared = 3 * 8 * 3 * 128 * 96 * 4 // 2  # a layer has eight experts, a rank four of them
+    assert whole.between.bytes["weights"] - found.between.bytes["weights"] > shared
 
 
 def test_a_rank_whose_experts_are_chosen_more_often_is_the_upper_end(recipe: Ask) -> None:
