@@ -189,6 +189,10 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, Estimate, Show]]:
     yield "tokens a second", cost.tokens_per_s, _whole
     yield "share of the device's peak", cost.share_of_peak, "{:.1%}".format
     yield from _pauses(cost)
+    data = plan.preparation
+    if isinstance(data.seconds, Unknown) or data.seconds.high:
+        yield "ingest and prepare before it, on this machine", data.seconds, duration
+        yield "ingest and prepare, of one core", data.core_s, duration
     yield "the whole training", cost.total_s, duration
     yield "machine hours", cost.machine_hours, _figure
     of = f", prices of {price.date}" if price is not None and price.date else ""

@@ -278,6 +278,15 @@ def parameter_count(config: Mapping[str, Any], *, active: bool = False) -> int:
     return embeddings + layers + read.hidden
 
 
+def expert_parameters(config: Mapping[str, Any]) -> int:
+    """Number of weights in the matrices of all experts that tokens choose from."""
+    read = sizes(config)
+    if read.experts is None:
+        return 0
+    each = 3 * read.hidden * read.experts.width
+    return read.sparse.count(True) * read.experts.count * each
+
+
 def lora_parameters(config: Mapping[str, Any], rank: int, *, dora: bool = False) -> int:
     """Number of weights of a rank-`rank` adapter on every linear layer of such a decoder; of a
     mixture of experts on those of attention. `dora`: with a magnitude for each output.

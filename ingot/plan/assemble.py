@@ -21,7 +21,7 @@ from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range
-from ingot.plan.run_cost import RunCost, RunInputs, cost_of
+from ingot.plan.run_cost import PreparationCost, RunCost, RunInputs, cost_of, preparation_cost
 from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
 from ingot.plan.storage import ModelSize, formula_memory, model_size
 from ingot.plan.tracing.memory import RankMemory, plan_memory
@@ -65,6 +65,7 @@ class RunPlan:
     step: StepSeconds | Unknown
     sample: LengthSample | Unknown
     size: ModelSize | None
+    preparation: PreparationCost
     cost: RunCost
     findings: list[PlanFinding]
 
@@ -91,14 +92,15 @@ def make_plan(
         if isinstance(memory, Unknown) and config is not None and size is not None:
             formula = _formula(recipe, place, config, size)
     step = _step(recipe, place, memory, sample)
+    known_sample = None if isinstance(sample, Unknown) else sample
     coefficients = known_coefficients(place)
     inputs = RunInputs(
         recipe,
         place,
         size,
-        None if isinstance(sample, Unknown) else sample.rows,
+        None if known_sample is None else known_sample.rows,
         step if isinstance(step, Unknown) else step.total,
-        data_bytes(recipe, None if isinstance(sample, Unknown) else sample),
+        data_bytes(recipe, known_sample),
         _flops(recipe, config),
         None if coefficients is None else coefficients.peak(_compute(recipe, place)),
     )
@@ -112,6 +114,7 @@ def make_plan(
         step,
         sample,
         size,
+        preparation_cost(recipe, None if known_sample is None else known_sample.text_bytes),
         cost,
         [*_judge_memory(recipe, place, memory), *judged],
     )
@@ -331,6 +334,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "formula_bytes": plain(plan.formula),
         "step": plain(plan.step),
         "data": plain(plan.sample),
+        "preparation": plain(plan.preparation),
         "run": cost,
         "findings": [asdict(finding) for finding in plan.findings],
     }

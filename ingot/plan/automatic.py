@@ -40,7 +40,12 @@ class SearchingPlanner:
         place = place_of_start(recipe.at("train"), devices)
         degrees = degrees_of(recipe.parallel, devices.world)
         layout = SearchedLayout(
-            devices.world, degrees.tensor, degrees.pipeline, degrees.context, degrees.shard
+            devices.world,
+            degrees.tensor,
+            degrees.pipeline,
+            degrees.context,
+            degrees.shard,
+            degrees.expert,
         )
         try:
             return rows_that_fit(recipe, place, _model(recipe), layout, MARGIN)

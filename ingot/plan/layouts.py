@@ -5,6 +5,7 @@ accepts, and whose weights alone fit. Imports no torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees
+from ingot.config.family import sizes
 from ingot.config.model_source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
-from ingot.config.shape import batch_plan, check_layout, check_pipeline
+from ingot.config.shape import batch_plan, check_layout, check_pipeline, expert_parameters
 from ingot.plan.ranges import Range
 from ingot.plan.storage import model_size, state_bytes
 
@@ -24,7 +26,7 @@ LONG_ROW = 32_768
 """Tokens in a row from which sharing rows among ranks is considered."""
 RECOMPUTE = ("none", "selective", "full")
 SEARCHED = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
-"""The degrees that a candidate gives; that of experts is 1."""
+"""The degrees that a candidate gives."""
 FROZEN_BYTES = {None: 4.0, "nf4": 0.5, "int8": 1.0}
 """Bytes of a weight that is not trained, at least, by the kind of `model.quantize`."""
 GIB = 2**30
@@ -38,6 +40,7 @@ class SearchedLayout(NamedTuple):
     pipeline: int
     context: int
     shard: int
+    expert: int = 1
 
     @property
     def replicate(self) -> int:
@@ -45,7 +48,9 @@ class SearchedLayout(NamedTuple):
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(self.pipeline, self.replicate, self.shard, self.context, self.tensor)
+        return Degrees(
+            self.pipeline, self.replicate, self.shard, self.context, self.tensor, self.expert
+        )
 
     @property
     def knobs(self) -> dict[str, int]:
@@ -123,15 +128,18 @@ def possible_layouts(
     # A pipeline is for what a node cannot hold: its stages lie in different nodes.
     pipeline = powers(max(1, world // per_node)) if native else [1]
     context = powers(per_node) if native and recipe.data.seq_len >= LONG_ROW else [1]
+    experts = _experts(config) if native else 1
     for t, p, c in itertools.product(tensor, pipeline, context):
         data = world // (t * p * c)
         if data == 0 or data * t * p * c != world:
             continue
         # Whole replicas; shards within a node, and replicas of nodes; shards over all.
-        for shard in sorted({1, min(data, max(1, per_node // (t * c))), data}):
+        within = min(data, max(1, per_node // (t * c)))
+        sharing = _expert_degrees(experts, t, within * c, data * c)
+        for shard, expert in itertools.product(sorted({1, within, data}), sharing):
             if data % shard:
                 continue
-            layout = SearchedLayout(world, t, p, c, shard)
+            layout = SearchedLayout(world, t, p, c, shard, expert)
             try:
                 one = Candidate(layout, free.recompute[0], free.micro_batch or 1)
                 _check(one.of(recipe), config, world, native=native)
@@ -173,14 +181,35 @@ def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayo
         return 0.0
     lora = recipe.model.lora
     trained = size.trained if lora is None or size.exact else 0
-    shards = layout.tensor * layout.pipeline * layout.shard
-    if layout.shard > 1:
-        shards *= layout.context
     gradient = 2 if recipe.precision.master == "stochastic" else 4
     quantize = recipe.model.quantize
     each = FROZEN_BYTES[None if quantize is None else quantize.kind]
     frozen = 0 if lora is None else size.weights * each
-    return (trained * (state_bytes(recipe).low + gradient) + frozen) / shards
+    all_bytes = trained * (state_bytes(recipe).low + gradient) + frozen
+    # Where adapters are trained, experts are frozen.
+    of_each = each if lora is not None else state_bytes(recipe).low + gradient
+    of_experts = expert_parameters(config) * of_each if size.exact else 0.0
+    degrees = layout.degrees
+    shared = degrees.expert * degrees.expert_shards
+    dense = (all_bytes - of_experts) / (degrees.shards * degrees.tensor)
+    return (dense + of_experts / shared) / degrees.pipeline
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """The experts of a sparse layer; 1 where there are none, or where sizes are missing."""
+    try:
+        found = sizes(config).experts
+    except (KeyError, TypeError, ValueError, WrongInput):
+        return 1
+    return 1 if found is None else found.count
+
+
+def _expert_degrees(experts: int, tensor: int, within: int, ranks: int) -> list[int]:
+    """Only tensor ranks share experts, or none do; those of a node; as many ranks as can."""
+    if experts == 1:
+        return [1]
+    each = {1, math.gcd(experts // tensor, within), math.gcd(experts // tensor, ranks)}
+    return sorted(tensor * one for one in each)
 
 
 def named(layout: SearchedLayout) -> str:

@@ -1,5 +1,6 @@
 """The arithmetic of a whole training: steps, saves, evaluations, starts and restarts, and what they
-come to in hours, money, energy and space. Imports no torch and asks nobody.
+come to in hours, money, energy and space, and the time of preparing the data. Imports no torch and
+asks nobody.
 
 What cannot be known is `Unknown` with what would tell it, never a number.
 """
@@ -7,13 +8,17 @@ What cannot be known is `Unknown` with what would tell it, never a number.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
+from ingot.base.markers import read_marker
 from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import LocalEngineSettings
 from ingot.config.sections.loop import Every, seconds_of
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.config.shape import total_steps
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range, largest
@@ -68,6 +73,14 @@ LOAD = Range(0.4, 0.75, 1.0, "guessed")
 """Of a device's highest power, what it takes on average; hosts and cooling are not in it."""
 HARDLY = 0.95
 """The largest share of the time that restarts may take in the arithmetic; more is not a plan."""
+TEXT_BYTES_S = Range(1.5e6, 30e6, 80e6, "guessed")
+"""Text that one core ingests and prepares in a second. The upper end is 2 GB without cleaning, the
+lower one a tokenizer that has no fast encoder; both were measured, of other machines nothing is.
+"""
+CHAT_BYTES_S = Range(1e6, 4e6, 8e6, "guessed")
+"""The same of chats, whose template is rendered for each of them."""
+DATA_START_S = Range(2.0, 6.0, 30.0, "guessed")
+"""Imports, the choice of the encoder, the start of worker processes."""
 
 
 @dataclass(frozen=True)
@@ -302,3 +315,29 @@ def _energy(inputs: RunInputs, total_s: Estimate) -> Estimate:
         return Unknown(f"the power of {inputs.place.device_name}, which is not known")
     watts = LOAD * (device.power_w * inputs.place.world)
     return times(total_s, watts / (HOUR_S * 1e3))
+
+
+@dataclass(frozen=True)
+class PreparationCost:
+    """Seconds to ingest and prepare the sources: of one core, and until it is done where the cores
+    of this machine share the work.
+    """
+
+    core_s: Estimate
+    seconds: Estimate
+
+
+def preparation_cost(recipe: Recipe, text_bytes: Range | None) -> PreparationCost:
+    """From the bytes of all texts, as far as they are known; nothing where it is done already."""
+    if read_marker(recipe.folder.columns, "manifest.json") is not None:
+        return PreparationCost(Range.exactly(0.0, "measured"), Range.exactly(0.0, "measured"))
+    if text_bytes is None:
+        unknown = Unknown("`ingot ingest`")
+        return PreparationCost(unknown, unknown)
+    rate = CHAT_BYTES_S if recipe.documents in CHAT_TEMPLATED else TEXT_BYTES_S
+    work, engine = text_bytes / rate, recipe.data.engine
+    if not isinstance(engine, LocalEngineSettings):
+        how_many = Unknown(f"the number of workers that data.engine.kind={engine.kind} has")
+        return PreparationCost(DATA_START_S + work, how_many)
+    workers = engine.workers or len(os.sched_getaffinity(0))
+    return PreparationCost(DATA_START_S + work, DATA_START_S + work / float(workers))

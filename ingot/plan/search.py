@@ -96,7 +96,8 @@ def search(
     layouts: list[SearchedLayout] = []
     for world in worlds:
         fitting = list(possible_layouts(recipe, config, world, per_node, has, free, others))
-        # Sharding alone communicates least where it is enough; then less of what waits.
+        # Sharding alone communicates least where it is enough; then less of what waits. Whether
+        # the weights of experts travel or the tokens, only a trace tells.
         fitting.sort(key=lambda one: (one.tensor * one.pipeline * one.context, one.replicate))
         layouts += fitting[:MOST_LAYOUTS]
         others += [

@@ -16,6 +16,8 @@ from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import prepare
 from ingot.data.sample import sample_sources
 from ingot.plan.data_sample import ColumnLengths, data_bytes, look_at_data
+from ingot.plan.ranges import Range
+from ingot.plan.run_cost import PreparationCost, preparation_cost
 from ingot.plan.unknown import Unknown
 from tests.small import small_recipe, write_documents
 
@@ -45,9 +47,14 @@ def test_a_sample_says_beforehand_what_prepare_finds(tmp_path: Path, pack: str) 
     write_documents(tmp_path / "text", 120)
     recipe = small_recipe(tmp_path, data__pack=pack)
     before = look_at_data(recipe)
+    wanted = preparation_cost(recipe, before.text_bytes)
+    assert isinstance(wanted.seconds, Range)
+    assert wanted.seconds.low > 0
     ingest(recipe)
     prepare(recipe)
     after = look_at_data(recipe)
+    done = Range.exactly(0.0, "measured")
+    assert preparation_cost(recipe, after.text_bytes) == PreparationCost(done, done)
     assert after.about.startswith("all ")
     assert before.rows is not None
     assert after.rows is not None
@@ -60,6 +67,30 @@ def test_a_sample_says_beforehand_what_prepare_finds(tmp_path: Path, pack: str) 
     files = sum(path.stat().st_size for path in recipe.folder.data.rglob("*") if path.is_file())
     assert not isinstance(room, Unknown)
     assert (room.likely, room.origin) == (files, "measured")
+
+
+def test_more_workers_prepare_sooner_and_chats_take_longer(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text", 20)
+    one, four, chats, spark = (
+        small_recipe(tmp_path, **knobs)
+        for knobs in (
+            {"data__engine": {"kind": "local", "workers": 1}},
+            {"data__engine": {"kind": "local", "workers": 4}},
+            {"objective__kind": "sft", "tokenizer__template": "alpaca"},
+            {"data__engine": {"kind": "spark"}},
+        )
+    )
+    size = Range.exactly(1e12)
+    alone, shared = (preparation_cost(recipe, size) for recipe in (one, four))
+    assert alone.core_s == alone.seconds == shared.core_s
+    assert isinstance(alone.seconds, Range)
+    assert isinstance(shared.seconds, Range)
+    assert shared.seconds.likely == pytest.approx(alone.seconds.likely / 4, rel=1e-3)
+    slower = preparation_cost(chats, size).core_s
+    assert isinstance(slower, Range)
+    assert slower.likely > alone.seconds.likely
+    assert preparation_cost(spark, size).core_s == alone.core_s
+    assert isinstance(preparation_cost(spark, size).seconds, Unknown)
 
 
 def test_rows_are_those_of_the_row_tables(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees
 from ingot.config.load import load_recipe
 from ingot.config.presets import preset
-from ingot.config.shape import least_parameters
+from ingot.config.shape import expert_parameters, least_parameters, parameter_count
 from ingot.plan.choose import Limits, choose
 from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, possible_layouts
 from ingot.plan.ranges import Range
@@ -111,13 +111,51 @@ def test_recomputing_is_tried_only_where_it_makes_room(recipe: Any) -> None:
     assert result.others == []
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_ranks_of_a_mixture_may_share_its_experts(recipe: Any) -> None:
+    """All ranks hold all experts, those of a node of 4 share the 12, or the 4 that 8 ranks can."""
+    asked, others = recipe("train.global_batch=16"), []
+    room = Range.exactly(2.0**40)
+    found = possible_layouts(asked, MIXTURE, 8, 4, room, ALL_FREE, others)
+    degrees = {(one.shard, one.expert) for one in found if one.tensor * one.pipeline == 1}
+    assert degrees == {(shard, expert) for shard in (1, 4, 8) for expert in (1, 4)}
+    dense = possible_layouts(asked, CONFIG, 8, 4, room, ALL_FREE, others)
+    assert {one.expert for one in dense} == {1}
+
+
+def test_experts_that_are_shared_take_less_of_each_rank(recipe: Any) -> None:
+    """Of 16 bytes a weight, a quarter of the experts' and all of the rest."""
+    asked, others = recipe("train.global_batch=16"), []
+    experts = expert_parameters(MIXTURE)
+    assert experts == 2 * 12 * 3 * 64 * 512
+    held = 16.0 * (parameter_count(MIXTURE) - experts + experts / 4)
+    for room, fits in ((held, True), (held - 1, False)):
+        found = possible_layouts(asked, MIXTURE, 4, 4, Range.exactly(room), ALL_FREE, others)
+        layouts = {(one.expert, one.replicate, one.tensor, one.pipeline) for one in found}
+        assert ((4, 4, 1, 1) in layouts) == fits
+        assert (1, 4, 1, 1) not in layouts
+
+
 def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
-    layout = SearchedLayout(world=16, tensor=2, pipeline=2, context=1, shard=2)
+    layout = SearchedLayout(world=16, tensor=2, pipeline=2, context=1, shard=2, expert=2)
     one = Candidate(layout, "full", 2)
     assert one.of(recipe()) == recipe(*one.overrides)
     assert layout.replicate == 2
     assert one.text() == (
-        "16 devices: tensor 2 x pipeline 2 x shard 2 x replicate 2, micro-batch 2, full"
+        "16 devices: tensor 2 x pipeline 2 x shard 2 x expert 2 x replicate 2, micro-batch 2, full"
         " recomputation"
     )
 
