@@ -71,3 +71,5 @@ TRACED_MEMORY_OF_EXPERTS = 0.05
 # Log-probabilities of llama.cpp and of ours, both float32 with the same weights: sums of another
 # order, and its fast exponential and square root.
 LLAMA_CPP = 1e-3
+# |p / p when sampled - 1| before the first update on a policy's own answers, float32.
+FIRST_RATIO = 1e-5

@@ -80,6 +80,7 @@ def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
         labels=share(batch.labels, IGNORE),
         positions=share(batch.positions, 0),
         segments=share(batch.segments, 0),
+        values=None if batch.values is None else share(batch.values, 0),
     )
 
 

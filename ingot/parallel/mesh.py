@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -111,6 +111,12 @@ class Mesh:
         """The ranks that hold the same layers, whole or in shards: all axes but pipeline."""
         return self.part("stage")
 
+    @property
+    def unstaged(self) -> Mesh:
+        """This mesh without its pipeline axis, for a model that each stage holds whole."""
+        parts = {name: part for name, part in self.parts.items() if name not in STAGED}
+        return replace(self, degrees=replace(self.degrees, pipeline=1), parts=parts)
+
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.world > 1:
@@ -186,6 +192,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "stage": ("replicate", "shard", "context", "tensor"),
 }
 """The parts of a mesh, by the axes along which their ranks differ."""
+STAGED = ("pipeline", "ends")
+"""The parts that only a pipeline has."""
 
 
 @contextlib.contextmanager

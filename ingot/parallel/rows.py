@@ -88,6 +88,15 @@ class ContextRowSharing:
     def total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.mesh.context.group)
 
+    def whole(self, part: Tensor, length: int) -> Tensor:
+        """The rows of `length` tokens whose parts the ranks have, without the padding: the inverse
+        of `share`, for numbers without a gradient. `[B, S]` -> `[B, T]`. Collective.
+        """
+        places = self.share(torch.arange(length)[None], length)[0].to(part.device)
+        rows = part.new_zeros(len(part), length + 1)
+        rows[:, places] = part  # the last place is that of padding
+        return self.mesh.context.all_sum(rows)[:, :length]
+
 
 def row_sharing(mesh: Mesh) -> ContextRowSharing | None:
     """How this job shares rows; None if every rank has whole rows."""

@@ -4,7 +4,7 @@ masters, optimizer, objective.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh, *, fille
             TYPES[compute]
         )
     model.requires_grad_(False).eval()
-    apply_wrappers(model, _stage_of(mesh), WrapSettings(recipe.parallel, compute=compute))
+    apply_wrappers(model, mesh.unstaged, WrapSettings(recipe.parallel, compute=compute))
     allocate(model, mesh.device)
     if filled:
         run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
@@ -213,9 +213,3 @@ def _share(mesh: Mesh) -> Share:
     them, since each node may have a copy of the model.
     """
     return Share(mesh.ranks.local_rank, mesh.ranks.local_world)
-
-
-def _stage_of(mesh: Mesh) -> Mesh:
-    """The mesh without its pipeline axis: the ranks that hold the same layers."""
-    parts = {name: part for name, part in mesh.parts.items() if name not in ("pipeline", "ends")}
-    return replace(mesh, degrees=replace(mesh.degrees, pipeline=1), parts=parts)

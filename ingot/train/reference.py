@@ -98,10 +98,12 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
 
 
 def open_reference(plan: TrainSetup, mesh: Mesh) -> AnyModel:
-    """The reference model itself, for an objective that asks it about what is not in the data.
-    Collective; raises WrongInput as `reference_tables` does.
+    """The reference model itself, for an objective that asks it about what is not in the data;
+    without stages, since it is asked for every token at once. Collective; raises WrongInput as
+    `reference_tables` does.
     """
-    return _open(plan, _reference_spec(plan, plan.recipe.objective.reference_source), mesh)
+    spec = _reference_spec(plan, plan.recipe.objective.reference_source)
+    return _open(plan, spec, mesh.unstaged)
 
 
 def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:

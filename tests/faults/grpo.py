@@ -40,7 +40,7 @@ FAULTS = [
     Fault(
         "divided-on-every-rank",
         "ingot/train/rollout/answers.py",
-        "shares.divisor if mesh.is_main and index == 0 else 0",
+        "shares.divisor if data.is_main and index == 0 else 0",
         "shares.divisor if index == 0 else 0",
         "with more ranks the gradient is smaller",
         by="tests/train/rollout/test_rollout.py",
@@ -56,8 +56,8 @@ FAULTS = [
     Fault(
         "ranks-draw-the-same-numbers",
         "ingot/train/rollout/rollout.py",
-        "(first + own * mesh.rank + prompt, answer)",
-        "(first + prompt, answer)",
+        "for one in range(mine.start, mine.stop)",
+        "for one in range(mine.stop - mine.start)",
         "what is sampled depends on the number of ranks",
         by="tests/train/rollout/test_rollout.py",
     ),
@@ -83,6 +83,22 @@ FAULTS = [
         "self._objective.token,\n                there.values,",
         "self._objective.token,\n                None,",
         "the penalty compares distributions of two temperatures",
+        by="tests/train/rollout/test_rollout.py",
+    ),
+    Fault(
+        "answers-from-weights-of-yesterday",
+        "ingot/train/rollout/policy.py",
+        "        self._compare(copy)\n",
+        "",
+        "nobody notices that answers are sampled from other weights than those in training",
+        by="tests/train/rollout/test_layouts.py",
+    ),
+    Fault(
+        "a-prompt-that-ranks-do-not-share-evenly",
+        "ingot/train/rollout/answers.py",
+        "count * (mesh.rank + 1) // mesh.world)",
+        "count * mesh.rank // mesh.world + count // mesh.world)",
+        "with a number of answers that the ranks do not divide, the last of them are never given",
         by="tests/train/rollout/test_rollout.py",
     ),
 ]

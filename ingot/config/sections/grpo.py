@@ -21,11 +21,13 @@ class GRPOSettings(ObjectiveSettings):
     so that a step has `train.global_batch` / `group` prompts. Answers are drawn from the whole
     distribution: there is no top_p or top_k, as the policy that is trained must be the one that is
     sampled from.
+
+    In every layout each rank samples its share of the answers from a whole copy of the policy,
+    gathered before and freed after; with `parallel.replicate` alone it needs none.
     """
 
     implementation = "ingot.objectives.grpo:GRPO.from_settings"
     document_kind = "chat"
-    pipeline_parallel = False
     samples_answers = True
     kind: Literal["grpo"]
     """The way of training."""
@@ -100,11 +102,6 @@ class GRPOSettings(ObjectiveSettings):
 
     def check_recipe(self, recipe: Any) -> None:
         train, lora, parallel = recipe.train, recipe.model.lora, recipe.parallel
-        apart = [
-            f"parallel.{name} {degree}"
-            for name in ("shard", "tensor", "pipeline", "context", "expert")
-            if (degree := getattr(parallel, name)) != 1
-        ]
         refused = (
             (
                 train.global_batch % self.group > 0,
@@ -112,9 +109,9 @@ class GRPOSettings(ObjectiveSettings):
                 f" objective.group {self.group}; set it to a multiple",
             ),
             (
-                bool(apart) or parallel.degrees == "auto",
-                f"{', '.join(apart) or 'parallel auto'}: answers are sampled from a model that each"
-                " rank holds whole; use parallel.replicate alone",
+                parallel.degrees == "auto",
+                "parallel auto weighs layouts by steps of rows of one length, and knows nothing of"
+                " sampling; give the degrees",
             ),
             (
                 lora is not None and lora.dropout > 0,

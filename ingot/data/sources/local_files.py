@@ -20,7 +20,9 @@ from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
 
-STDLIB, DIGITS = "builtin:stdlib", "builtin:digits"
+STDLIB = "builtin:stdlib"
+CHATS = {"builtin:digits": "digits.jsonl", "builtin:sums": "sums.jsonl"}
+"""Files that come with ingot."""
 
 
 FORMATS: dict[str, Format] = {
@@ -168,15 +170,17 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class BuiltIn(SourceKind):
-    """`builtin:stdlib`, the `.py` files of this interpreter's standard library, and
-    `builtin:digits`, chats that ask for the larger of two digits.
+    """`builtin:stdlib`, the `.py` files of this interpreter's standard library; `builtin:digits`,
+    chats that ask for the larger of two digits; `builtin:sums`, chats that ask for a sum and say
+    how to write it.
     """
 
     def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
         if source.source == STDLIB:
             return list(standard_library())
-        if source.source == DIGITS:
-            path = Path(__file__).with_name("digits.jsonl")
+        if source.source in CHATS:
+            path = Path(__file__).with_name(CHATS[source.source])
             stamp = {"path": path.name, "bytes": path.stat().st_size}
             return [SourceFile(str(path), path.name, "jsonl", stamp)]
-        raise WrongInput(f"{knob} {source.source} is not built in; {STDLIB} and {DIGITS} are")
+        known = ", ".join((STDLIB, *CHATS))
+        raise WrongInput(f"{knob} {source.source} is not built in; {known} are")

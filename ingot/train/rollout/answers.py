@@ -65,25 +65,31 @@ class RolloutAnswers:
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
             return cls(**{one.name: found[one.name] for one in fields(cls)})
 
-    def everywhere(self, mesh: Mesh, prompts: npt.NDArray[np.int64]) -> RolloutAnswers:
-        """The answers of all ranks to `prompts`, of which each rank has an equal contiguous share.
-        Collective.
+    def everywhere(self, mesh: Mesh) -> RolloutAnswers:
+        """The answers of all ranks, of which each has those of `share_of`; `prompts` are those of
+        all of them already. Collective.
         """
         if mesh.world == 1:
             return self
+        count = round(mesh.agree(float(len(self.lengths)))[0])
 
         def joined(own: Array) -> Array:
-            whole = np.zeros((len(own) * mesh.world, *own.shape[1:]), own.dtype)
-            whole[len(own) * mesh.rank : len(own) * (mesh.rank + 1)] = own
+            whole = np.zeros((count, *own.shape[1:]), own.dtype)
+            whole[share_of(count, mesh)] = own
             wide = torch.from_numpy(whole.astype(np.uint8) if own.dtype == np.bool_ else whole)
             return mesh.all_sum(wide).numpy().astype(own.dtype)
 
-        own: dict[str, Any] = {
+        every: dict[str, Any] = {
             one.name: joined(getattr(self, one.name))
             for one in fields(self)
             if one.name != "prompts"
         }
-        return RolloutAnswers(prompts=prompts, **own)
+        return RolloutAnswers(prompts=self.prompts, **every)
+
+
+def share_of(count: int, mesh: Mesh) -> slice:
+    """The part of `count` things in a row that falls to this rank."""
+    return slice(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
 
 
 class AnswerShares(NamedTuple):
@@ -136,21 +142,26 @@ def make_batches(
 ) -> list[Batch]:
     """This rank's micro-batches of the answers that are trained on, equally many on every rank.
 
-    Rows are as long as their answers need. Padding lies behind the answers, where causal attention
-    never looks, and has no labels.
+    Rows are as long as their answers need, but for a pipeline, whose stages are made for one shape
+    and number of micro-batches. Padding lies behind the answers, where causal attention never
+    looks, and has no labels.
     """
-    shares = shares_of(answers, settings)
-    mine = shares.kept[mesh.rank :: mesh.world]
-    passes = max(1, math.ceil(math.ceil(len(shares.kept) / mesh.world) / micro_batch))
+    shares, data = shares_of(answers, settings), mesh.data
+    mine = shares.kept[data.rank :: data.world]
+    staged = mesh.pipeline.world > 1
+    trained = len(answers.lengths) if staged else len(shares.kept)
+    passes = max(1, math.ceil(math.ceil(trained / data.world) / micro_batch))
     tokens = int(answers.lengths[shares.kept].sum())
     share = shares.divisor / tokens if tokens else 0.0
     prompts = read([int(answers.prompts[number // settings.group]) for number in mine])
     batches: list[Batch] = []
     for index in range(passes):
         some = slice(index * micro_batch, (index + 1) * micro_batch)
-        made = _batch(answers, shares, share, mine[some], prompts[some], seq_len, micro_batch)
-        # One batch of one rank states the divisor of the whole step.
-        made = replace(made, count=shares.divisor if mesh.is_main and index == 0 else 0)
+        made = _batch(
+            answers, shares, share, mine[some], prompts[some], seq_len, micro_batch, wide=staged
+        )
+        # One batch states the divisor of the whole step, on all ranks that share its rows.
+        made = replace(made, count=shares.divisor if data.is_main and index == 0 else 0)
         batches.append(made)
     return batches
 
@@ -163,14 +174,18 @@ def _batch(
     prompts: Sequence[Prompt],
     seq_len: int,
     count: int,
+    *,
+    wide: bool,
 ) -> Batch:
-    """One micro-batch of `count` rows, the last ones padding."""
+    """One micro-batch of `count` rows, the last ones padding; `wide` ones of `seq_len` tokens."""
     lengths = answers.lengths[numbers]
     rows = [
         np.concatenate((prompt.ids, answers.ids[number, :length]))
         for number, length, prompt in zip(numbers, lengths, prompts, strict=True)
     ]
     tokens, _ = padded(rows, count, seq_len, 0)
+    if wide:
+        tokens = np.pad(tokens, ((0, 0), (0, seq_len - tokens.shape[1])))
     labels = np.full_like(tokens, IGNORE)
     values = np.zeros((*tokens.shape, len(AnswerValues._fields)), np.float32)
     for row, (number, length, prompt) in enumerate(zip(numbers, lengths, prompts, strict=True)):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ingot.base.errors import Failed
 from ingot.base.progress import say
@@ -24,13 +23,15 @@ from ingot.models.device import computing_in
 from ingot.models.generation.policy import PolicySampler, SampledAnswer, answer_draws
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
-from ingot.parallel.apply import evaluating
+from ingot.objectives.forward import shard_batch
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.rows import row_sharing
 from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import TrainState
-from ingot.train.rollout.answers import RolloutAnswers, make_batches, shares_of
+from ingot.train.rollout.answers import RolloutAnswers, make_batches, share_of, shares_of
+from ingot.train.rollout.policy import SampledPolicy
 from ingot.train.rollout.prompts import Prompt, PromptReader, check_prompts
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
@@ -38,9 +39,6 @@ from ingot.train.step import StepInfo
 POLL_S = 0.5
 SHOWN = 2
 """Prompts whose answers are written down at a logged step."""
-PRIME = 1_000_003
-CHECKSUM = 1 << 52
-"""Checksums are below this, so that a float64 holds them."""
 
 
 class Rollout:
@@ -70,11 +68,9 @@ class Rollout:
         assert isinstance(state.model, Decoder)
         self.settings, self.mesh, self._setup, self._order = settings, mesh, setup, setup.order
         self.folder = setup.recipe.folder
-        self._model, self._objective, self._reference = (
-            state.model,
-            state.objectives.training,
-            reference,
-        )
+        self._objective, self._reference = state.objectives.training, reference
+        self._policy = SampledPolicy(setup, state.model, mesh)
+        self._limits = state.model.config
         self._count = setup.batch.global_batch // settings.group
         self._reader = PromptReader(rows, setup.tokenizer)
         self._check(rows)
@@ -100,7 +96,7 @@ class Rollout:
             setup.recipe,
             self._reader,
             np.unique(wanted).tolist(),
-            self._model.config,
+            self._limits,
             needs_reference=needs,
         )
 
@@ -140,36 +136,28 @@ class Rollout:
         self._checksums.close()
 
     def _sample(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
-        """Sample and judge the answers of a rollout; None if a rank was asked to stop."""
-        settings, mesh = self.settings, self.mesh
-        self._compare_weights()
-        first, own = number * self._count, self._count // mesh.world
+        """Sample and judge the answers of a rollout, each rank as many of them as any other, or one
+        more; None if a rank was asked to stop.
+        """
+        mesh, group, first = self.mesh, self.settings.group, number * self._count
         rows = self._order.rows(first, self._count)
-        mine = slice(own * mesh.rank, own * (mesh.rank + 1))
-        prompts = self._reader.prompts(rows[mine].tolist())
-        numbers = [
-            (first + own * mesh.rank + prompt, answer)
-            for prompt in range(own)
-            for answer in range(settings.group)
-        ]
+        mine = share_of(len(rows) * group, mesh)
+        prompts = self._prompts_of(rows, mine)
+        numbers = [(first + one // group, one % group) for one in range(mine.start, mine.stop)]
         found = self._answer(prompts, numbers, meanwhile)
         scores = None if found is None else self._judge(prompts, found, meanwhile)
         if any(mesh.agree(float(scores is None))):
             return None
         assert found is not None
         assert scores is not None
-        return self._arrays(rows[mine], found, scores).everywhere(mesh, rows)
+        return self._arrays(rows, found, scores).everywhere(mesh)
 
-    def _compare_weights(self) -> None:
-        """The sampler reads the weights that are trained. Raises Failed if replicas differ, whose
-        answers would come from other policies than the one whose gradient is taken.
-        """
-        sums = {value for (value,) in self.mesh.gather([float(weights_checksum(self._model))])}
-        if len(sums) > 1:
-            raise Failed(
-                "the ranks hold different weights, so that their answers are not those of one"
-                " model; go on from the newest checkpoint"
-            )
+    def _prompts_of(self, rows: np.ndarray, answers: slice) -> list[Prompt]:
+        """The prompt of each of some answers, by their number in the rollout."""
+        group = self.settings.group
+        first, last = answers.start // group, -(-answers.stop // group)
+        found = self._reader.prompts(rows[first:last].tolist())
+        return [found[one // group - first] for one in range(answers.start, answers.stop)]
 
     def _answer(
         self,
@@ -177,17 +165,17 @@ class Rollout:
         numbers: Sequence[tuple[int, int]],
         meanwhile: Callable[[], bool],
     ) -> list[SampledAnswer] | None:
-        """This rank's answers, groups one after another."""
+        """An answer to each of `prompts`, with the random numbers of `numbers`. Collective."""
         settings, setup = self.settings, self._setup
-        with evaluating(self._model), computing_in(setup.compute, self.mesh.device):
+        with self._policy.whole() as model, computing_in(setup.compute, self.mesh.device):
             sampler = PolicySampler(
-                self._model,
+                model,
                 temperature=settings.temperature,
                 eos=stop_tokens(setup.tokenizer),
                 max_rows=settings.sample_rows,
             )
             return sampler.sample(
-                [prompt.ids for prompt in prompts for _ in range(settings.group)],
+                [prompt.ids for prompt in prompts],
                 answer_draws(setup.recipe.seed, numbers, settings.max_answer_tokens),
                 meanwhile,
             )
@@ -207,7 +195,7 @@ class Rollout:
                 answer.finished,
                 prompt.alone,
             )
-            for prompt, answer in zip(_repeated(prompts, self.settings.group), found, strict=True)
+            for prompt, answer in zip(prompts, found, strict=True)
         ]
         waiting = self._thread.submit(self._rewards, samples)
         while True:
@@ -261,19 +249,25 @@ class Rollout:
 
     @torch.no_grad()
     def _refer(self, batch: Batch) -> None:
-        """Fill in the log-probabilities of the reference."""
-        there = batch.to(self.mesh.device)
+        """Fill in the log-probabilities of the reference. Collective over the ranks that share the
+        rows or the reference.
+        """
+        sharing = row_sharing(self.mesh)
+        there = (batch if sharing is None else shard_batch(batch, sharing)).to(self.mesh.device)
         assert self._reference is not None
         assert batch.values is not None
         with computing_in(self._setup.compute, self.mesh.device):
-            batch.values[..., 2] = self._reference(
+            found = self._reference(
                 there.tokens,
                 there.positions,
                 None,
                 there.labels,
                 self._objective.token,
                 there.values,
-            ).cpu()
+            )
+        if sharing is not None:
+            found = sharing.whole(found, batch.tokens.shape[1])
+        batch.values[..., 2] = found.cpu()
 
     def _measured(self, answers: RolloutAnswers) -> dict[str, float]:
         groups = answers.rewards.reshape(-1, self.settings.group)
@@ -349,18 +343,3 @@ class RolloutHook:
 
     def close(self) -> None:
         pass
-
-
-@torch.no_grad()
-def weights_checksum(model: nn.Module) -> int:
-    """A number that changes with any bit of this rank's weights, but for rare accidents."""
-    total = torch.zeros((), dtype=torch.int64)
-    for parameter in model.parameters():
-        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        bits = held.contiguous().view(torch.uint8 if held.dtype.itemsize < 4 else torch.int32)
-        total = total * PRIME + bits.sum(dtype=torch.int64).cpu()
-    return int(total) % CHECKSUM
-
-
-def _repeated(prompts: Sequence[Prompt], times: int) -> list[Prompt]:
-    return [prompt for prompt in prompts for _ in range(times)]
