@@ -128,8 +128,9 @@ class SampledPolicy:
         mesh = weight.device_mesh
         place = zip(mesh.get_coordinate() or (), weight.placements, strict=True)
         first = all(along == 0 for along, placement in place if placement.is_replicate())
-        spread_over_tensor = "tensor" in (mesh.mesh_dim_names or ())
-        return first and (spread_over_tensor or self._mesh.tensor.rank == 0)
+        # The ranks that share experts are those of the tensor axis, too.
+        spread_over_tensor = {"tensor", "expert"} & set(mesh.mesh_dim_names or ())
+        return first and (bool(spread_over_tensor) or self._mesh.tensor.rank == 0)
 
 
 def _gathered(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -75,7 +75,7 @@ def variant(root: Path, name: str, base: str, **layout: Any) -> Recipe:
     """A run of another model than the plain one, ingested and prepared where that lacks."""
     source = {"model__source": base, "model__config": None}
     knobs: dict[str, Any] = {"train__steps": 2, **UNEVEN, **layout}
-    if name == "mixture":
+    if name.startswith("mixture"):
         folder = root.with_name(f"{root.name}-mixture")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({**MODELS["qwen3_moe"], "vocab_size": 262}))
@@ -129,6 +129,7 @@ VARIANTS = {
     "adapter": {"parallel__shard": 2},
     "quantized": {"parallel__shard": 2},
     "mixture": {"parallel__shard": 2, "parallel__expert": 2},
+    "mixture, tensor": {"parallel__tensor": 2, "parallel__expert": 2},
 }
 
 

@@ -1,0 +1,95 @@
+"""Micro-batches hold what was sampled: its ids as they were drawn, as many of them as there are, at
+the policy's own probabilities. Trainers have read masks from padding, tokenised text again, and
+left out what the model does to its logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ingot.base.environment import Ranks
+from ingot.config.sections.grpo import GRPOSettings
+from ingot.data.batches.rows import IGNORE
+from ingot.parallel.mesh import Mesh
+from ingot.train.rollout.answers import RolloutAnswers, make_batches
+from ingot.train.rollout.prompts import Prompt
+from ingot.train.trainer import train
+from tests import tolerances
+from tests.objectives.test_every_way import logged
+from tests.parallel.proving import MODELS
+from tests.train.rollout.digits import apart, made_ready, odd_known
+
+PROMPT = [0, 7, 7]
+
+
+def prompts(rows: Sequence[int]) -> list[Prompt]:
+    return [Prompt(row, PROMPT, "", None) for row in rows]
+
+
+def test_ids_and_masks_are_those_of_the_sampler() -> None:
+    """Answers of the id that rows are filled up with, in themselves, at their ends and alone: every
+    token is trained and none behind it, with its own log-probability.
+    """
+    sampled = [[0, 0, 5], [3, 0], [0], [4, 6, 0]]
+    longest = max(map(len, sampled))
+    ids = np.array([[*one, *[9] * (longest - len(one))] for one in sampled])
+    answers = RolloutAnswers(
+        prompts=np.array([0, 1]),
+        ids=ids,
+        lengths=np.array([len(one) for one in sampled]),
+        logprobs=-np.arange(1, ids.size + 1, dtype=np.float32).reshape(ids.shape),
+        finished=np.array([True] * 4),
+        rewards=np.array([0.0, 1.0, 1.0, 0.0]),
+        each=np.array([[0.0], [1.0], [1.0], [0.0]]),
+    )
+    settings = GRPOSettings(
+        kind="grpo", group=2, max_answer_tokens=longest, rewards=[{"kind": "exact"}]
+    )
+    alone = Mesh(Ranks(), torch.device("cpu"))
+    found = {}
+    for batch in make_batches(answers, settings, prompts, 16, 3, alone):
+        assert batch.values is not None
+        for row in range(len(batch.tokens)):
+            number = int(batch.rows[row])
+            place = torch.nonzero(batch.labels[row] != IGNORE)[:, 0]
+            if number < 0:
+                assert not len(place)
+                continue
+            begin, length = len(PROMPT), len(sampled[number])
+            assert place.tolist() == list(range(begin - 1, begin - 1 + length))
+            assert batch.tokens[row, : begin + length].tolist() == PROMPT + sampled[number]
+            assert batch.labels[row, place].tolist() == sampled[number]
+            assert (
+                batch.values[row, place, 1].tolist() == answers.logprobs[number, :length].tolist()
+            )
+            found[number] = sum(batch.values[row, place, 0].tolist()) / length
+    assert found == {0: -0.5, 1: 0.5, 2: 0.5, 3: -0.5}
+
+
+@pytest.mark.parametrize("model", ["gemma3", "granite"])
+def test_what_a_model_does_to_its_logits_is_in_the_policy(model: str, tmp_path: Path) -> None:
+    """Soft caps and divisors come before the temperature, in the sampler as in the trainer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**MODELS[model], "vocab_size": 262}))
+    knobs: dict[str, Any] = {"model__source": str(folder), "model__config": None}
+    with odd_known():
+        ready = made_ready(tmp_path / "ready")
+        recipe = apart(
+            ready,
+            tmp_path / "run",
+            {"temperature": 0.7},
+            model__init="random",
+            train__steps=1,
+            **knobs,
+        )
+        train(recipe)
+    (error,) = logged(recipe, "train/policy/ratio_error")
+    assert error < tolerances.FIRST_RATIO
