@@ -58,8 +58,10 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         del chosen["model"]["quantize"]  # as runs of earlier versions have it
     else:
         del chosen["model"]["quantize"]["merge_into"]  # of the export
+    if recipe.model.neftune_alpha is None:
+        del chosen["model"]["neftune_alpha"]
     if (lora := chosen["model"]["lora"]) is not None:
-        for knob, plain in (("kind", "lora"), ("init", "kaiming")):
+        for knob, plain in (("kind", "lora"), ("init", "kaiming"), ("plus_ratio", None)):
             if lora[knob] == plain:
                 del lora[knob]  # as runs of earlier versions have it
     if not chosen["train.optimizer"].get("groups", True):

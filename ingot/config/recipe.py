@@ -25,7 +25,7 @@ from ingot.config.sections.deployment import (
 from ingot.config.sections.evaluation import Evaluate, Task, default_tasks
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
-from ingot.config.sections.loop import RouterSettings, seconds_of
+from ingot.config.sections.loop import seconds_of
 from ingot.config.sections.objective import Documents, Objective, PretrainSettings
 from ingot.config.sections.training import ModelSettings, TokenizerSettings, Train
 
@@ -163,22 +163,11 @@ class Recipe(Section):
                     "train.average.kind last exports the mean of the newest checkpoints, and"
                     " checkpoint.best another one; remove one of them, or set kind to ema"
                 )
-        if self.model.lora is not None and self.train.experts != RouterSettings():
-            raise ValueError(
-                "train.experts is about routers, which are a part of the frozen base under"
-                " model.lora; remove train.experts"
-            )
-        if self.model.lora is not None and self.train.optimizer.kind == "muon":
-            raise ValueError(
-                "train.optimizer.kind muon makes the updates of whole matrices orthogonal, and"
-                " model.lora trains two thin factors of each; set kind to adamw"
-            )
 
     def check_parallel(self) -> None:
         """Raises ValueError for a mesh that is impossible whatever the model's sizes."""
-        parallel, lora = self.parallel, self.model.lora
-        if self.model.quantize is not None:
-            self.model.quantize.check_recipe(self)
+        parallel = self.parallel
+        self.model.check_recipe(self)
         beyond = {
             name: getattr(parallel, name)
             for name in ("tensor", "pipeline", "context", "expert")
@@ -211,11 +200,6 @@ class Recipe(Section):
             raise ValueError(
                 f"{odd} reads rows of any length, which parallel.sequence cannot cut evenly; set"
                 " parallel.sequence to false, or remove it"
-            )
-        if lora is not None and lora.dropout and (parallel.tensor > 1 or parallel.context > 1):
-            raise ValueError(
-                f"model.lora.dropout {lora.dropout} is not possible with parallel.tensor or"
-                " parallel.context; set it to 0"
             )
         if self.memory.offload.weights and (parallel.degrees, parallel.shard) == ("given", 1):
             raise ValueError(

@@ -70,7 +70,7 @@ def _stage(model: Decoder, which: StageEnds, first: int, count: int) -> Decoder:
     trunk.embed_tokens = whole.embed_tokens if which.first or tied else None
     trunk.norm = whole.norm if which.last else None  # type: ignore[assignment]
     stage.lm_head = model.lm_head if which.last else None
-    stage.stage = which
+    stage.stage, stage.noise = which, model.noise
     return stage
 
 
@@ -89,6 +89,7 @@ class Pipeline(Decoder):
     def __init__(self, model: Decoder, mesh: Mesh, parallel: Parallel, hidden: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.config, self._mesh, self._parallel, self._sent = model.config, mesh, parallel, hidden
+        self.noise = model.noise
         self.degree, self.total = mesh.pipeline.world, mesh.pipeline.world * parallel.virtual
         self.stages = nn.ModuleList(
             split_stages(model, mesh.pipeline.rank, self.degree, parallel.virtual)

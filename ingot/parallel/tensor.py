@@ -207,6 +207,13 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     if model.lm_head is not None:
         distribute(model.lm_head, mesh, weight=Shard(0))
     model.vocabulary_head = VocabParallelHead(mesh, model.config.vocab_size)
+    if sequence and model.noise is not None:
+        model.noise.share = partial(_part_of_rows, mesh)
+
+
+def _part_of_rows(mesh: DeviceMesh, values: Tensor) -> Tensor:
+    """`[B, T]` -> `[B, S]`: the tokens whose activations this rank holds."""
+    return values.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 
 def _split_sinks(attention: nn.Module, mesh: DeviceMesh) -> None:

@@ -27,6 +27,7 @@ from ingot.models.hf.folder import load_model, load_weights, model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.noise import EmbeddingNoise
 from ingot.models.parameters import allocate
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.protocol import Objective, ObjectiveInputs, make_objective
@@ -75,7 +76,9 @@ def build_train_state(
         load_adapter(model, Path(recipe.model.lora.adapter))
     masters = make_masters(model, mesh, plan.wrapping)
     knobs = recipe.train
-    optimizer = make_optimizer(knobs.optimizer, masters, recipe.seed, knobs.average)
+    optimizer = make_optimizer(
+        knobs.optimizer, masters, recipe.seed, knobs.average, recipe.model.lora
+    )
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
     elif plan.origin is not None:
@@ -123,6 +126,9 @@ def draft_model(
         add_lora(model, recipe.model.lora, recipe.seed)
     if recipe.model.quantize is not None:
         quantize_base(model, recipe.model.quantize)
+    if recipe.model.neftune_alpha is not None:
+        assert isinstance(model, Decoder), "the recipe refuses noise for other models"
+        model.noise = EmbeddingNoise(recipe.model.neftune_alpha, recipe.seed)
     if recipe.train.experts.frozen:
         freeze_routers(model)
     return apply_wrappers(model, mesh, plan.wrapping)

@@ -22,7 +22,9 @@ from torch import Tensor, optim
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.loop import Average
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.training import SGD, AdamSettings, OptimizerSettings, ParameterGroup
+from ingot.models.hf.tensor_names import LORA_B
 from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
 from ingot.train.averaging import keep_average
@@ -224,13 +226,18 @@ def _slices(matrix: Tensor) -> Iterator[slice]:
 
 
 def make_optimizer(
-    settings: OptimizerSettings, masters: Masters, seed: int = 0, average: Average | None = None
+    settings: OptimizerSettings,
+    masters: Masters,
+    seed: int = 0,
+    average: Average | None = None,
+    lora: Lora | None = None,
 ) -> optim.Optimizer:
     """Make the optimizer that the settings name, and let it keep an average of the weights if one
     is asked for. Weight decay applies to matrices, not to vectors (norms, biases), unless a group
-    of the settings says otherwise.
+    of the settings says otherwise; a ratio of LoRA+ multiplies what a group says of rates.
     """
     groups: dict[tuple[float, float], dict[str, Any]] = {}
+    ratio = None if lora is None else lora.plus_ratio
     for master in masters:
         named = group_of(settings, master.name)
         # The biases of a stack of experts are two-dimensional.
@@ -239,6 +246,8 @@ def make_optimizer(
         if named is not None and named.weight_decay is not None:
             decay = named.weight_decay
         factor = 1.0 if named is None else named.lr_factor
+        if ratio is not None and (master.tensor.ndim == 1 or master.name.endswith(LORA_B)):
+            factor *= ratio
         group = groups.setdefault((factor, decay), {"params": [], "weight_decay": decay})
         if factor != 1.0:
             group |= {"lr_factor": factor, "lr": settings.lr * factor}

@@ -23,9 +23,11 @@ from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.config.model_source import model_config, named_folder
+from ingot.config.sections.quantize import Quantize
 from ingot.data.batches.loader import fixed_batches
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
+from ingot.models.adapters.quantized import quantize_base
 from ingot.models.device import computing_in
 from ingot.models.hf.folder import model_hash
 from ingot.models.kinds import AnyModel
@@ -151,16 +153,24 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
     }
     if plan.recipe.data.truncate != "right":  # named only then: older tables stay valid
         about["truncate"] = plan.recipe.data.truncate
+    if (knobs := _quantized(plan, model_spec)) is not None:
+        about["quantize"] = [knobs.kind, knobs.double]
     return fingerprint({**weights, **about})
+
+
+def _quantized(plan: TrainSetup, model_spec: ModelSpec) -> Quantize | None:
+    """How the matrices of the reference are kept: as the policy's where it is what the policy
+    starts from, or the two would differ before the first step.
+    """
+    return plan.recipe.model.quantize if model_spec is plan.model_spec else None
 
 
 def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference model, sharded as the policy will be."""
-    model = apply_wrappers(
-        create_model(model_spec, plan.recipe.seed),
-        mesh,
-        WrapSettings(plan.recipe.parallel, compute=plan.compute),
-    )
+    model = create_model(model_spec, plan.recipe.seed)
+    if (knobs := _quantized(plan, model_spec)) is not None:
+        quantize_base(model, knobs)
+    model = apply_wrappers(model, mesh, WrapSettings(plan.recipe.parallel, compute=plan.compute))
     materialize_model(model, model_spec, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)

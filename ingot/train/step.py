@@ -102,9 +102,10 @@ class LoopEnd:
 
 
 class DropoutSeeds:
-    """Seeds dropout before each micro-batch, so that a resumed run repeats the same masks.
+    """Seeds dropout and noise before each micro-batch, so that a resumed run repeats them.
 
-    In the native model (its adapters) masks are a function of seed, step and sample. Transformers
+    In the native model they are a function of seed, step and sample: masks of its adapters, noise
+    of its embeddings. Transformers
     models draw from torch's generator, which is seeded here for each micro-batch: their masks
     depend on how the batch is divided among ranks, but not on where the run was resumed.
     """
@@ -112,15 +113,20 @@ class DropoutSeeds:
     def __init__(self, model: AnyModel, seed: int, mesh: Mesh) -> None:
         self._seed, self._mesh, self._is_native = seed, mesh, isinstance(model, Decoder)
         self._adapter = lora_state(model) if isinstance(model, Decoder) else None
+        self._noise = model.noise if isinstance(model, Decoder) else None
 
     def begin_micro_batch(self, step: int, index: int, batch: Batch) -> None:
         """Called before micro-batch `index` of `step` (both from 0) is computed."""
-        if self._adapter is not None:
+        if self._adapter is not None or self._noise is not None:
             # A preference sample is two rows of the batch, each with a mask of its own.
             sides = len(batch.tokens) // len(batch.rows)
             rows = (batch.rows[:, None] * sides + torch.arange(sides)).flatten()  # [R]
-            self._adapter.begin_batch(step, rows.to(self._mesh.device))
-        elif not self._is_native:
+            rows = rows.to(self._mesh.device)
+            if self._adapter is not None:
+                self._adapter.begin_batch(step, rows)
+            if self._noise is not None:
+                self._noise.begin_batch(step, rows, batch.segments.to(self._mesh.device))
+        if not self._is_native:
             key = fingerprint([self._seed, step, index, self._mesh.rank])
             torch.manual_seed(int(key, 16) % 2**63)
 

@@ -17,7 +17,8 @@ from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, checkpoint_in, step_folder
 from ingot.config.sections.layout import Parallel
-from ingot.config.sections.training import AdamW, Lora
+from ingot.config.sections.lora import Lora
+from ingot.config.sections.training import AdamW
 from ingot.models.adapters.lora import add_lora
 from ingot.models.native.config import DecoderConfig
 from ingot.models.parameters import local_tensor, shard_slices

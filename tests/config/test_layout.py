@@ -329,6 +329,17 @@ def test_a_batch_is_dealt_over_its_shares_and_not_over_processes() -> None:
             "precision.float8 is for decoders",
         ),
         (("train.profile={begin: 5, end: 4}",), "raise train.profile.end"),
+        (
+            ("model.neftune_alpha=5", "objective={kind: classify, labels: [a, b]}"),
+            "model.neftune_alpha is for decoders",
+        ),
+        (
+            (
+                "model.neftune_alpha=5",
+                "objective={kind: grpo, rewards: [{kind: exact}]}",
+            ),
+            "model.neftune_alpha: answers are sampled without noise",
+        ),
         (("model.quantize=nf4",), "set model.lora={}, or model.quantize=null"),
         ((*QUANTIZED, "model.quantize.double=true"), "double is about the scales of nf4"),
         ((*QUANTIZED, "parallel.tensor=2"), "cuts matrices, beside model.quantize int8 across"),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.quantize import Quantize
-from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.quantized import quantize_base
 from ingot.models.native.config import DecoderConfig

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ingot.config.load import load_recipe
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.objective import RewardModelSettings
-from ingot.config.sections.training import Lora
 from ingot.data.batches.loader import Batch
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare

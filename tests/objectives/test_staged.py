@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ingot.config.sections.layout import Parallel
-from ingot.config.sections.training import SGD, Lora
+from ingot.config.sections.lora import Lora
+from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
 from ingot.models.adapters.lora import add_lora
 from ingot.models.native import head

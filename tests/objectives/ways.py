@@ -60,16 +60,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "pretrain": {},
     "pretrain-best-fit": {"data__pack": "best_fit"},
     "sft": {"objective__kind": "sft"},
-    # Dropout too: its masks depend on the sample alone.
+    # Dropout and noise too: they depend on the sample alone.
     "sft-lora": {
         "objective__kind": "sft",
         "model__source": "TEACHER",
+        "model__neftune_alpha": 5.0,
         "model__lora": {"rank": 4, "alpha": 8, "dropout": 0.2},
     },
     "dpo-lora": {
         "objective": {"kind": "dpo", "beta": 0.5},
         "data__seq_len": 64,
         "model__source": "TEACHER",
+        "model__neftune_alpha": 5.0,
         "model__lora": {"rank": 4, "dropout": 0.2},
     },
     "dpo": {"objective": {"kind": "dpo", "beta": 0.5}, "data__seq_len": 64},

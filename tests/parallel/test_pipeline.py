@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import MemorySettings, Parallel
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.config.shape import check_pipeline
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.native.config import DecoderConfig

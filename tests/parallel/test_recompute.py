@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Recompute
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers, lora_state
 from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.config import DecoderConfig

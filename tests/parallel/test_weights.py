@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, init_adapter, lora_layers
 from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import folder as folders

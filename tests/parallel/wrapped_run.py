@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
-from ingot.config.sections.training import SGD, AdamW, Lora
+from ingot.config.sections.lora import Lora
+from ingot.config.sections.training import SGD, AdamW
 from ingot.models.adapters.lora import add_lora, init_adapter, lora_state
 from ingot.models.device import Compute
 from ingot.models.native.config import DecoderConfig
+from ingot.models.native.noise import EmbeddingNoise
 from ingot.models.parameters import fill_normal
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
@@ -30,16 +32,21 @@ MODEL = {**CONFIG, "num_hidden_layers": 5, "num_key_value_heads": 4}
 
 @dataclass(frozen=True)
 class AdapterMasks:
-    """Seeds the masks of an adapter by the place of each row in its global batch."""
+    """Seeds the masks of an adapter and the noise of embeddings by the place of each row in its
+    global batch.
+    """
 
     state: Any
+    noise: EmbeddingNoise | None
     first: int
     micro_batch: int
 
     def begin_micro_batch(self, step: int, index: int, batch: Any) -> None:
+        rows = self.first + index * self.micro_batch + torch.arange(len(batch.tokens))
         if self.state is not None:
-            rows = self.first + index * self.micro_batch + torch.arange(len(batch.tokens))
             self.state.begin_batch(step, rows)
+        if self.noise is not None:
+            self.noise.begin_batch(step, rows, batch.segments)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Case:
     compute: Compute = "fp32"
     compiled: bool = False
     lora: bool = False
+    noise: float | None = None
     adam: bool = False
     micro_batch: int = 2
     steps: int = 3
@@ -88,6 +96,8 @@ def run_case(case: Case) -> Result:
         model = create_model(spec, 0)
         if case.lora:
             add_lora(model, Lora(rank=4, dropout=0.3), 0)
+        if case.noise is not None:
+            model.noise = EmbeddingNoise(case.noise, 0)  # type: ignore[assignment, union-attr]
         model = apply_wrappers(model, mesh, case.how)
         materialize_model(model, spec, 0, mesh.device, filled=True)
         init_adapter(model, 0)
@@ -106,7 +116,7 @@ def run_case(case: Case) -> Result:
         losses, norms = [], []
         for step in range(case.steps):
             whole, first = global_batch(step % 2), mesh.data.rank * share
-            masks = AdapterMasks(state, first, case.micro_batch)
+            masks = AdapterMasks(state, model.noise, first, case.micro_batch)  # type: ignore[arg-type]
             outcome = one_step(
                 module,
                 objective,

@@ -244,7 +244,7 @@ def test_every_knob_is_decided() -> None:
         _recipe("tokenizer.target_language=deu_Latn"),
         _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"),
-        _recipe("model.lora={}", "model.quantize=nf4"),
+        _recipe("model.lora={}", "model.quantize=nf4", "model.neftune_alpha=5"),
         _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),
         _recipe(
             "evaluate.tasks=[{kind: hellaswag}, {kind: choice, source: c}, {kind: rouge}, {kind:"

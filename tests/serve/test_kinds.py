@@ -20,7 +20,7 @@ import transformers
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import find_target, predict_once
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.generation.sampling import Sampling

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from ingot.config.doors import OPTIMIZERS, SCHEDULES
 from ingot.config.section import ByKind, KindSettings, Positive, Section
@@ -19,51 +19,8 @@ from ingot.config.sections.loop import (
     Skip,
     seconds_of,
 )
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.quantize import Quantize
-
-
-class Lora(Section):
-    """Low-rank adaptation (Hu et al. 2021): the weights stay, a small product of two matrices is
-    learnt beside each of some.
-    """
-
-    kind: Literal["lora", "rslora", "dora"] = "lora"
-    """`lora`: products scaled by alpha / rank. `rslora`: by alpha / sqrt(rank), which keeps their
-    size at large ranks (Kalajdzievski 2023). `dora`: as `lora`, and the norm of each row of the
-    adapted weight is trained too (Liu et al. 2024): nearer to training all weights at small ranks,
-    slower by the norms that each step computes.
-    """
-    rank: Positive = 16
-    """Inner size of the products."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The products are scaled by alpha / rank; with `kind: rslora` by alpha / sqrt(rank)."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the inputs of the products that is dropped while training."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj,
-    v_proj]`; Meta's names (`wq`, `w1`) are understood. Of a mixture of experts those of attention.
-    """
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How the first matrix begins, as PEFT's `init_lora_weights`: `kaiming` (its default) with
-    variance 1 / (3 * inputs), `gaussian` with standard deviation 1 / rank. The second one begins
-    with 0. PEFT's ways that change the weights of the base (`pissa`, `olora`, `loftq`) are refused.
-    """
-    adapter: str | None = None
-    """Folder of an adapter in PEFT's layout to go on from; rank, alpha and targets must be its own.
-    Empty: a new one, which changes nothing yet.
-    """
-
-    @field_validator("init", mode="before")
-    @classmethod
-    def _leaves_the_base(cls, value: object) -> object:
-        if value is True:
-            return "kaiming"
-        if value in ("pissa", "olora", "loftq", "corda", "lora_ga"):
-            raise ValueError(
-                f"{value} begins with other weights of the base, so the adapter would not fit the"
-                " base that others have; take kaiming or gaussian"
-            )
-        return value
 
 
 class ModelSettings(Section):
@@ -94,6 +51,11 @@ class ModelSettings(Section):
     """With `lora`: keep the frozen matrices in few bits, `nf4` or `int8`. Null leaves them as they
     are.
     """
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
+    """NEFTune (Jain et al. 2023): in training, and nowhere else, add noise to the embedding of each
+    token, uniform within alpha / sqrt(L * D), L the tokens of the token's own document in its row
+    and D the width of the model. The paper takes 5 to 15. Null for none.
+    """
 
     @model_validator(mode="after")
     def _frozen(self) -> ModelSettings:
@@ -108,6 +70,28 @@ class ModelSettings(Section):
                 " model.quantize keeps in few bits; set kind to lora or rslora"
             )
         return self
+
+    def check_recipe(self, recipe: Any) -> None:
+        """Raises ValueError for what does not fit the rest of the recipe, an
+        `ingot.config.recipe.Recipe`.
+        """
+        if self.quantize is not None:
+            self.quantize.check_recipe(recipe)
+        if self.lora is not None:
+            self.lora.check_recipe(recipe)
+        if self.neftune_alpha is None:
+            return
+        if not recipe.objective.native:
+            raise ValueError(
+                "model.neftune_alpha is for decoders, not for the models of objective.kind"
+                f" {recipe.objective.kind}; set it to null"
+            )
+        if recipe.objective.samples_answers:
+            raise ValueError(
+                "model.neftune_alpha: answers are sampled without noise, and the policy that is"
+                " trained must be the one that is sampled from; set it to null (objective.kind"
+                f" {recipe.objective.kind})"
+            )
 
 
 class TokenizerSettings(Section):

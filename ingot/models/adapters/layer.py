@@ -5,7 +5,6 @@ the adapted layers of a model share.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -13,13 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ingot.models.keyed import keep_mask, row_keys, signed_hash
 from ingot.models.parameters import is_dtensor, local_tensor, shard_slices, whole_sum
-
-_GOLDEN, _MIX1, _MIX2 = (
-    0x9E3779B97F4A7C15 - 2**64,
-    0xBF58476D1CE4E5B9 - 2**64,
-    0x94D049BB133111EB - 2**64,
-)  # as signed 64-bit
 
 LoraKind = Literal["lora", "rslora", "dora"]
 FirstMatrices = Literal["kaiming", "gaussian"]
@@ -242,50 +236,3 @@ def _norms_of_all(weight: Tensor) -> Tensor:
         if not placement.is_replicate():
             torch.distributed.all_reduce(squares, group=mesh.get_group(axis))
     return squares.sqrt().float()
-
-
-def row_keys(rows: Tensor, text: str) -> Tensor:
-    """A number for each row of a batch: `rows` int64 `[R]` identifies them within a step, `text`
-    names the step and what the numbers are for.
-    """
-    return _mix(rows.long() * _GOLDEN + signed_hash(text))
-
-
-@torch.no_grad()
-def keep_mask(rows: Tensor, positions: int, features: int, layer: int, dropout: float) -> Tensor:
-    """The mask of kept elements, bool `[R, positions, features]`, each True with probability
-    1 - dropout. `rows`: of `row_keys`.
-    """
-    places = torch.arange(positions, device=rows.device)
-    return _bits(rows[:, None], places, features, layer) >= int(dropout * 2.0**64) - 2**63
-
-
-def _bits(rows: Tensor, places: Tensor, features: int, layer: int) -> Tensor:
-    """64 random bits of each feature of each place, `[R, positions, features]`; rows and places
-    broadcast.
-    """
-    place = _mix(rows + places * _GOLDEN + layer)[..., None]  # [R, positions, 1]
-    counter = torch.arange(features, device=rows.device) * _GOLDEN
-    bits = place + _mix(counter ^ layer)  # [R, positions, features]
-    bits = (bits ^ _shift(bits, 32)) * _MIX1
-    return bits ^ _shift(bits, 29)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): each output bit depends on every
-    input bit.
-    """
-    bits = (bits ^ _shift(bits, 30)) * _MIX1
-    bits = (bits ^ _shift(bits, 27)) * _MIX2
-    return bits ^ _shift(bits, 31)
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's own shift of a signed integer is arithmetic."""
-    zeros: int = 2 ** (64 - by) - 1
-    return (bits >> by) & zeros
-
-
-def signed_hash(text: str) -> int:
-    """A text as a signed 64-bit number."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.layer import LoRALinear, LoRASize, LoRAState
 from ingot.models.hf.tensor_names import (
     LINEAR_FROM_META,

@@ -21,6 +21,7 @@ from ingot.models.native.attention import AttnFn, attend
 from ingot.models.native.config import ACTIVATIONS, DecoderConfig
 from ingot.models.native.experts import Held, LayerRouting, Routing, SparseMLP, whole
 from ingot.models.native.head import LogitsView, TokenFunction, VocabularyHead, apply_head
+from ingot.models.native.noise import EmbeddingNoise
 from ingot.models.native.rope import Rope, Turns, rotate, turns_of
 
 
@@ -230,7 +231,8 @@ class Decoder(nn.Module):
 
     `make_attn_fns`, `run_layers` and `vocabulary_head` compute attention, the layers and the head;
     wrappers replace them by versions that communicate with other ranks or recompute activations.
-    Before each micro-batch of a mixture in training `routing` is set.
+    Before each micro-batch of a mixture in training `routing` is set. `noise`, if there is any, is
+    added to embeddings in training.
     A pipeline stage has only its own layers, under their numbers in the whole model.
     """
 
@@ -248,6 +250,7 @@ class Decoder(nn.Module):
         self.vocabulary_head = VocabularyHead()
         self.stage = StageEnds()
         self.routing: Routing | None = None
+        self.noise: EmbeddingNoise | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -292,6 +295,8 @@ class Decoder(nn.Module):
             {} if cache is not None else self.make_attn_fns(positions, segments, config.windows)
         )
         x = self._embed(tokens) if self.stage.first else tokens
+        if self.noise is not None and self.training and self.stage.first:
+            x = self.noise.add(x, positions, segments)
         routing = self.routing if self.training else None
         layers = cast("Iterable[Block]", self.model.layers.children())
         x = self.run_layers(

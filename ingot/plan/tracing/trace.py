@@ -42,7 +42,7 @@ from ingot.train.build import draft_model, make_objectives
 from ingot.train.micro_batch.trial import made_up_plan
 from ingot.train.optimizers import make_optimizer
 from ingot.train.setup import TrainSetup
-from ingot.train.step import StepContext, StepControl, train_step
+from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
 
 HOST = torch.device("cpu")
 CROWDING = 2.0
@@ -171,8 +171,8 @@ def _trace(
     with new_parameters(), without_contents(meter, crowding), device, fake, meter:
         _allocate(plan, model, mesh)
         masters = make_masters(model, mesh, plan.wrapping)
-        knobs = plan.recipe.train
-        optimizer = make_optimizer(knobs.optimizer, masters, plan.recipe.seed, knobs.average)
+        knobs, lora = plan.recipe.train, plan.recipe.model.lora
+        optimizer = make_optimizer(knobs.optimizer, masters, plan.recipe.seed, knobs.average, lora)
         table = torch.zeros(len(plan.rows), 2) if plan.recipe.objective.needs_reference else None
         objective = make_objectives(
             plan.recipe,
@@ -191,8 +191,7 @@ def _trace(
             masters,
             optimizer,
             mesh,
-            # The first step only makes the optimizer's state.
-            StepControl(lambda step: batches[:1] if step == 0 and not staged else batches),
+            _control(plan, model, mesh, batches),
             compute=plan.compute,
             clip_norm=plan.recipe.train.clip_norm,
         )
@@ -228,6 +227,19 @@ def _trace(
             (0, 0, 0) if kind == "cpu" else meter.reserved().pieces,
             tuple(last - first for first, last in stretches),
         )
+
+
+def _control(
+    plan: TrainSetup, model: AnyModel, mesh: Mesh, batches: Sequence[Batch]
+) -> StepControl:
+    """All batches in each step but the first, which only makes the optimizer's state. Noise of
+    embeddings, unlike dropout, has no other source than the batch.
+    """
+    staged, noisy = mesh.pipeline.world > 1, plan.recipe.model.neftune_alpha is not None
+    return StepControl(
+        lambda step: batches[:1] if step == 0 and not staged else batches,
+        DropoutSeeds(model, plan.recipe.seed, mesh) if noisy else None,
+    )
 
 
 class _Untraced(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import load_adapter, read_adapter_config, save_adapter
 from ingot.models.hf.folder import load_model

@@ -11,8 +11,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Lora, ModelSettings
+from ingot.config.sections.lora import Lora
+from ingot.config.sections.training import AdamW, ModelSettings, ParameterGroup
 from ingot.models.adapters.lora import (
     adapter_parameters,
     adapter_tensors,
@@ -24,6 +26,9 @@ from ingot.models.adapters.lora import (
 from ingot.models.adapters.peft import CONFIG, load_adapter, save_adapter
 from ingot.models.hf.folder import load_model
 from ingot.models.native.decoder import Decoder
+from ingot.parallel.masters import Masters
+from ingot.parallel.mesh import Mesh
+from ingot.train.optimizers import make_optimizer
 from tests import tolerances
 from tests.models.adapters.test_families import MEMBERS
 from tests.models.adapters.test_lora import (
@@ -225,3 +230,47 @@ def test_what_does_not_fit_a_kind_is_refused(tmp_path: Path) -> None:
     phi = load_model(make_member(tmp_path / "phi", "phi3"), device=CPU)
     with pytest.raises(WrongInput, match=r"leaves .*k_proj out, .*qkv_proj, which .* as one"):
         add_lora(phi, Lora(kind="dora", targets=["q_proj", "v_proj"]), 0)
+
+
+def test_rates_of_lora_plus_are_pefts(tmp_path: Path) -> None:
+    """By parameter: the first matrices at `lr`, the second ones and DoRA's magnitudes at a multiple
+    of it; a group's factor multiplies both.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    folder = make_reference(tmp_path)
+    config = LoraConfig(r=2, target_modules="all-linear", use_dora=True)
+    their_model = get_peft_model(reference(folder), config)
+    their_optimizer = create_loraplus_optimizer(
+        their_model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0
+    )
+    rates = {
+        id(one): group["lr"] for group in their_optimizer.param_groups for one in group["params"]
+    }
+    theirs_by_name = {
+        name.removeprefix("base_model.model.")
+        .replace(".default", "")
+        .replace("_magnitude_vector", "_magnitude")
+        .removesuffix(".weight"): rates[id(one)]
+        for name, one in their_model.named_parameters()
+        if one.requires_grad
+    }
+
+    def ours(**knobs: Any) -> dict[str, float]:
+        lora = Lora(rank=2, kind="dora", plus_ratio=16.0)
+        model = load_model(folder, device=CPU)
+        add_lora(model, lora, 0)
+        masters = Masters(model, Mesh(Ranks(), CPU))
+        optimizer = make_optimizer(AdamW(lr=1e-3, **knobs), masters, lora=lora)
+        lr = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
+        for group in optimizer.param_groups:
+            assert group["lr"] == 1e-3 * group.get("lr_factor", 1.0)
+        return {master.name: lr[id(master.tensor)] for master in masters}
+
+    assert ours() == pytest.approx(theirs_by_name)
+    assert set(ours().values()) == {1e-3, 16e-3}
+    slower = ours(groups=[ParameterGroup(match="*q_proj*", lr_factor=0.5)])
+    assert slower == pytest.approx(
+        {name: rate * (0.5 if "q_proj" in name else 1) for name, rate in theirs_by_name.items()}
+    )

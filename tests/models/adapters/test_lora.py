@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.layer import LoRAState
 from ingot.models.adapters.lora import (
     adapter_parameters,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models import kinds
 from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers
 from ingot.models.adapters.peft import CONFIG, WEIGHTS, class_count, load_adapter, save_adapter

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.quantize import Quantize
-from ingot.config.sections.training import Lora
 from ingot.models.adapters.lora import (
     add_lora,
     hf_module,
@@ -37,7 +37,7 @@ POSITIONS = torch.arange(30).expand(2, 30)
 DOUBLE = Quantize(double=True)
 LORA = Lora(rank=2, targets="all-linear")
 QUICK = ("llama2", "phi3")
-DENSE = [name for name in FAMILY if "moe" not in name and "mixtral" not in name]
+DENSE = [name for name, values in FAMILY.items() if not any("experts" in knob for knob in values)]
 
 
 def awake(model: nn.Module) -> nn.Module:

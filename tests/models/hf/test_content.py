@@ -20,7 +20,7 @@ from ingot.config.model_content import (
     check_content,
     file_digests,
 )
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import content

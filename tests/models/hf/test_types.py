@@ -25,7 +25,7 @@ from ingot.config.model_types import (
     HFKind,
     installed_types,
 )
-from ingot.config.sections.training import Lora
+from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.generation.classifier import classify
 from ingot.models.generation.seq2seq import generate

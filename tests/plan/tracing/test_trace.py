@@ -68,6 +68,7 @@ def recipe(tmp_path: Path) -> Any:
         ["train.optimizer.kind=sgd"],
         ["train.optimizer.kind=muon", "train.optimizer.compute=bf16"],
         ["model.lora.rank=4"],
+        ["model.neftune_alpha=5"],
         ["memory.offload.activations=true"],
         ["memory.offload.optimizer=0.5"],
         ["objective.kind=dpo"],
