@@ -17,11 +17,12 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} 
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
+TRACKERS ?= .venv-trackers
 VLLM ?= .venv-vllm
 TRITON ?= .venv-triton
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-changed test-all times chaos faults lint site bench peers gpu beam engines clean
+.PHONY: help setup run test test-changed test-all times chaos faults lint site bench peers gpu beam engines trackers clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
@@ -35,6 +36,7 @@ help:
 	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
 	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
 	@echo "make beam      an environment for prepare on Apache Beam in $(BEAM)"
+	@echo "make trackers  an environment for MLflow and Trackio in $(TRACKERS), and the tests with both"
 	@echo "make engines   environments for vLLM (CPU) and Triton in $(VLLM) and $(TRITON), and the tests with both (ARGS=...)"
 	@echo "make setup     only set up $(VENV) for work on ingot"
 	@echo "make clean     remove $(VENV) and caches; runs/ stays"
@@ -83,6 +85,9 @@ gpu: $(WORK)
 
 beam: $(BEAM)/.ingot-beam
 
+trackers: $(WORK) $(TRACKERS)/.ingot-trackers
+	@TRACKERS_PYTHON=$(abspath $(TRACKERS))/bin/python $(BIN)/python -m pytest -q tests/base/test_trackers.py $(ARGS)
+
 engines: $(WORK) $(VLLM)/.ingot-vllm $(TRITON)/.ingot-triton
 	@VLLM_PYTHON=$(abspath $(VLLM))/bin/python TRITON_PYTHON=$(abspath $(TRITON))/bin/python $(BIN)/python -m pytest -q -m engines tests/serve $(ARGS)
 
@@ -111,6 +116,12 @@ $(USE): pyproject.toml constraints.txt
 $(WORK): $(USE)
 	@echo "setting up $(VENV), once: the tools for tests and checks"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(TRACKERS)/.ingot-trackers: constraints-trackers.txt
+	@echo "setting up $(TRACKERS), once"
+	@$(TRACKERS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(TRACKERS)
+	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check -r constraints-trackers.txt
 	@touch $@
 
 # Apache Beam holds back packages that the rest is newer than, so it has an environment of its own.

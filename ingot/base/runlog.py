@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,6 +104,27 @@ class MetricSink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a training goes on: behind `step`; metrics whose names begin with one of `owed` are
+    written again at that very step.
+    """
+
+    step: int = 0
+    owed: tuple[str, ...] = ()
+
+    def unsaid(
+        self, step: int, values: Mapping[str, float | str], last: int | None
+    ) -> Mapping[str, float | str]:
+        """What of `values` is new to a tracker that has lines up to step `last`, since a killed
+        training may have logged more steps than its checkpoint holds.
+        """
+        if last is None or step > last:
+            return values
+        again = tuple(f"{name}/" for name in self.owed) if step == self.step else ()
+        return {name: value for name, value in values.items() if again and name.startswith(again)}
 
 
 class JsonLines:

@@ -247,13 +247,18 @@ def _bos(audit: Audit, tokenizer: Tokenizer) -> Text:
 
 
 def _end_of_document(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
-    ended = sum(
-        bool(len(example.ids)) and int(example.ids[-1]) == tokenizer.special.eos
-        for example in audit.examples
-    )
+    ended = ending_in_eos(audit, tokenizer)
     return "EOS at the end", Text(
         f"trained in {ended:,} of {len(audit.examples):,} documents",
         "red" if ended < len(audit.examples) else "green",
+    )
+
+
+def ending_in_eos(audit: Audit, tokenizer: Tokenizer) -> int:
+    """Number of examples that end with EOS."""
+    return sum(
+        bool(len(example.ids)) and int(example.ids[-1]) == tokenizer.special.eos
+        for example in audit.examples
     )
 
 
@@ -275,3 +280,63 @@ def _end_of_turn(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
     return "end-of-turn token", Text(
         told, "red" if ended < turns else "yellow" if "must be told" in told else "green"
     )
+
+
+def audit_json(
+    audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str, examples: int
+) -> dict[str, Any]:
+    """The first examples with what is trained of them, and what `table` tells as numbers."""
+    shown = audit.examples[: examples * (2 if what == "sides" else 1)]
+    return {
+        "examples": [
+            {
+                "side": example.side or None,
+                "ids": example.ids.tolist(),
+                "trained": example.mask.tolist(),
+                "runs": _runs(tokenizer, example),
+            }
+            for example in shown
+        ],
+        "audit": _counts(audit, tokenizer, seq_len, what),
+        **with_what(tokenizer),
+    }
+
+
+def _runs(tokenizer: Tokenizer, example: AuditedExample) -> list[dict[str, Any]]:
+    """Runs of tokens that are all trained or all not, special tokens visible."""
+    pairs = zip(example.ids.tolist(), example.mask.tolist(), strict=True)
+    return [
+        {
+            "text": tokenizer.decode([token for token, _ in run], skip_special=False),
+            "trained": bool(trained),
+        }
+        for trained, run in groupby(pairs, key=lambda pair: pair[1])
+    ]
+
+
+def _counts(audit: Audit, tokenizer: Tokenizer, seq_len: int, what: str) -> dict[str, Any]:
+    """What the table of the audit tells."""
+    examples, bos = audit.examples, tokenizer.special.bos
+    told: dict[str, Any] = {
+        "what": what,
+        "examples": len(examples),
+        "tokens": sum(len(example.ids) for example in examples),
+        "trained_tokens": sum(int(example.mask.sum()) for example in examples),
+        "leading_bos": None if bos is None else dict(sorted(audit.leading(bos).items())),
+        "without_targets": audit.without_targets(),
+        "seq_len": seq_len,
+        "longer": sum(len(example.ids) > seq_len for example in examples),
+        "without_targets_cut": audit.without_targets(seq_len),
+        "refused": dict(audit.refused),
+    }
+    if what == "documents":
+        return {**told, "ends_in_eos": ending_in_eos(audit, tokenizer)}
+    end = end_of_turn(tokenizer)
+    trained = None if end is None else audit.ended(tokenizer.special_ids[end])
+    turns = sum(example.turns for example in examples)
+    return {**told, "end_of_turn": {"token": end, "trained": trained, "turns": turns}}
+
+
+def with_what(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the examples are encoded with."""
+    return {"tokenizer": tokenizer.identity(), "template": tokenizer.template_identity}

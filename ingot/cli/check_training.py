@@ -228,6 +228,9 @@ def check_training(
     if here and placed.kind == "local":
         if recipe.track.wandb is not None:
             need(found, "wandb", "track.wandb", "pip install 'ingot[track]'")
+        for tracker in ("mlflow", "trackio"):
+            if getattr(recipe.track, tracker) is not None:
+                need(found, tracker, f"track.{tracker}", f"pip install 'ingot[{tracker}]'")
         _check_disk(recipe, model, found)
 
 

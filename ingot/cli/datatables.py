@@ -4,6 +4,7 @@ and columns, never the whole corpus.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.runfolder import RunFolder
 from ingot.cli.console import console, run_folder
+from ingot.cli.output import print_json
 from ingot.data.cleaning.clean import MARKER
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import (
@@ -33,7 +35,7 @@ SAMPLES = 3
 SAMPLE_TOKENS = 60
 
 
-def show_data(target: str) -> int:
+def show_data(target: str, *, as_json: bool = False) -> int:
     """Print counts, lengths, sources, dropped documents and samples of a run, given by folder or
     recipe.
     """
@@ -41,6 +43,9 @@ def show_data(target: str) -> int:
     raw = read_marker(run.raw, "manifest.json")
     if raw is None:
         raise WrongInput(f"{run.raw} holds no ingested documents; run `ingot ingest` first")
+    if as_json:
+        print_json("show data", **_as_json(run, raw))
+        return 0
     out.print(_sources("ingested documents", raw["splits"], ("documents", "bytes")))
     for source in (source for sources in raw["splits"].values() for source in sources):
         if bad := source.get("bad"):
@@ -67,6 +72,53 @@ def show_data(target: str) -> int:
     return 0
 
 
+def _as_json(run: RunFolder, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tables tell. What `prepare` has not made yet is null."""
+    ingested = {
+        split: [
+            {
+                **{name: source[name] for name in ("source", "documents", "bytes")},
+                "skipped": source.get("bad") or {},
+                "skipped_examples": source.get("examples", []) if source.get("bad") else [],
+            }
+            for source in sources
+        ]
+        for split, sources in raw["splits"].items()
+    }
+    told: dict[str, Any] = {"run": run.root, "ingested": ingested, "prepared": None}
+    columns = read_marker(run.columns, "manifest.json")
+    if columns is None:
+        return told
+    prepared, steps = read_prepared(run.columns), _cleaning_steps(run)
+    figures = ("source", "documents", "tokens", "bytes")
+    told["prepared"] = {
+        "splits": {
+            split: [{name: source[name] for name in figures} for source in sources]
+            for split, sources in columns["splits"].items()
+        },
+        "left_out": {
+            step: {"documents": count, "examples": steps.get(step, {}).get("examples", [])}
+            for step, count in columns["dropped"].items()
+        },
+        "lengths": list(_measured(run, prepared)),
+        "rows": [read_marker(run.columns, name) for name in markers_of(run.columns)],
+        "samples": [
+            {"part": part, "column": name, "text": text}
+            for part, name, text in _beginnings(run, prepared)
+        ],
+        "tokenizer": prepared.tokenizer,
+        "template": prepared.template,
+        "vocab_size": prepared.vocab_size,
+        "data": prepared.data,
+    }
+    return told
+
+
+def _cleaning_steps(run: RunFolder) -> dict[str, dict[str, Any]]:
+    marker = read_marker(run.data / "clean", MARKER) or {}
+    return {step["step"]: step for step in marker.get("report", {}).get("steps", [])}
+
+
 def _sources(
     title: str, splits: dict[str, list[dict[str, Any]]], figures: tuple[str, ...]
 ) -> Table:
@@ -83,8 +135,7 @@ def _dropped(run: RunFolder, dropped: dict[str, int], out: Console) -> None:
     """Print the number of documents dropped by each step, with examples if they were kept."""
     table = Table("step", "documents", "such as", title="left out", title_justify="left")
     table.columns[1].justify = "right"
-    marker = read_marker(run.data / "clean", MARKER) or {}
-    steps = {step["step"]: step for step in marker.get("report", {}).get("steps", [])}
+    steps = _cleaning_steps(run)
     for step, count in dropped.items():
         if count:
             examples = steps.get(step, {}).get("examples", [])
@@ -100,20 +151,19 @@ def _example(example: dict[str, Any]) -> str:
 
 
 def _lengths(run: RunFolder, prepared: PreparedData) -> Table:
-    """Tokens per document; of very many parts, a few evenly spread ones are read."""
-    table = Table(
-        "split",
-        "column",
-        "mean",
-        "10 %",
-        "median",
-        "90 %",
-        "longest",
-        title="tokens of a document",
-        title_justify="left",
-    )
+    """Tokens per document."""
+    figures = ("mean", "10 %", "median", "90 %", "longest")
+    table = Table("split", "column", *figures, title="tokens of a document", title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
+    for each in _measured(run, prepared):
+        rounded = (f"{each[name]:,.0f}" for name in ("p10", "median", "p90", "longest"))
+        table.add_row(each["split"], each["column"], f"{each['mean']:,.1f}", *rounded)
+    return table
+
+
+def _measured(run: RunFolder, prepared: PreparedData) -> Iterator[dict[str, Any]]:
+    """Lengths by split and column; of very many parts, a few evenly spread ones are read."""
     for split, sources in prepared.splits.items():
         parts = [part for source in sources for part in source.parts]
         looked_at = parts[:: max(1, len(parts) // MEASURED_PARTS)]
@@ -125,16 +175,15 @@ def _lengths(run: RunFolder, prepared: PreparedData) -> Table:
             ]
             lengths = np.concatenate([column.lengths(0, len(column)) for column in measured])
             low, middle, high = np.percentile(lengths, (10, 50, 90))
-            table.add_row(
-                split,
-                name,
-                f"{lengths.mean():,.1f}",
-                f"{low:,.0f}",
-                f"{middle:,.0f}",
-                f"{high:,.0f}",
-                f"{lengths.max():,}",
-            )
-    return table
+            yield {
+                "split": split,
+                "column": name,
+                "mean": float(lengths.mean()),
+                "p10": float(low),
+                "median": float(middle),
+                "p90": float(high),
+                "longest": int(lengths.max()),
+            }
 
 
 def _rows(run: RunFolder, out: Console) -> None:
@@ -169,6 +218,14 @@ def _rows(run: RunFolder, out: Console) -> None:
 
 def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
     """The beginnings of some training documents as the tokenizer spells them."""
+    for part, name, text in _beginnings(run, prepared):
+        of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
+        says = text if name == LABEL else repr(text)
+        out.print(f"a document of part {part}{of}: {says}", markup=False, soft_wrap=True)
+
+
+def _beginnings(run: RunFolder, prepared: PreparedData) -> Iterator[tuple[int, str, str]]:
+    """Part, column, and text or label of the first document of some parts."""
     tokenizer = load_tokenizer(run.tokenizer)
     parts = [
         part for source in prepared.splits["train"] for part in source.parts if part.documents
@@ -179,17 +236,7 @@ def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
             values = Column(column_prefix(run.columns, "train", name, part.number))[0][
                 :SAMPLE_TOKENS
             ]
-            of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
             if name == LABEL:
-                out.print(
-                    f"a document of part {part.number}{of}: {labels[int(values[0])]}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+                yield part.number, name, labels[int(values[0])]
             elif not is_mask(name):
-                out.print(
-                    f"a document of part {part.number}{of}:"
-                    f" {tokenizer.decode(values, skip_special=False)!r}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+                yield part.number, name, tokenizer.decode(values, skip_special=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,16 @@ from ingot.cli.audit import (
     AuditedExample,
     audit_chats,
     audit_documents,
+    audit_json,
     audit_preferences,
     audit_rated,
     in_words,
     legend,
     table,
+    with_what,
 )
 from ingot.cli.console import console
+from ingot.cli.output import print_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
@@ -85,6 +89,48 @@ def show_framed(
                 soft_wrap=True,
             )
     out.print(_table(recipe, tokenizer, records))
+
+
+def _framed_json(
+    recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str], examples: int
+) -> dict[str, Any]:
+    """Pairs or labelled texts, and the audit as numbers."""
+    records = encode_records(
+        recipe.documents, tokenizer, tokenizer.encode_batch, texts, prefix_of(recipe)
+    )
+    shown = []
+    for number in range(min(examples, len(texts))):
+        record = records.record(number)
+        example = {
+            name: {
+                "ids": record[name].tolist(),
+                "text": tokenizer.decode(record[name], skip_special=False),
+            }
+            for name in token_columns(list(record))
+        }
+        labelled = recipe.documents == "labelled"
+        label = recipe.labels[int(record["label"][0])] if labelled else None
+        shown.append({"columns": example, "label": label})
+    found = Counter(records.columns["label"].tolist()) if recipe.documents == "labelled" else {}
+    longer = {
+        name: int(
+            (
+                records.lengths[name]
+                > (recipe.data.target_len if name == "target" else recipe.data.seq_len)
+            ).sum()
+        )
+        for name in token_columns(list(records.columns))
+    }
+    audit = {
+        "what": "pairs" if recipe.documents == "pair" else "labelled texts",
+        "examples": len(next(iter(records.lengths.values()))),
+        "tokens": records.tokens,
+        "longer": longer,
+        "labels": {label: found[number] for number, label in enumerate(recipe.labels or ())}
+        if found
+        else None,
+    }
+    return {"examples": shown, "audit": audit, **with_what(tokenizer)}
 
 
 def _lengths(record: dict[str, Ids]) -> str:
@@ -146,7 +192,7 @@ EXAMPLES = 3
 AUDITED = 1000
 
 
-def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
+def show_mask(arguments: Sequence[str], examples: int = EXAMPLES, *, as_json: bool = False) -> int:
     """Print `examples` examples of a recipe's training data with trained tokens highlighted, then
     the audit of the first AUDITED.
 
@@ -162,7 +208,15 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES) -> int:
             "the first sources of data.train hold no document that can be read; run `ingot ingest`,"
             " which says why"
         )
-    if recipe.documents in ("pair", "labelled"):
+    framed = recipe.documents in ("pair", "labelled")
+    if as_json:
+        if framed:
+            told = _framed_json(recipe, tokenizer, texts, examples)
+        else:
+            audit, what = _audit(recipe, tokenizer, texts)
+            told = audit_json(audit, tokenizer, recipe.data.seq_len, what=what, examples=examples)
+        print_json("show mask", **told)
+    elif framed:
         show_framed(recipe, tokenizer, texts, examples, out)
     else:
         _show(recipe, tokenizer, texts, examples, out)

@@ -133,11 +133,11 @@ def samples(
 
 
 @show.command(epilog="Example: ingot show data quickstart")
-def data(run: RunOrRecipe) -> int:
+def data(run: RunOrRecipe, as_json: AsJson = False) -> int:
     """Counts, lengths, sources, dropped documents and samples."""
     from ingot.cli.datatables import show_data
 
-    return show_data(run)
+    return show_data(run, as_json=as_json)
 
 
 @show.command(epilog="Example: ingot show mask chat_smollm2 --examples 1")
@@ -146,13 +146,14 @@ def mask(
     examples: Annotated[
         int, typer.Option("--examples", metavar="N", help="How many examples are printed.")
     ] = 3,
+    as_json: AsJson = False,
 ) -> int:
     """Examples with what is trained set off, and an audit of BOS, end-of-turn tokens and
     truncation.
     """
     from ingot.cli.mask import show_mask
 
-    return show_mask(recipe, examples)
+    return show_mask(recipe, examples, as_json=as_json)
 
 
 @show.command(epilog="Example: ingot show rewards recipe.yaml --samples answers.jsonl")

@@ -13,7 +13,8 @@ from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, WeightsAndBiases
+from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, WeightsAndBiases
+from ingot.base.trackers import MLflow, Trackio
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import CommittedCheckpoint
@@ -296,8 +297,8 @@ def open_sinks(
     sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
+    knobs = {"recipe": dump_recipe(recipe)}
     if (wandb := recipe.track.wandb) is not None:
-        knobs = {"recipe": dump_recipe(recipe)}
         place = {"entity": wandb.entity, "tags": wandb.tags or None}
         sinks.append(
             FailSafeSink(
@@ -305,6 +306,19 @@ def open_sinks(
                 lambda: WeightsAndBiases(
                     run.root, wandb.project, wandb.name or recipe.name, run_id, knobs, place
                 ),
+            )
+        )
+    resumed = Resumed(resume_step, tuple(owed))
+    if (mlflow := recipe.track.mlflow) is not None:
+        called = (mlflow.uri, mlflow.experiment, mlflow.name or recipe.name, run_id)
+        values = recipe.model_dump(mode="json")
+        sinks.append(FailSafeSink("MLflow", lambda: MLflow(*called, values, mlflow.tags, resumed)))
+    if (trackio := recipe.track.trackio) is not None:
+        name, about = trackio.name or recipe.name, {"tags": trackio.tags, **knobs}
+        where = {"space_id": trackio.space, "group": trackio.group}
+        sinks.append(
+            FailSafeSink(
+                "Trackio", lambda: Trackio(trackio.project, name, run_id, about, where, resumed)
             )
         )
     return sinks

@@ -90,6 +90,21 @@ def test_straight_from_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert str(tokenizer.template_identity) in out
 
 
+def test_chats_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_mask([recipe(tmp_path)], 2, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], len(told["examples"])) == ("show mask", 2)
+    first = told["examples"][0]
+    assert len(first["ids"]) == len(first["trained"])
+    trained = [run["text"] for run in first["runs"] if run["trained"]]
+    assert [text.split("<")[0].strip() for text in trained] == ["copper", "yes"]
+    assert "question 1" in first["runs"][0]["text"]
+    audit = told["audit"]
+    assert (audit["what"], audit["examples"]) == ("chats", 5)
+    assert (audit["end_of_turn"]["trained"], audit["end_of_turn"]["turns"]) == (10, 10)
+    assert 0 < audit["trained_tokens"] < audit["tokens"]
+
+
 def test_documents_of_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path, objective={"kind": "pretrain"})
     (tmp_path / "chats.jsonl").write_text(
@@ -275,6 +290,11 @@ def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<|begin_of_text|> before it, <|end_of_text|> behind it" in out
     assert "targets longer than data.target_len=2" in out
     assert "4 of 4" in out
+    assert show_mask([path, "data.target_len=2"], 1, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    (example,) = told["examples"]
+    assert example["columns"]["target"]["ids"] == tokenizer.encode_framed("rings")
+    assert (told["audit"]["longer"]["target"], told["audit"]["labels"]) == (4, None)
 
 
 def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,3 +317,7 @@ def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "1, 50.0%",
         "0, 0.0%",
     ]
+    assert show_mask([path], 2, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [example["label"] for example in told["examples"]] == ["bright", "dull"]
+    assert told["audit"]["labels"] == {"dull": 1, "bright": 1, "none": 0}

@@ -9,7 +9,7 @@ import pytest
 
 from ingot.base.reports import PipelineStepRecord, write_record
 from ingot.base.storage import write_atomic
-from ingot.cli.show import config, models
+from ingot.cli.show import config, data, models
 from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
@@ -149,6 +149,26 @@ def test_show_data_counts_and_names_what_was_skipped(root: Path) -> None:
     assert "skipped 1 invalid UTF-8, such as" in out
     assert "broken.txt" in out
     assert "vocabulary 320" in out
+
+
+def test_data_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data(str(root / "runs/small"), as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], told["run"]) == ("show data", str(root / "runs/small"))
+    ingested = [source for sources in told["ingested"].values() for source in sources]
+    assert sum(source["documents"] for source in ingested) == 120
+    assert {count for source in ingested for count in source["skipped"].values()} == {1}
+    made = told["prepared"]
+    kept = sum(source["documents"] for each in made["splits"].values() for source in each)
+    left_out = sum(step["documents"] for step in made["left_out"].values())
+    assert (kept + left_out, made["vocab_size"]) == (120, 320)
+    for each in made["lengths"]:
+        of_split = made["splits"][each["split"]]
+        tokens, documents = (
+            sum(source[name] for source in of_split) for name in ("tokens", "documents")
+        )
+        assert each["mean"] * documents == pytest.approx(tokens)
+    assert made["samples"][0]["text"]
 
 
 @pytest.mark.parametrize(

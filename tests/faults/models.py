@@ -237,6 +237,22 @@ FAULTS = [
         "tests/serve/http/test_openai.py",
     ),
     Fault(
+        "response-forgets-calls",
+        "ingot/serve/http/responsebody.py",
+        'messages[-1].setdefault("tool_calls", []).append(call)',
+        "pass",
+        "calls among the items of /v1/responses do not reach the model",
+        "tests/serve/http/test_responses.py",
+    ),
+    Fault(
+        "response-without-instructions",
+        "ingot/serve/http/responsebody.py",
+        "if self.instructions is not None:",
+        "if self.instructions is not None and len(self.input) > 1:",
+        "the instructions of a text's response do not reach the model",
+        "tests/serve/http/test_responses.py",
+    ),
+    Fault(
         "special-tokens-in-json",
         "ingot/serve/native/grammar.py",
         "special = set(tokenizer.special_ids.values()) | set(ends)",

@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "tracker-hears-twice",
+        "ingot/base/runlog.py",
+        "if last is None or step > last:",
+        "if last is None or step >= self.step:",
+        "steps that a restart repeats stand twice in a tracker's curve",
+        "tests/base/test_trackers.py",
+    ),
+    Fault(
         "own-clock",
         "ingot/train/hooks.py",
         "self._is_main and one.vote()",

@@ -93,6 +93,8 @@ LAZY_OWNERS = {
     "huggingface_hub": {"ingot.base.hub", "ingot.data.sources.hub"},
     "tensorboard": {"ingot.base.runlog"},
     "wandb": {"ingot.base.runlog"},
+    "mlflow": {"ingot.base.trackers"},
+    "trackio": {"ingot.base.trackers"},
     "pynvml": {"ingot.models.device"},
     "psutil": {"ingot.base.processes"},
     "rich": {"ingot.base.progress"},

@@ -88,6 +88,43 @@ class WandB(Section):
     """
 
 
+class MLflowRun(Section):
+    """A run of MLflow. Every restart of this training goes on in it; steps that were logged there
+    before a crash stay as they are.
+    """
+
+    uri: str | None = None
+    """Server (`https://...`), `sqlite:///FILE` or `file:FOLDER`; empty: `MLFLOW_TRACKING_URI`, else
+    MLflow's own default.
+    """
+    experiment: str = "ingot"
+    """Experiment that the run appears in; made if it is not there."""
+    name: str | None = None
+    """Name of the run there; empty: the recipe's."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+
+
+class TrackioRun(Section):
+    """A run of Trackio. Every restart of this training goes on in it; steps that were logged there
+    before a crash stay as they are.
+    """
+
+    project: str = "ingot"
+    """Project that the run appears in."""
+    space: str | None = None
+    """Space of the hub (`ORG/NAME`) that metrics are sent to; empty: kept on this machine, in
+    `TRACKIO_DIR`.
+    """
+    group: str | None = None
+    """Group of runs that it belongs to."""
+    name: str | None = None
+    """Name of the run there, before eight letters that tell trainings apart; empty: the recipe's.
+    """
+    tags: list[str] = []
+    """Tags of the run, in its configuration, since Trackio has none."""
+
+
 class Track(Section):
     """Where metrics go beside `metrics.jsonl`, which is always written."""
 
@@ -97,5 +134,9 @@ class Track(Section):
     """Write event files to `tensorboard/` in the run folder."""
     wandb: WandB | None = None
     """Log to Weights & Biases from rank 0; needs `ingot[track]`. Off unless given."""
+    mlflow: MLflowRun | None = None
+    """Log to MLflow from rank 0; needs `ingot[mlflow]`. Off unless given."""
+    trackio: TrackioRun | None = None
+    """Log to Trackio from rank 0; needs `ingot[trackio]`. Off unless given."""
     gpu: bool = True
     """Log utilisation and memory of each rank's GPU, where there is one."""
