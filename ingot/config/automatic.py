@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
-from ingot.config.degrees import AXES, Degrees
+from ingot.config.degrees import Degrees
 from ingot.config.recipe import Recipe
 
 
@@ -63,8 +63,7 @@ class Planner(Protocol):
 
 def with_degrees(recipe: Recipe, degrees: Degrees) -> Recipe:
     """The recipe with a number for every degree."""
-    numbers = {axis: asdict(degrees)[axis] for axis in AXES}
-    parallel = recipe.parallel.model_copy(update={**numbers, "degrees": "given"})
+    parallel = recipe.parallel.model_copy(update={**asdict(degrees), "degrees": "given"})
     return recipe.model_copy(update={"parallel": parallel})
 
 

@@ -148,8 +148,19 @@ _MAMBA = "its state-space layers (Mamba) are"
 REFUSED_DECODERS: dict[str, str] = {
     **dict.fromkeys(_names("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"), _DELTA),
     **dict.fromkeys(
-        _names("deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 mistral4 glm4_moe_lite longcat_flash"),
+        _names(
+            "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 mistral4 mistral_large4"
+            " mistral_large4_text glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 youtu hy_v4 axk1"
+            " axk2 dots3_note dots3_note_text"
+        ),
         _LATENT,
+    ),
+    **dict.fromkeys(
+        _names(
+            "qwen4_exp qwen4_exp_text glm5_next glm5_next_text kimi_linear olmo_hybrid"
+            " bailing_hybrid"
+        ),
+        "its layers of linear attention are",
     ),
     **dict.fromkeys(
         _names(
@@ -159,7 +170,7 @@ REFUSED_DECODERS: dict[str, str] = {
         _EXPERTS,
     ),
     **dict.fromkeys(
-        _names("gemma4 gemma4_text"),
+        _names("gemma4 gemma4_text gemma4_unified gemma4_unified_text"),
         "its norm of values, shared keys and values, proportional rotary positions and layer"
         " scalars are",
     ),

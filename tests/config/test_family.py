@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.family import sizes
+from ingot.config.model_types import REFUSED_DECODERS
 from ingot.config.presets import preset
 from ingot.config.rotary import overridden, rope_values
 
@@ -76,3 +80,32 @@ def test_layer_types_follow_the_number_of_layers() -> None:
     assert sizes(overridden(mixed, {"num_hidden_layers": 2})).windows == (None, 9)
     with pytest.raises(WrongInput, match="layer_types names 4 layers, num_hidden_layers is 5"):
         sizes(overridden(mixed, {"num_hidden_layers": 5}))
+
+
+def installed_with(key: str) -> set[str]:
+    """The model types whose text configuration in the installed transformers has a key."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    found = set()
+    for path in Path(spec.origin).parent.glob("models/*/configuration_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(rf"^    {key}\b", text, re.MULTILINE):
+            found |= {path.parent.name, *re.findall(r'^    model_type = "(\w+_text)"$', text, re.M)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("kv_lora_rank", "its multi-head latent attention|its layers of linear attention"),
+        ("linear_conv_kernel_dim", "its layers of linear attention"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_by_name(key: str, said: str) -> None:
+    types = installed_with(key)
+    assert len(types) > 3
+    for model_type in types:
+        assert re.search(said, REFUSED_DECODERS.get(model_type, "")), model_type
+        with pytest.raises(WrongInput, match=f"`{model_type}` is not supported: its "):
+            sizes({**preset("llama-3m"), "model_type": model_type})

@@ -204,6 +204,14 @@ FAULTS = [
         by=HERE,
     ),
     Fault(
+        "idle-experts-skip-a-step",
+        NATIVE,
+        "        gate_up = self._product(",
+        "        if not len(rows):\n            return rows\n        gate_up = self._product(",
+        "the experts of a rank that nobody sent rows to have no gradient, and skip the step",
+        by="tests/models/native/test_experts.py",
+    ),
+    Fault(
         "rows-beyond-the-last-offset",
         NATIVE,
         "offsets = counts.cumsum(0).to(torch.int32)",

@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "auto-forgets-the-experts",
+        "ingot/config/automatic.py",
+        'update={**asdict(degrees), "degrees": "given"}',
+        'update={**asdict(degrees), "expert": 1, "degrees": "given"}',
+        "parallel: auto trains with another layout than the one that was found to fit",
+        by="tests/train/test_automatic_layout.py",
+    ),
+    Fault(
         "formula-of-embeddings-alone",
         "ingot/plan/storage.py",
         'return Range(float(size.weights), likely, 2 * likely, "guessed")',

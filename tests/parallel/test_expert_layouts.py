@@ -22,6 +22,8 @@ CORRECTED = ("glm4_moe", "minimax_m2")
 SHORT = ("expert shards", "expert ring", "expert tensor shards")
 """Fewer experts than shards, so that each is cut; ranks that hold a part of each row; ranks that
 share matrices, too."""
+COUNTED = "expert tensor stages"
+"""The load is added up over the ranks of stages and of matrices."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "three of six": ("olmoe", {"replicate": 2, "expert": 2}),
     "windows": ("mixtral", {"replicate": 2, "shard": 2, "expert": 4}),
@@ -111,7 +113,7 @@ def test_shared_experts_equal_one_process(mode: str, proving: Proving, texts: Pa
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=() if mode == "expert stages" else [pytest.mark.drawn("bias")])
+        pytest.param(mode, marks=() if mode == COUNTED else [pytest.mark.drawn("bias")])
         for mode in EXPERT_MODES
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from ingot.base.environment import ranks
 from ingot.base.errors import WrongInput
-from ingot.config.automatic import ChosenLayout, StartDevices
+from ingot.config.automatic import ChosenLayout, StartDevices, with_degrees
 from ingot.config.degrees import Degrees
 from ingot.config.recipe import Recipe
 from ingot.plan.automatic import SearchingPlanner
@@ -113,13 +113,14 @@ def test_other_devices_and_settings_are_searched_anew_and_told(
 ) -> None:
     planner = Noting()
     decide(small_recipe(tmp_path, parallel="auto"), planner)
-    planner.chosen = ChosenLayout(Degrees(tensor=8), "another mood")
+    planner.chosen = ChosenLayout(Degrees(tensor=8, expert=8), "another mood")
     changed = small_recipe(tmp_path, parallel="auto", **knobs)
-    assert decide(changed, planner, devices) == Degrees(tensor=8)
+    assert decide(changed, planner, devices) == Degrees(tensor=8, expert=8)
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if "anew" in line and told in line]
-    assert decide(changed, planner, devices) == Degrees(tensor=8)
+    assert decide(changed, planner, devices) == Degrees(tensor=8, expert=8)
     assert len(planner.asked) == 2
+    assert with_degrees(changed, Degrees(tensor=8, expert=8)).parallel.expert == 8
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"schema": 2}', "[]"])

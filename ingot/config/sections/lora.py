@@ -29,7 +29,8 @@ class Lora(Section):
     """Share of the inputs of the products that is dropped while training."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Which linear layers: `all-linear` for every one but the head, or names such as `[q_proj,
-    v_proj]`; Meta's names (`wq`, `w1`) are understood. Of a mixture of experts those of attention.
+    v_proj]`; Meta's names (`wq`, `w1`) are understood. Of a mixture of experts those of attention:
+    PEFT and vLLM read different adapters of experts.
     """
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How the first matrix begins, as PEFT's `init_lora_weights`: `kaiming` (its default) with

@@ -31,6 +31,10 @@ from ingot.models.hf.tensor_names import (
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import fill_normal, local_tensor, named_weights
 
+_ATTENTION_ALONE = (
+    "; of a mixture of experts attention alone is adapted, since PEFT has one product beside all"
+    " experts of a layer (target_parameters) and vLLM one beside each"
+)
 _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
 
 
@@ -153,8 +157,9 @@ def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[st
     if nothing here has that name, one of Meta's names, or that of the module which holds several
     layers in the family's files.
 
-    Of a mixture of experts only attention is adapted: PEFT takes an adapter of `up_proj` for one of
-    the experts, and leaves dense layers and shared experts without it.
+    Of a mixture of experts only attention is adapted. PEFT takes an adapter of `up_proj` for one of
+    the experts, and leaves dense layers and shared experts without it; what it writes for experts,
+    one product beside their stacked weights, vLLM does not apply.
 
     Raises:
         WrongInput: a target that matches nothing.
@@ -177,8 +182,7 @@ def target_layers(model: nn.Module, targets: Literal["all-linear"] | Iterable[st
             there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise WrongInput(
                 f"model.lora.targets: `{target}` matches no linear layer of this model; choose from"
-                f" {there}, or all-linear"
-                + ("; of a mixture of experts attention alone is adapted" if mixture else "")
+                f" {there}, or all-linear" + (_ATTENTION_ALONE if mixture else "")
             )
         found.update(matches)
     return [name for name in linears if name in found]

@@ -157,6 +157,16 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zeros() -> None:
     assert mlp.gate.weight.grad.any()
 
 
+def test_a_rank_that_nobody_sent_rows_steps_as_the_others_do() -> None:
+    mlp = made_mlp()
+    out = mlp(torch.zeros(1, 0, 32))
+    assert out.shape == (1, 0, 32)
+    out.sum().backward()
+    for name, parameter in mlp.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
 def test_gradients_are_those_of_differences() -> None:
     """In float64, the router's included."""
     experts = Experts(DecoderConfig.from_hf(SIZES), SMALL).double()
