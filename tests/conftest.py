@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Session(config))
     adopted.install()
     os.environ.setdefault("TEST_DRAW", commit())  # inherited by the processes of the run
+    # Else `requests` looks through the whole environment for proxies, twice a request.
+    os.environ.setdefault("no_proxy", "127.0.0.1,localhost")
 
 
 @pytest.hookimpl(tryfirst=True)

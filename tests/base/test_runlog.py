@@ -117,6 +117,7 @@ while place + 7 <= len(data):
 """
 
 
+@pytest.mark.drawn("wandb itself")
 def test_wandb_offline_keeps_every_value(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (ingot[track])")
     environment = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}

@@ -22,6 +22,10 @@ BOTH: list[Moment] = ["before", "after"]
 
 ACTIONS = [SAVE, SAVE_BEHIND, EXPORT, REGISTER, LINES, RECORD, TRAIN, DATA]
 MARKS = {
+    **dict.fromkeys(
+        (SAVE, SAVE_BEHIND, EXPORT, REGISTER, LINES, RECORD),
+        pytest.mark.drawn("a kill of what follows training", keep=3),
+    ),
     TRAIN: pytest.mark.drawn("a crash or a kill in training"),
     DATA: pytest.mark.drawn("a kill while data is made"),
 }

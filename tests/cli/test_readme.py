@@ -106,7 +106,7 @@ PROVED_ELSEWHERE = {
 """Commands that take long, and whose work other tests prove."""
 
 
-@pytest.mark.drawn(keep=8)
+@pytest.mark.drawn("commands of the README", keep=5)
 @pytest.mark.parametrize(
     "command",
     [

@@ -109,6 +109,7 @@ def with_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     raise AssertionError("no workers were started")
 
 
+@pytest.mark.drawn("workers that end early")
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     made = small(tmp_path)
     process = start(tmp_path, made)
@@ -118,6 +119,7 @@ def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     assert "a worker process died, perhaps for want of memory; run the same command again" in told
 
 
+@pytest.mark.drawn("workers that end early")
 def test_interrupted_workers_stop_at_once(tmp_path: Path) -> None:
     made = small(tmp_path)
     process = start(tmp_path, made)

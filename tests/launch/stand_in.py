@@ -28,8 +28,7 @@ from ingot.base.runlog import append_line, read_lines, record_event
 def main(run: RunFolder) -> int:
     plan: dict[str, Any] = json.loads((run.root / "plan.json").read_text())
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    attempt = 1 + sum(line["rank"] == rank for line in read_lines(run.root / "starts"))
-    append_line(run.root / "starts", {"rank": rank, "argv": sys.argv[2:], "pid": os.getpid()})
+    attempt = begin(run.root / "starts", rank)
     who, at, deed, argument = (
         plan["attempts"][attempt - 1] if attempt <= len(plan["attempts"]) else None
     ) or (None, 0, "", None)
@@ -69,6 +68,17 @@ def main(run: RunFolder) -> int:
             return 75
     heart.beat("over", step=done)
     return 0
+
+
+def begin(starts: Path, rank: int) -> int:
+    """The number of this start, from 1, which is noted. Ranks of one start have the port in common
+    at which they would meet: one that was killed before it noted anything counts like the others.
+    """
+    before, port = list(read_lines(starts)), os.environ.get("MASTER_PORT")
+    append_line(starts, {"rank": rank, "argv": sys.argv[2:], "pid": os.getpid(), "port": port})
+    if port is None:
+        return 1 + sum(line["rank"] == rank for line in before)
+    return len(dict.fromkeys(line["port"] for line in [*before, {"port": port}]))
 
 
 def do(deed: str, argument: Any) -> None:

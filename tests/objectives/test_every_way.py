@@ -30,6 +30,7 @@ SPLIT = (
     *("distill-chats", "seq2seq", "classify"),
 )
 """One way for each other objective, and for each other layout of rows."""
+ANOTHER = pytest.mark.drawn("another way that resumes")
 WHOLE = [pytest.param(way, marks=[pytest.mark.slow] * (way != PROVED)) for way in WAYS]
 SGD = {
     "train__optimizer": "{kind: sgd, lr: 0.2}",
@@ -130,9 +131,16 @@ def test_any_split_of_the_work_gives_the_same_numbers(
             pytest.param(way, {}, id=way, marks=[pytest.mark.slow] * (way != PROVED))
             for way in WAYS
         ),
-        pytest.param("pretrain", {"train__optimizer__kind": "muon"}, id="pretrain-muon"),
+        pytest.param(
+            "pretrain", {"train__optimizer__kind": "muon"}, id="pretrain-muon", marks=ANOTHER
+        ),
         # The models of transformers have a dropout of their own.
-        pytest.param("seq2seq", {"model__config": {"dropout_rate": 0.2}}, id="seq2seq-dropout"),
+        pytest.param(
+            "seq2seq",
+            {"model__config": {"dropout_rate": 0.2}},
+            id="seq2seq-dropout",
+            marks=ANOTHER,
+        ),
         pytest.param(
             "classify",
             {"model__config": {"hidden_dropout_prob": 0.2}},

@@ -89,6 +89,7 @@ def test_of_a_micro_batch_that_does_not_fit_half_is_tried(recipe: Any) -> None:
     assert [one.micro_batch for one in bench.grown([layout], "none")] == [4]
 
 
+@pytest.mark.drawn("a search that traces")
 def test_what_fits_is_found_and_what_does_not_is_told(recipe: Any) -> None:
     # A replica takes 44 MiB even where all is recomputed, a half 39 MiB, half of each matrix 26.
     has = Range.exactly(42 * MIB)
@@ -103,6 +104,7 @@ def test_what_fits_is_found_and_what_does_not_is_told(recipe: Any) -> None:
     assert all(reason.startswith("does not fit: ") for reason in told)
 
 
+@pytest.mark.drawn("a search that traces")
 def test_recomputing_is_tried_only_where_it_makes_room(recipe: Any) -> None:
     result = search(recipe(), CONFIG, [1], 1, "cpu", Range.exactly(2**40), _seconds)
     assert [one.candidate for one in result.found] == [

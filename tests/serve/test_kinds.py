@@ -110,6 +110,7 @@ def test_an_article_gives_its_whole_summary(writing: Running, summarizer: Loaded
     assert mapped.json() == {"predictions": [text_of(summarizer, PROMPTS[1], 9)]}
 
 
+@pytest.mark.drawn("whole texts of a server", keep=2)
 def test_settings_of_a_prediction(writing: Running, summarizer: LoadedModel) -> None:
     def ask(**parameters: Any) -> str:
         text: str = post(

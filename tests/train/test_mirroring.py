@@ -138,6 +138,7 @@ def train_shared(root: Path, address: str) -> list[float]:
     return losses(recipe)
 
 
+@pytest.mark.drawn("two ranks and a bucket")
 def test_two_ranks_send_a_share_each(server: gcs.Server, root: Path) -> None:
     one, other = run_ranks(2, train_shared, root, server.address)
     assert one == other
@@ -256,6 +257,7 @@ def train_noting(place: Path, address: str | None) -> tuple[list[Any], dict[str,
     return trained, last_state(recipe) if rank == 0 else {}
 
 
+@pytest.mark.drawn("two ranks and a bucket")
 def test_nodes_with_a_disk_each_go_back_together(
     server: gcs.Server, root: Path, tmp_path: Path
 ) -> None:

@@ -404,6 +404,7 @@ def test_a_failing_sink_warns_once_and_training_goes_on(
     assert len(losses(recipe)) == 6
 
 
+@pytest.mark.drawn("wandb itself")
 def test_wandb_and_tensorboard_see_the_same_numbers(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

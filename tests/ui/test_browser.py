@@ -140,6 +140,7 @@ def test_texts_of_runs_are_texts(tab: Tab, tmp_path: Path) -> None:
             assert tab.eval("document.title") != "taken"
 
 
+@pytest.mark.drawn("widths of pages")
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_no_page_is_wider_than_its_window(tab: Tab, width: int, dark: bool, shown: Shown) -> None:

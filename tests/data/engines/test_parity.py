@@ -138,7 +138,7 @@ def test_beam_makes_the_same_preferences(
     assert everything(made.folder.columns) == reference_of_preferences
 
 
-@pytest.mark.drawn("Spark")
+@pytest.mark.drawn("another engine, the same files")
 @needs_spark
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_spark_makes_the_same_files(
@@ -151,7 +151,7 @@ def test_spark_makes_the_same_files(
     assert everything(made.folder.columns) == reference
 
 
-@pytest.mark.drawn("Beam")
+@pytest.mark.drawn("another engine, the same files")
 @needs_beam
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_beam_makes_the_same_files(

@@ -100,6 +100,7 @@ def do(root: Path, hub: Server, *tasks: tuple[str, dict[str, Any]]) -> tuple[lis
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.drawn("sets of a hub")
 def test_subsets_and_splits_of_the_hub(tmp_path: Path, hub: Server) -> None:
     english, german, no_subset, no_split, nothing, no_column, stamps = do(
         tmp_path,
@@ -138,6 +139,7 @@ def test_subsets_and_splits_of_the_hub(tmp_path: Path, hub: Server) -> None:
     ]
 
 
+@pytest.mark.drawn("sets of a hub")
 def test_the_commit_is_the_stamp_and_a_hub_out_of_reach_is_not_waited_for(
     tmp_path: Path, hub: Server
 ) -> None:

@@ -613,7 +613,7 @@ LIVES = {
 }
 
 
-@pytest.mark.drawn(keep=6)
+@pytest.mark.drawn("a controller that is killed", keep=2)
 @pytest.mark.parametrize(
     ("life", "before"),
     [

@@ -208,6 +208,7 @@ def one_machine(
     return launcher, handle
 
 
+@pytest.mark.drawn("one machine and its end")
 def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
     tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_machine_that_cannot_have_the_image_says_so_and_deletes_itself(
     assert last["phase"] == "over"
 
 
+@pytest.mark.drawn("one machine and its end")
 def test_a_machine_that_may_not_delete_itself_shuts_down_and_the_next_look_removes_it(
     tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_machine_that_may_not_delete_itself_shuts_down_and_the_next_look_remov
     assert cloud.names() == []
 
 
+@pytest.mark.drawn("one machine and its end")
 def test_ranks_leave_by_the_clock_of_the_machine_however_long_it_took_to_come_up(
     tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +265,7 @@ def test_ranks_leave_by_the_clock_of_the_machine_however_long_it_took_to_come_up
     assert not [call for call in calls if call[0] == "iptables"]  # one node lets nobody in
 
 
+@pytest.mark.drawn("one machine and its end")
 def test_a_machine_that_came_up_too_late_starts_nothing(
     tmp_path: Path, bucket: gcs.Server, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,16 +107,19 @@ def test_without_the_knob_nothing_is_killed(made: Made, run: Supervised) -> None
     assert not events(recipe, "killed")
 
 
-def kill_once_they_run(monkeypatch: pytest.MonkeyPatch, *, further: bool = False) -> None:
-    """No kill before the first sign of life or, `further`, before a later step than at the last
-    kill: on a busy machine that would be every start, and the supervisor would wait longer and
-    longer.
+def kill_once_they_run(
+    monkeypatch: pytest.MonkeyPatch, world: int = 1, *, further: bool = False
+) -> None:
+    """No kill before the first sign of life of every rank or, `further`, before a later step than at
+    the last kill: on a busy machine that would be every start, and the supervisor would wait longer
+    and longer.
     """
     kill_if_due, reached = ChaosKills.kill_if_due, [-1]
 
     def kill_after_progress(kills: ChaosKills, attempt: Any) -> None:
-        step = max((beat.step for beat in attempt.beats().values()), default=-1)
-        if step > reached[0]:
+        beats = attempt.beats().values()
+        step = max((beat.step for beat in beats), default=-1)
+        if len(beats) == world and step > reached[0]:
             kill_if_due(kills, attempt)
             if kills.has_killed and further:
                 reached[0] = step
@@ -124,10 +127,11 @@ def kill_once_they_run(monkeypatch: pytest.MonkeyPatch, *, further: bool = False
     monkeypatch.setattr(ChaosKills, "kill_if_due", kill_after_progress)
 
 
+@pytest.mark.drawn("kills by the supervisor")
 def test_ranks_are_killed_and_training_ends_well(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill_once_they_run(monkeypatch, further=True)
+    kill_once_they_run(monkeypatch, 2, further=True)
     recipe = made(
         steps=60, step_s=0.03, chaos__kill_every_s=1.2, chaos__what="[rank, group]", chaos__seed=3
     )
@@ -168,6 +172,7 @@ def test_what_chaos_did_is_no_reason_to_give_up_but_to_wait(
     assert [round(event["seconds"]) for event in events(recipe, "restart")] == [0, 1, 2, 4]
 
 
+@pytest.mark.drawn("kills by the supervisor")
 def test_a_supervisor_kills_itself_and_the_same_command_goes_on_with_the_next_kill(
     made: Made, tmp_path: Path
 ) -> None:

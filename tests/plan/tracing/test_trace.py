@@ -44,7 +44,7 @@ GRADIENTS = [
     "model.config.hidden_size=512",
     "model.config.intermediate_size=1024",
 ]
-SHARDED, STACKS = pytest.mark.drawn("many sharded layers"), pytest.mark.drawn("many layers of T5")
+LONG = pytest.mark.drawn("many sharded layers, or of T5")
 FOUR = ["model.config.num_hidden_layers=4", "train.global_batch=8"]
 
 
@@ -109,12 +109,12 @@ def test_memory_of_two_ranks_is_what_their_allocators_count(recipe: Any, knobs: 
         (1, []),
         # Backward takes more and more, as gradients do that it adds up.
         (2, ["parallel.shard=2", *GRADIENTS]),
-        pytest.param(2, ["parallel.shard=2", "data.seq_len=16"], marks=SHARDED),
+        pytest.param(2, ["parallel.shard=2", "data.seq_len=16"], marks=LONG),
         pytest.param(
-            2, ["parallel.shard=2", "memory.recompute.kind=full", "data.seq_len=16"], marks=SHARDED
+            2, ["parallel.shard=2", "memory.recompute.kind=full", "data.seq_len=16"], marks=LONG
         ),
-        pytest.param(1, T5, marks=STACKS),
-        pytest.param(2, [*T5, "parallel.shard=2"], marks=STACKS),
+        (1, T5),
+        pytest.param(2, [*T5, "parallel.shard=2"], marks=LONG),
     ],
 )
 def test_a_model_of_many_layers_follows_from_two_of_few(
