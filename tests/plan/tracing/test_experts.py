@@ -97,6 +97,7 @@ def test_a_product_of_experts_counts_for_the_rows_that_choose_them(recipe: Ask) 
     assert products == pytest.approx(6 * weights * 2 * 128, rel=1e-6)
 
 
+@pytest.mark.drawn("rows of experts")
 def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*SHARED), 2)
     exchanges = {
@@ -110,6 +111,7 @@ def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
         assert found.between.bytes[role] == pytest.approx(whole.between.bytes[role], rel=0.01)
 
 
+@pytest.mark.drawn("rows of experts")
 def test_ranks_that_share_matrices_send_their_part_of_the_rows(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*MATRICES), 2)
     exchanges = {
