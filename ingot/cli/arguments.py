@@ -28,13 +28,21 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
 
 def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] = ()) -> str | None:
     """The override probably meant by an option such as `--steps 5`: `train.steps=5`; None if no
-    knob and none of the verb's `own` settings has that name.
+    knob and none of the verb's `own` settings has that name. The section that is named as the verb
+    comes first: `ingot serve --port` means `serve.port`.
     """
+    verb = next(iter(arguments), "")
     wanted = option.lstrip("-").replace("-", "_")
     named = {wanted} if wanted in own else {knob.plain for knob in all_knobs()}
     found = sorted(
         (path for path in named if path == wanted or path.endswith(f".{wanted}")),
-        key=lambda path: (path != wanted, not path.startswith("train."), path.count("."), path),
+        key=lambda path: (
+            path != wanted,
+            not path.startswith(f"{verb}."),
+            not path.startswith("train."),
+            path.count("."),
+            path,
+        ),
     )
     if not found:
         return None

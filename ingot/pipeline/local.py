@@ -42,6 +42,7 @@ from ingot.launch.run_job import job_of, run_job
 from ingot.launch.supervisor.supervise import supervise
 from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
 from ingot.pipeline.steps import STEPS, PipelineStep
+from ingot.report.formatting import keeps_paths_whole
 from ingot.report.living import show_page
 
 
@@ -296,7 +297,8 @@ def _steps_table(recipe: Recipe, done: PipelineResult) -> Table:
     table.add_column("step")
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("result")
-    table.add_column("look at", overflow="fold")
+    whole = keeps_paths_whole(record.where for record in done.records)
+    table.add_column("look at", overflow="fold", no_wrap=whole)
     for record in done.records:
         seconds = "unchanged" if record.step in done.skipped else f"{record.seconds:.1f}"
         table.add_row(record.step, seconds, Text(record.result), Text(record.where))

@@ -8,8 +8,10 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+# Characters of the longest path of a table that fits 80 columns beside its other columns.
+WHOLE_PATH = 40
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -121,3 +123,10 @@ def masked(recipe: str) -> str:
     logins in addresses. References to secrets (`env:`, `secret:`) stay.
     """
     return _LOGIN.sub(rf"\g<scheme>{MASK}@", _SECRET.sub(rf"\g<key>'{MASK}'", recipe))
+
+
+def keeps_paths_whole(paths: Iterable[str]) -> bool:
+    """Whether a column of `paths` stays unbroken in a terminal of 80 characters and leaves the
+    other columns room to be read; longer ones are folded.
+    """
+    return max(map(len, paths), default=0) <= WHOLE_PATH

@@ -17,7 +17,7 @@ from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
-from ingot.report.formatting import percent, short, timestamp
+from ingot.report.formatting import keeps_paths_whole, percent, short, timestamp
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
 from ingot.report.planned import PlanComparison, beside_plan, decisions
@@ -180,6 +180,8 @@ def _steps(view: RunView, run: RunFolder) -> Table:
     table = Table("step", "seconds", "result", "look at")
     table.columns[1].justify = "right"
     table.columns[3].overflow = "fold"
+    where = [view.within(record.where) for record in view.records]
+    table.columns[3].no_wrap = keeps_paths_whole(where)
     for record in view.records:
         result = Text(str(record.result))
         if not is_intact(run.root, record):

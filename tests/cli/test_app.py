@@ -305,6 +305,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("serve", "runs/x", "--port", "8080"), "settings have no dashes: `serve.port=8080`"),
         (("train", QUICKSTART, "--steps", "5"), "settings have no dashes: `train.steps=5`"),
         (("train", QUICKSTART, "--lr=3e-4"), "dashes: `train.optimizer.lr=3e-4`"),
         (("run", QUICKSTART, "--train.steps"), "dashes: `train.steps=VALUE`"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ingot.base.reports import PipelineStepRecord, write_record
 from ingot.base.storage import write_atomic
@@ -19,6 +21,8 @@ from ingot.data.prepare import prepare
 from ingot.launch.job import Handle
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
+from ingot.report.run_view import read_run
+from ingot.report.tables import _steps
 from tests.cli.commands import ingot as command
 from tests.report.made_up import made_up_run
 from tests.small import small_recipe, write_documents
@@ -121,6 +125,17 @@ def test_show_run_tells_where_the_time_of_training_went(tmp_path: Path) -> None:
         "8s",
         "killed (out of memory?)",
     ]
+
+
+def test_paths_stay_whole_in_eighty_columns(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    view = read_run(run)
+    out = io.StringIO()
+    Console(width=80, file=out).print(_steps(view, run))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) == 80, "the table had to be narrowed"
+    for record in view.records:
+        assert any(f" {view.within(record.where)} " in line for line in lines), record.where
 
 
 def test_show_run_points_at_what_is_missing(root: Path) -> None:
