@@ -31,6 +31,7 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import allocate, init_weights, is_sharded
 from ingot.models.quantized import init_packed
+from ingot.models.quantized_experts import init_stacks
 
 SCORE = "score"
 """The name of a reward model's only output."""
@@ -177,6 +178,7 @@ def materialize_model(
     if spec.folder is None or spec.random:
         init_weights(model, seed)
         init_packed(model, seed, model.config.initializer_range)
+        init_stacks(model, seed, model.config.initializer_range)
     else:
         load_weights(model, spec.folder, share)
 

@@ -343,6 +343,7 @@ def test_a_batch_is_dealt_over_its_shares_and_not_over_processes() -> None:
         (("model.quantize=nf4",), "set model.lora={}, or model.quantize=null"),
         ((*QUANTIZED, "model.quantize.double=true"), "double is about the scales of nf4"),
         ((*QUANTIZED, "parallel.tensor=2"), "cuts matrices, beside model.quantize int8 across"),
+        ((*QUANTIZED, "parallel.expert=2"), "parallel.expert 2 is not offered beside"),
         ((*QUANTIZED, "precision.master=stochastic"), "stochastic is not offered beside"),
         ((*QUANTIZED, "train.compile=true"), "train.compile is not offered beside"),
         (

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
+from ingot.models.hf.folder import load_model
 from ingot.models.quantized import Quantization
+from ingot.models.quantized_experts import STACKS
 from ingot.train.trainer import train
 from tests import tolerances
-from tests.models.tiny import make_reference
+from tests.models.tiny import FAMILY, make_reference
 from tests.objectives.ways import make_ready, prepare_way, recipe_of
 from tests.train.rollout.digits import apart as digits_apart
 from tests.train.rollout.digits import made_ready as digits_ready
@@ -109,3 +112,28 @@ def test_answers_are_sampled_from_the_policy_in_few_bits(tmp_path: Path) -> None
     assert max(logged(recipe, "train/policy/ratio_error")) < tolerances.NLL_FP32
     assert abs(logged(recipe, "train/policy/kl")[0]) < tolerances.EXACT
     assert logged(recipe, "train/policy/kl")[-1] > tolerances.EXACT
+
+
+@pytest.mark.drawn("ways over a base in few bits")
+def test_a_mixture_is_trained_and_exported_as_it_was_trained(ready: Path, tmp_path: Path) -> None:
+    """Its experts as their bytes stand for."""
+    source = make_reference(tmp_path / "mixture", **FAMILY["mixtral"], vocab_size=400)
+    given = {
+        "model__source": str(source),
+        "model__config": None,
+        "tokenizer__source": str(ready / "runs" / "teacher" / "model"),
+        "tokenizer__vocab_size": None,
+    }
+    recipe = prepared(ready, tmp_path, "sft-lora", **given)
+    train(recipe)
+    before, after = (
+        dict(load_model(folder, device=torch.device("cpu")).named_parameters())
+        for folder in (source, recipe.folder.model)
+    )
+    stacks = [name for name in before if name.endswith(STACKS)]
+    assert stacks
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(after[name], Quantization("nf4").rounded(before[name].detach()))
+    for name in stacks:
+        for found, matrix in zip(after[name], before[name], strict=True):
+            assert torch.equal(found, Quantization("nf4").rounded(matrix.detach())), name

@@ -10,8 +10,8 @@ from ingot.config.section import Section
 
 
 class Quantize(Section):
-    """The frozen matrices of the layers in few bits under `model.lora` (QLoRA, Dettmers et al.
-    2023): what is trained, and the types of everything else, do not change.
+    """The frozen matrices of the layers, and of a mixture's experts, in few bits under `model.lora`
+    (QLoRA, Dettmers et al. 2023): what is trained, and the types of everything else, do not change.
     """
 
     kind: Literal["nf4", "int8"] = "nf4"
@@ -53,6 +53,11 @@ class Quantize(Section):
             raise ValueError(
                 f"parallel.tensor {recipe.parallel.tensor} cuts matrices, {beside} across their"
                 " blocks; set it to 1, and parallel.shard instead"
+            )
+        if recipe.parallel.expert > 1:
+            raise ValueError(
+                f"parallel.expert {recipe.parallel.expert} is not offered {beside}; set it to 1,"
+                " and parallel.shard instead"
             )
         if recipe.precision.master == "stochastic":
             raise ValueError(

@@ -15,6 +15,7 @@ from ingot.models.adapters.layer import LoRALinear
 from ingot.models.adapters.lora import hf_module, linear_layers
 from ingot.models.native.experts import Experts
 from ingot.models.quantized import Quantization, QuantizedLinear, quantize_linear
+from ingot.models.quantized_experts import STACKS, quantize_experts
 
 
 class QuantizedLoRALinear(QuantizedLinear, LoRALinear):
@@ -38,18 +39,16 @@ _KINDS: dict[type[nn.Linear], type[QuantizedLinear]] = {
 
 
 def quantize_base(model: nn.Module, knobs: Quantize) -> None:
-    """Quantise the matrices of all linear layers but the head, adapted or not, of a model that has
-    its adapter: one at a time, in place; those on `meta` when they are loaded.
+    """Quantise the matrices of all linear layers but the head, adapted or not, and of a mixture's
+    experts, of a model that has its adapter: one at a time, in place; those on `meta` when they
+    are loaded.
 
     Raises:
         WrongInput: a kind of layer that cannot be quantised, or a weight that is not finite.
     """
     inner, how = hf_module(model), Quantization.of(knobs)
-    if any(isinstance(module, Experts) for module in model.modules()):
-        raise WrongInput(
-            f"model.quantize {knobs.kind} does not reach the experts of a mixture, which are most"
-            " of its weights; set model.quantize to null, or take a model without experts"
-        )
+    for name, experts in _mixtures(model).items():
+        quantize_experts(experts, how, name)
     for name in linear_layers(model):
         layer = inner.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -70,6 +69,9 @@ def round_base(model: nn.Module, knobs: Quantize) -> None:
     for name in linear_layers(model):
         weight = hf_module(model).get_parameter(f"{name}.weight")
         weight.copy_(how.rounded(weight))
+    for name in _stack_names(model):
+        for matrix in hf_module(model).get_parameter(name):
+            matrix.copy_(how.rounded(matrix))
 
 
 def rounded_tensors(
@@ -77,5 +79,19 @@ def rounded_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a base by their names, its matrices as `round_base` leaves them."""
     how, names = Quantization.of(knobs), {f"{name}.weight" for name in linear_layers(model)}
+    stacks = _stack_names(model)
     for name, tensor in tensors:
-        yield name, how.rounded(tensor.float()) if name in names else tensor
+        if name in stacks:
+            yield name, torch.stack([how.rounded(matrix.float()) for matrix in tensor])
+        else:
+            yield name, how.rounded(tensor.float()) if name in names else tensor
+
+
+def _mixtures(model: nn.Module) -> dict[str, Experts]:
+    """The experts of each layer by name; empty for a model without."""
+    named = hf_module(model).named_modules()
+    return {name: module for name, module in named if isinstance(module, Experts)}
+
+
+def _stack_names(model: nn.Module) -> set[str]:
+    return {f"{name}.{leaf}" for name in _mixtures(model) for leaf in STACKS}

@@ -37,6 +37,7 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, named_weights, shard_slices
 from ingot.models.quantized import packed_matrices
+from ingot.models.quantized_experts import StackReader, packed_stacks
 
 
 def load_model(
@@ -89,7 +90,7 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
     if others and (share is None or share.rank == 0):
         say(f"{folder}: only the language model is read; {others} tensors beside it are left out")
     places = {name: tensor for name, tensor in named_weights(model) if name in whole}
-    packed = packed_matrices(model)
+    packed, stacks = packed_matrices(model), StackReader(packed_stacks(model))
     twin: Tensor | None = None
     check = None if share is None else content_check(folder, share)
     for file, name, stored in _stored(folder):
@@ -107,6 +108,8 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
                 rows = slice(piece.row, piece.row + piece.shape[0])
                 matrix = _weights(name, stored, (rows, slice(0, piece.shape[1])), folder)
                 packed[piece.own].fill(matrix, piece.own)
+            elif piece.own in stacks:
+                _read_experts(piece, name, stored, stacks, folder)
     if check is not None:
         check.finish()
     if twin is not None and not torch.equal(
@@ -138,6 +141,22 @@ def _read_piece(piece: Piece, name: str, stored: Any, place: Tensor, folder: Pat
     rows = slice(piece.row + there[0].start, piece.row + there[0].stop)
     part_here = _weights(name, stored, (rows, *there[1:]), folder)
     target.copy_(part_here.view(target.shape))
+
+
+def _read_experts(piece: Piece, name: str, stored: Any, stacks: StackReader, folder: Path) -> None:
+    """Hand over what a stored tensor has of matrices that are kept as bytes, expert by expert."""
+    (begin, first, _), (count, rows, columns) = piece.first, piece.shape
+    for number in range(count):
+        if begin + number not in stacks.held(piece.own):
+            continue
+        one, width = slice(piece.row + number, piece.row + number + 1), slice(0, columns)
+        if piece.single:
+            part = _weights(name, stored, (slice(piece.row, piece.row + rows), width), folder)
+        elif piece.turned:
+            part = _weights(name, stored, (one, width, slice(0, rows)), folder)[0].mT
+        else:
+            part = _weights(name, stored, (one, slice(0, rows), width), folder)[0]
+        stacks.take(piece.own, begin + number, first, part)
 
 
 def _weights(name: str, stored: Any, wanted: Slices, folder: Path) -> Tensor:

@@ -274,12 +274,16 @@ class Experts(nn.Module):
         if self.exchange is not None:
             weights = self.exchange.held(weights)
             bias = None if bias is None else self.exchange.held(bias)
-        made = grouped_product(rows, weights, counts)
+        made = self._grouped(rows, weights, counts)
         if bias is None:
             return made
         expert = torch.arange(len(bias), device=counts.device)
         expert = expert.repeat_interleave(counts, output_size=len(rows))
         return made + bias.index_select(0, expert).to(made.dtype)
+
+    def _grouped(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """The product alone, for kinds that keep their matrices otherwise."""
+        return grouped_product(rows, weights, counts)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -30,6 +30,7 @@ from ingot.models.native import head
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.decoder import Decoder, RMSNorm
 from ingot.models.parameters import local_tensor
+from ingot.models.quantized_experts import ExpertMatrices
 from ingot.objectives.protocol import Objective
 from ingot.parallel.experts import RankExchange
 from ingot.parallel.mesh import Mesh, make_mesh
@@ -112,6 +113,8 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
     `crowding`: rows that reach this rank's experts, over those that reach them on average.
     """
     with contextlib.ExitStack() as replaced:
+        replace = partial(_replaced, replaced)
+        replace(ExpertMatrices, "sizes", _each_as_many)
         if dist.is_initialized():
             from torch.distributed.pipelining import schedules  # slow to import
             from torch.distributed.pipelining._utils import InferenceMode
@@ -123,7 +126,6 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
                 for stage in stages:
                     stage._inference_mode = InferenceMode.STATIC
 
-            replace = partial(_replaced, replaced)
             replace(
                 ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen(meter, propagate)
             )
@@ -146,6 +148,12 @@ def _evenly(crowding: float) -> Callable[..., tuple[list[int], list[int]]]:
         return sent, [round(crowding * size) for size in sent]
 
     return travelling
+
+
+def _each_as_many(stack: ExpertMatrices, counts: Tensor, rows: int) -> list[int]:
+    """In place of `ExpertMatrices.sizes`: all experts have equally many rows."""
+    each, more = divmod(rows, len(counts))
+    return [each + (expert < more) for expert in range(len(counts))]
 
 
 def _unseen(meter: Meter, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingot.base.errors import WrongInput
+from ingot.config.sections.layout import Parallel
 from ingot.config.sections.lora import Lora
 from ingot.config.sections.quantize import Quantize
 from ingot.models.adapters.lora import (
@@ -26,18 +26,23 @@ from ingot.models.adapters.lora import (
 from ingot.models.adapters.quantized import quantize_base, round_base, rounded_tensors
 from ingot.models.hf.folder import load_model, load_weights
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import allocate
+from ingot.models.parameters import allocate, fill_normal, is_dtensor
 from ingot.models.quantized import Quantization, packed_matrices
+from ingot.models.quantized_experts import STACKS, packed_stacks
+from ingot.models.spec import ModelSpec, create_model, materialize_model
+from ingot.parallel.apply import WrapSettings, apply_wrappers
+from ingot.parallel.mesh import running_mesh
+from tests import tolerances
 from tests.models.hf.tiny import ALL, drawn
 from tests.models.tiny import FAMILY, make_reference
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(30).expand(2, 30)
 DOUBLE = Quantize(double=True)
 LORA = Lora(rank=2, targets="all-linear")
-QUICK = ("llama2", "phi3")
-DENSE = [name for name, values in FAMILY.items() if not any("experts" in knob for knob in values)]
+QUICK = ("llama2", "phi3", "mixtral")
 
 
 def awake(model: nn.Module) -> nn.Module:
@@ -68,7 +73,7 @@ def same_products(one: nn.Module, other: nn.Module, run: Callable[[Any], Tensor]
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=[pytest.mark.drawn] * (name not in QUICK)) for name in DENSE],
+    [pytest.param(name, marks=[pytest.mark.drawn] * (name not in QUICK)) for name in FAMILY],
 )
 def test_a_decoder_equals_its_rounded_base(family: str, tmp_path: Path) -> None:
     folder = make_reference(tmp_path, **FAMILY[family])
@@ -86,6 +91,13 @@ def test_a_decoder_equals_its_rounded_base(family: str, tmp_path: Path) -> None:
         # Once: scales of scales make something else of what they made.
         assert torch.equal(packed.packed, Quantization("nf4", double=True).pack(source[name])), name
     assert packed_matrices(model).keys() == {f"{name}.weight" for name in linear_layers(plain)}
+    stacks = packed_stacks(model)
+    for name, stack in stacks.items():
+        for number, matrix in enumerate(source[name]):
+            data = Quantization("nf4", double=True).pack(matrix)
+            assert torch.equal(stack.packed[number], data), (name, number)
+    assert stacks.keys() == {name for name in source if name.endswith(STACKS)}
+    assert not stacks.keys() & {name for name, _ in model.named_parameters()}
     round_base(plain, DOUBLE)
     same_products(awake(model), awake(plain), lambda one: one.logits(one.hidden(TOKENS, POSITIONS)))
     merged = dict(merged_weights(plain))
@@ -130,8 +142,39 @@ def test_the_matrix_has_a_shape_and_no_contents(tmp_path: Path) -> None:
     assert not any("up_proj.weight" in name for name, _ in model.named_parameters())
 
 
-def test_a_mixture_is_refused(tmp_path: Path) -> None:
-    model = load_model(make_reference(tmp_path, **FAMILY["mixtral"]), device=CPU)
-    add_lora(model, LORA, 0)
-    with pytest.raises(WrongInput, match="does not reach the experts of a mixture"):
+NLL = lambda view, labels, extras: -view.log_probability(labels)  # noqa: E731
+
+
+def losses_and_gradients(folder: str, shards: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of an adapted mixture in few bits; every rank has the same rows."""
+    parallel = Parallel(shard=shards)
+    with running_mesh(parallel) as mesh:
+        config = load_model(Path(folder), device=CPU).config
+        spec = ModelSpec("decoder", config, Path(folder), False)
+        model = create_model(spec, 0)
+        add_lora(model, LORA, 0)
         quantize_base(model, DOUBLE)
+        model = apply_wrappers(model, mesh, WrapSettings(parallel))
+        materialize_model(model, spec, 0, CPU, filled=True)
+        init_adapter(model, 0)
+        for name, one in model.named_parameters():
+            if name.endswith("lora_B"):
+                fill_normal(one.detach(), 1, name, 0.1)
+        out = model(TOKENS, POSITIONS, None, TOKENS.roll(-1, 1), NLL)
+        out.sum().backward()
+        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return out.detach(), {
+            name: one.full_tensor() if is_dtensor(one) else one for name, one in found.items()
+        }
+
+
+@pytest.mark.drawn("two ranks, a mixture in few bits")
+def test_ranks_share_the_bytes_of_experts(tmp_path: Path) -> None:
+    folder = str(make_reference(tmp_path, **FAMILY["mixtral"]))
+    values, wanted = losses_and_gradients(folder, 1)
+    for found, gradients in run_ranks(2, losses_and_gradients, folder, 2):
+        torch.testing.assert_close(found, values, rtol=0, atol=tolerances.LOGPROB)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            apart = (gradient / 2 - wanted[name]).norm() / wanted[name].norm()
+            assert apart < tolerances.GRADIENTS_FP32, name
