@@ -22,6 +22,7 @@ from ingot.cloud.prices import time_limit_s
 from ingot.config.family import sizes
 from ingot.config.model_source import trained_kind
 from ingot.config.recipe import Recipe
+from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.sections.launch import Machine
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import AdamSettings
@@ -287,6 +288,26 @@ def _limits(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[Plan
         )
 
 
+def judge_sampling(
+    recipe: Recipe, config: Mapping[str, Any] | None, size: ModelSize | None
+) -> Iterator[PlanFinding]:
+    """What a training on rewards needs beside its steps, which is all that is planned."""
+    objective, layout = recipe.objective, recipe.parallel
+    if not isinstance(objective, GRPOSettings):
+        return
+    message = "a plan knows the optimizer steps, and neither the time nor the memory of sampling"
+    if config is not None and size is not None:
+        # Never both at once: a rollout begins when the step before it is done.
+        wide = 1 if recipe.precision.compute == "bf16" else 2
+        held = wide * objective.sample_rows * _cache_bytes(recipe, config).likely
+        axes = ("shard", "tensor", "pipeline", "context", "expert")
+        spread = any(getattr(layout, axis) != 1 for axis in axes)
+        copy = 2 * wide * size.weights if spread else 0
+        message += f": up to {_gb(held)} GB on a rank for the answers that it samples at once"
+        message += f", and {_gb(copy)} GB for a whole copy of the policy" if copy else ""
+    yield PlanFinding("not checked", "objective.sample_rows", message)
+
+
 def judge_server(
     recipe: Recipe, config: Mapping[str, Any] | None, size: ModelSize | None
 ) -> PlanFinding:
@@ -367,6 +388,7 @@ def all_judgements(
     found += judge_length(recipe, cost, rows)
     found.append(judge_rate(recipe, size, random=random))
     found += [*judge_pauses(recipe, cost), *judge_place(recipe, place, cost)]
+    found += judge_sampling(recipe, config, size)
     found.append(judge_server(recipe, config, size))
     order = ("warning", "known", "not checked")
     return sorted(found, key=lambda finding: order.index(finding.kind))

@@ -19,6 +19,7 @@ from ingot.plan.checks import (
     judge_pauses,
     judge_place,
     judge_rate,
+    judge_sampling,
     judge_server,
     published_rates,
 )
@@ -216,6 +217,25 @@ def test_a_model_beside_the_machine_that_serves_it(tmp_path: Path) -> None:
     assert large.kind == "warning"
     assert "does not fit" in large.message
     assert judge_server(recipe, None, None).kind == "not checked"
+
+
+def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
+    """512 answers of 32 tokens with keys and values of 32 layers of 8 heads of 128 in bfloat16 are
+    2.1 GB, a copy of 8 billion weights is 16 GB, and twice of either in float32.
+    """
+    grpo = {"objective": {"kind": "grpo", "rewards": [{"kind": "exact"}], "sample_rows": 512}}
+    size = ModelSize(8 * 10**9, 8 * 10**9)
+    for layout, compute, wanted in (
+        ({}, "bf16", "up to 2.1 GB on a rank for the answers that it samples at once"),
+        ({"parallel__shard": 8}, "bf16", "and 16.0 GB for a whole copy of the policy"),
+        ({"parallel__shard": 8}, "fp32", "and 32.0 GB for a whole copy of the policy"),
+    ):
+        knobs: dict[str, Any] = {**grpo, **layout, "precision__compute": compute}
+        recipe = small_recipe(tmp_path, **knobs, train__global_batch=8)
+        (told,) = judge_sampling(recipe, preset("llama-8b"), size)
+        assert told.message.endswith(wanted)
+        assert told.kind == "not checked"
+    assert not list(judge_sampling(small_recipe(tmp_path), preset("llama-8b"), size))
 
 
 def test_what_is_unknown_is_not_checked_and_never_passed(tmp_path: Path) -> None:
