@@ -39,6 +39,13 @@ class GRPOSettings(ObjectiveSettings):
     """Tokens of an answer, its end included. A prompt may have as many as this leaves of
     `data.seq_len`.
     """
+    sample_again: Annotated[int, Field(ge=0)] = 0
+    """How many more sets of prompts a step may draw in place of groups whose rewards are equal and
+    teach nothing, until it has `train.global_batch` answers of other groups (dynamic sampling of
+    DAPO); 0: equal groups stay, without a gradient. That is biased: a prompt counts by how seldom
+    its answers are all right or all wrong. Every step passes over all sets that it may draw, so
+    that its prompts do not depend on earlier answers.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by it, in sampling and in training alike: it is part of the policy."""
     updates: Positive = 1
@@ -112,6 +119,11 @@ class GRPOSettings(ObjectiveSettings):
                 parallel.degrees == "auto",
                 "parallel auto weighs layouts by steps of rows of one length, and knows nothing of"
                 " sampling; give the degrees",
+            ),
+            (
+                self.sample_again > 0 and train.epochs is not None,
+                "train.epochs is not known where objective.sample_again passes over prompts; set"
+                " train.steps",
             ),
             (
                 lora is not None and lora.dropout > 0,

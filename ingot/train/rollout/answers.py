@@ -65,6 +65,23 @@ class RolloutAnswers:
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
             return cls(**{one.name: found[one.name] for one in fields(cls)})
 
+    def groups(self, numbers: npt.NDArray[np.int64]) -> RolloutAnswers:
+        """Some groups, by their numbers."""
+        size = len(self.lengths) // len(self.prompts)
+        rows = (numbers[:, None] * size + np.arange(size)).reshape(-1)
+        return RolloutAnswers(
+            **{
+                one.name: getattr(self, one.name)[numbers if one.name == "prompts" else rows]
+                for one in fields(self)
+            }
+        )
+
+    @property
+    def equal(self) -> npt.NDArray[np.bool_]:
+        """Which groups have equal rewards, [P]."""
+        rewards = torch.from_numpy(self.rewards).view(len(self.prompts), -1)
+        return group_advantages(rewards).equal.numpy()
+
     def everywhere(self, mesh: Mesh) -> RolloutAnswers:
         """The answers of all ranks, of which each has those of `share_of`; `prompts` are those of
         all of them already. Collective.
@@ -87,6 +104,22 @@ class RolloutAnswers:
         return RolloutAnswers(prompts=self.prompts, **every)
 
 
+def joined_answers(sets: Sequence[RolloutAnswers]) -> RolloutAnswers:
+    """Several rollouts as one."""
+    return RolloutAnswers(
+        **{
+            one.name: np.concatenate([getattr(each, one.name) for each in sets])
+            for one in fields(RolloutAnswers)
+        }
+    )
+
+
+def unequal_first(answers: RolloutAnswers, count: int) -> RolloutAnswers:
+    """The first `count` groups of unequal rewards, filled up with the first of the others."""
+    order = np.argsort(answers.equal, kind="stable")
+    return answers.groups(np.sort(order[:count]))
+
+
 def share_of(count: int, mesh: Mesh) -> slice:
     """The part of `count` things in a row that falls to this rank."""
     return slice(count * mesh.rank // mesh.world, count * (mesh.rank + 1) // mesh.world)
@@ -103,8 +136,6 @@ class AnswerShares(NamedTuple):
     """The answers that are trained on, longest first."""
     divisor: int
     """What the loss is divided by."""
-    equal: int
-    """Groups whose rewards are equal."""
 
 
 def shares_of(answers: RolloutAnswers, settings: GRPOSettings) -> AnswerShares:
@@ -129,7 +160,7 @@ def shares_of(answers: RolloutAnswers, settings: GRPOSettings) -> AnswerShares:
     kept = np.flatnonzero(teaches)
     kept = kept[np.argsort(-answers.lengths[kept], kind="stable")]
     advantages = found.values.reshape(-1).numpy()
-    return AnswerShares(advantages, weights, kept, max(1, divisor), int(found.equal.sum()))
+    return AnswerShares(advantages, weights, kept, max(1, divisor))
 
 
 def make_batches(

@@ -30,7 +30,13 @@ from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import TrainState
-from ingot.train.rollout.answers import RolloutAnswers, make_batches, share_of, shares_of
+from ingot.train.rollout.answers import (
+    RolloutAnswers,
+    joined_answers,
+    make_batches,
+    share_of,
+    unequal_first,
+)
 from ingot.train.rollout.policy import SampledPolicy
 from ingot.train.rollout.prompts import Prompt, PromptReader, check_prompts
 from ingot.train.setup import TrainSetup
@@ -44,10 +50,11 @@ SHOWN = 2
 class Rollout:
     """The batches of any step of a training on rewards; implements `BatchSource`.
 
-    Step i trains on the answers of rollout i // updates, whose prompts are the next of the data's
-    order. An answer is a function of the weights, the prompt, and numbers drawn from (seed, number
-    of the prompt in that order, its own number), so that a resumed training samples the same
-    ones; the answers of a rollout that a checkpoint lies inside of are stored in it.
+    Step i trains on the answers of rollout i // updates. Its prompts are the next of the data's
+    order, in 1 + `sample_again` sets of which later ones are only sampled where they are needed. An
+    answer is a function of the weights, the prompt, and numbers drawn from (seed, number of the
+    prompt in that order, its own number), so that a resumed training samples the same ones; the
+    answers of a rollout that a checkpoint lies inside of are stored in it.
 
     Args:
         reference: the model that `objective.kl` is measured against.
@@ -72,6 +79,7 @@ class Rollout:
         self._policy = SampledPolicy(setup, state.model, mesh)
         self._limits = state.model.config
         self._count = setup.batch.global_batch // settings.group
+        self._sets = 1 + settings.sample_again
         self._reader = PromptReader(rows, setup.tokenizer)
         self._check(rows)
         self._rewards = build_rewards(settings.rewards)
@@ -83,14 +91,14 @@ class Rollout:
         self.metrics: dict[str, float] = {}
         """Of the newest rollout, over all ranks."""
         if "answers" in saved:
-            self._take(int(saved["number"]), RolloutAnswers.unpack(saved["answers"]))
+            answers = RolloutAnswers.unpack(saved["answers"])
+            self._take(int(saved["number"]), answers, saved.get("metrics"))
 
     def _check(self, rows: Rows) -> None:
         setup, updates = self._setup, self.settings.updates
         first, last = setup.begin // updates, -(-setup.last // updates)
-        wanted = self._order.rows(
-            first * self._count, min((last - first) * self._count, 2 * len(rows))
-        )
+        each = self._sets * self._count
+        wanted = self._order.rows(first * each, min((last - first) * each, 2 * len(rows)))
         needs = any(reward.needs_reference for reward in self.settings.rewards)
         check_prompts(
             setup.recipe,
@@ -120,7 +128,8 @@ class Rollout:
             answers = self._sample(number, meanwhile)
             if answers is None:
                 return []
-            self._take(number, answers)
+            measured = self._measured(answers)
+            self._take(number, unequal_first(answers, self._count), measured)
             self.metrics["rollout/seconds"] = time.monotonic() - began
         return self._batches
 
@@ -128,7 +137,8 @@ class Rollout:
         """What a checkpoint after `step` steps needs of the rollout that it lies inside of."""
         if self._answers is None or step % self.settings.updates == 0:
             return {}
-        return {"number": self._number, "answers": self._answers.pack()}
+        said = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
+        return {"number": self._number, "answers": self._answers.pack(), "metrics": said}
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -136,8 +146,22 @@ class Rollout:
         self._checksums.close()
 
     def _sample(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
-        """Sample and judge the answers of a rollout, each rank as many of them as any other, or one
-        more; None if a rank was asked to stop.
+        """The answers of a rollout: of as many sets of prompts as it takes; None if a rank was
+        asked to stop.
+        """
+        found: list[RolloutAnswers] = []
+        for one in range(number * self._sets, (number + 1) * self._sets):
+            answers = self._sample_set(one, meanwhile)
+            if answers is None:
+                return None
+            found.append(answers)
+            if sum(int((~each.equal).sum()) for each in found) >= self._count:
+                break
+        return joined_answers(found)
+
+    def _sample_set(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
+        """Sample and judge the answers to a set of prompts, each rank as many of them as any other,
+        or one more.
         """
         mesh, group, first = self.mesh, self.settings.group, number * self._count
         rows = self._order.rows(first, self._count)
@@ -231,8 +255,12 @@ class Rollout:
             np.array(each, np.float64).T.reshape(len(found), len(each)),
         )
 
-    def _take(self, number: int, answers: RolloutAnswers) -> None:
-        """Make the batches of a rollout."""
+    def _take(
+        self, number: int, answers: RolloutAnswers, measured: Mapping[str, float] | None
+    ) -> None:
+        """Make the batches of a rollout. `measured`: of all answers, those left out included; older
+        checkpoints do not know it.
+        """
         self._number, self._answers = number, answers
         self._batches = make_batches(
             answers,
@@ -245,7 +273,7 @@ class Rollout:
         if self._reference is not None:
             for batch in self._batches:
                 self._refer(batch)
-        self.metrics = self._measured(answers)
+        self.metrics = self._measured(answers) if measured is None else dict(measured)
 
     @torch.no_grad()
     def _refer(self, batch: Batch) -> None:
@@ -271,7 +299,6 @@ class Rollout:
 
     def _measured(self, answers: RolloutAnswers) -> dict[str, float]:
         groups = answers.rewards.reshape(-1, self.settings.group)
-        shares = shares_of(answers, self.settings)
         failed = np.isnan(answers.each)
         return {
             "reward/mean": float(answers.rewards.mean()),
@@ -281,7 +308,8 @@ class Rollout:
                 for name, one in zip(self._rewards.names, answers.each.T, strict=True)
             },
             "reward/failed": float(failed.any(axis=1).mean()),
-            "rollout/equal_groups": shares.equal / len(groups),
+            "rollout/groups": float(len(groups)),
+            "rollout/equal_groups": float(answers.equal.mean()),
             "rollout/answer_tokens": float(answers.lengths.mean()),
             "rollout/finished": float(answers.finished.mean()),
         }

@@ -18,7 +18,7 @@ from ingot.base.environment import Ranks
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.rows import IGNORE
 from ingot.parallel.mesh import Mesh
-from ingot.train.rollout.answers import RolloutAnswers, make_batches
+from ingot.train.rollout.answers import RolloutAnswers, make_batches, unequal_first
 from ingot.train.rollout.prompts import Prompt
 from ingot.train.trainer import train
 from tests import tolerances
@@ -93,3 +93,23 @@ def test_what_a_model_does_to_its_logits_is_in_the_policy(model: str, tmp_path: 
         train(recipe)
     (error,) = logged(recipe, "train/policy/ratio_error")
     assert error < tolerances.FIRST_RATIO
+
+
+def test_groups_of_unequal_rewards_come_first_in_the_order_of_the_data() -> None:
+    rewards = np.array([[0.1, 0.1], [0, 1], [2, 2], [1, 0], [1, 3]], np.float64)
+    answers = RolloutAnswers(
+        prompts=np.arange(5),
+        ids=np.arange(10)[:, None],
+        lengths=np.ones(10, np.int64),
+        logprobs=np.zeros((10, 1), np.float32),
+        finished=np.ones(10, np.bool_),
+        rewards=rewards.reshape(-1),
+        each=rewards.reshape(-1, 1),
+    )
+    for count, kept in ((2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4])):
+        found = unequal_first(answers, count)
+        assert found.prompts.tolist() == kept
+        assert found.ids[:, 0].tolist() == [
+            number for one in kept for number in (2 * one, 2 * one + 1)
+        ]
+        assert found.rewards.tolist() == rewards[kept].reshape(-1).tolist()

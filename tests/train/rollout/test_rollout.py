@@ -116,6 +116,9 @@ def test_a_prompt_is_what_is_served(ready: Path) -> None:
         assert prompt.ids == tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
 
+KILLED = {"updates": 3, "sample_again": 1}
+
+
 def stopped_at(recipe: Recipe, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train until `step`, as if killed there; a checkpoint may be older."""
     original = loop.run_steps
@@ -137,9 +140,9 @@ def test_what_was_killed_goes_on_bit_for_bit(
     the weights of then no longer give.
     """
     knobs: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "track__every": 1}
-    whole = apart(ready, tmp_path / "whole", {"updates": 3}, **knobs)
+    whole = apart(ready, tmp_path / "whole", KILLED, **knobs)
     train(whole)
-    broken = apart(ready, tmp_path / "broken", {"updates": 3}, **knobs)
+    broken = apart(ready, tmp_path / "broken", KILLED, **knobs)
     stopped_at(broken, 6, monkeypatch)
     newest = next(iter(committed(broken.folder.checkpoints)))
     assert newest.step == 4
@@ -147,9 +150,25 @@ def test_what_was_killed_goes_on_bit_for_bit(
     train(broken)
     found, wanted = weights(broken), weights(whole)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    for key in ("train/loss", "train/policy/ratio_error", "reward/mean"):
+    for key in ("train/loss", "train/policy/ratio_error", "reward/mean", "rollout/groups"):
         assert logged(broken, key) == logged(whole, key)
     assert told(broken) == told(whole)
+
+
+def test_groups_that_teach_nothing_make_room_for_others(ready: Path, tmp_path: Path) -> None:
+    """Sets of four prompts, until four groups have unequal rewards or four sets are done; told is
+    what was sampled, those left out included.
+    """
+    settings = {"sample_again": 3, "updates": 2, "rewards": [{"kind": "odd"}]}
+    recipe = apart(ready, tmp_path, settings, track__every=1)
+    train(recipe)
+    groups, equal = logged(recipe, "rollout/groups"), logged(recipe, "rollout/equal_groups")
+    assert groups[0] == groups[1]
+    assert groups[2] == groups[3]
+    for count, share in zip(groups, equal, strict=True):
+        assert count in (4, 8, 12, 16)
+        assert count == 16 or count * (1 - share) >= 4 - 1e-9
+    assert max(groups) > 4
 
 
 def on_ranks(ready: str, target: str) -> None:
@@ -235,6 +254,7 @@ def test_a_reference_that_is_where_training_starts_is_not_left_at_once(
         ({}, {"model__lora": {"rank": 2, "dropout": 0.1}}, r"lora\.dropout"),
         ({"reference": "hf:a/b"}, {}, "never asked while kl is 0"),
         ({"top_p": 0.9}, {}, "top_p"),
+        ({"sample_again": 1}, {"train__epochs": 1, "train__steps": None}, "set train.steps"),
         ({"rewards": []}, {}, "rewards"),
     ],
 )
