@@ -239,7 +239,7 @@ def test_every_knob_is_decided() -> None:
         _recipe("objective.kind=kto"),
         _recipe("objective.kind=reward"),
         _recipe("objective={kind: distill, teacher: t}"),
-        _recipe("objective={kind: grpo, rewards: [{kind: exact}]}"),
+        _recipe("objective={kind: grpo, rewards: [{kind: exact}], sample_again: 1}"),
         _recipe("gate.floor=bigram"),
         _recipe("tokenizer.target_language=deu_Latn"),
         _recipe("objective.kind=seq2seq"),
