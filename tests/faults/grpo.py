@@ -99,6 +99,6 @@ FAULTS = [
         "count * (mesh.rank + 1) // mesh.world)",
         "count * mesh.rank // mesh.world + count // mesh.world)",
         "with a number of answers that the ranks do not divide, the last of them are never given",
-        by="tests/train/rollout/test_rollout.py",
+        by="tests/train/rollout/test_layouts.py",
     ),
 ]

@@ -125,6 +125,16 @@ def test_every_layout_gives_the_numbers_of_one_process(
     same_as(digits_recipe(tmp_path, KL, **UNEVEN), alone)
 
 
+def test_answers_that_ranks_do_not_divide_are_all_given(ready: Path, tmp_path: Path) -> None:
+    """Three answers to each of five prompts, on two ranks that share rows."""
+    objective, knobs = {"group": 3, **KL}, {**UNEVEN, "train__global_batch": 15, "train__steps": 1}
+    wanted = apart(ready, tmp_path / "one", objective, **knobs)
+    train(wanted)
+    layout = {**knobs, "parallel__context": 2}
+    run_ranks(2, on_ranks, str(ready), str(tmp_path / "two"), objective, layout, timeout_s=180)
+    same_as(digits_recipe(tmp_path / "two", objective, **knobs), wanted)
+
+
 VARIANTS = {
     "adapter": {"parallel__shard": 2},
     "quantized": {"parallel__shard": 2},
