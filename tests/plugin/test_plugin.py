@@ -284,7 +284,7 @@ def test_its_source_gives_the_items_of_an_evaluation(plugin: Path) -> None:
 def test_an_unknown_source_names_those_that_there_are(plugin: Path, tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"hf:, wikipedia:, bigquery:, megatron:, numbers: or"):
         ingest(small_data(tmp_path, {"source": "number:3"}))
-    with pytest.raises(WrongInput, match="builtin:stdlib and"):
+    with pytest.raises(WrongInput, match="builtin:stdlib, builtin:digits"):
         ingest(small_data(tmp_path, {"source": "builtin:other"}))
 
 
