@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.comparison import machine
 from benchmarks.peers import RESULTS, Contender, Player
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
 from ingot.verify.bench import BenchCase, run_case

@@ -29,7 +29,7 @@ from benchmarks.data import texts, write_tokenizer
 from benchmarks.environments import PEERS, make_environment
 from benchmarks.spine import random_model
 from ingot.config.load import load_recipe
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.order import SampleOrder

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.comparison import Comparison
 from benchmarks.turns import Contender, Turn, Work
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.sections.training import AdamW
 from ingot.data.batches.loader import Batch
 from ingot.models.device import computing_in, resolve_compute
@@ -23,7 +23,7 @@ from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, compute_weights_dtype
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.step import StepContext, StepControl, train_step
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation")

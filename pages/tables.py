@@ -15,10 +15,10 @@ import yaml
 from ingot.base.errors import WrongInput
 from ingot.config.adopt.convert import PROJECTS
 from ingot.config.doors import OBJECTIVES, PLACES
-from ingot.config.family import native_families
 from ingot.config.knobs import find_knob
 from ingot.config.load import load_recipe
-from ingot.config.model_types import PROVED, REFUSED_DECODERS, UNFIT
+from ingot.config.models.family import native_families
+from ingot.config.models.types import PROVED, REFUSED_DECODERS, UNFIT
 from ingot.config.shipped import shipped
 from pages.reference import anchor, escape, knob_page
 

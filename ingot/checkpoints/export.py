@@ -17,8 +17,7 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
-from ingot.config.experts import CORRECTION
-from ingot.config.model_content import (
+from ingot.config.models.content import (
     CONTENT,
     LINEAGE,
     changed_content,
@@ -26,7 +25,8 @@ from ingot.config.model_content import (
     describe_changed,
     read_lineage,
 )
-from ingot.config.model_source import CONFIG, model_config
+from ingot.config.models.experts import CORRECTION
+from ingot.config.models.source import CONFIG, model_config
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.hf.folder import hash_model
 from ingot.models.hf.meta import is_meta, load_meta

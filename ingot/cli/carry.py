@@ -115,7 +115,7 @@ def copy_checked(
         )
     from ingot.base.progress import say
     from ingot.checkpoints.export import copy_adapter, copy_model
-    from ingot.config.model_content import CONTENT, read_lineage
+    from ingot.config.models.content import CONTENT, read_lineage
 
     folder = _folder(source)
     if layout == "peft":

@@ -182,7 +182,7 @@ def submit(
     follows what runs already.
     """
     from ingot.base.progress import say
-    from ingot.cli.check import check, read_checked
+    from ingot.cli.check.recipe import check, read_checked
     from ingot.cli.plan import tell_dry_run
     from ingot.pipeline import submit as pipeline
     from ingot.pipeline.plan import VERBS

@@ -141,7 +141,7 @@ for _verb, _help in OTHERS.items():
 def _launch(
     verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
 ) -> int:
-    from ingot.cli.check import ALL, check, read_checked, warnings
+    from ingot.cli.check.recipe import ALL, check, read_checked, warnings
     from ingot.launch.job import Job
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS

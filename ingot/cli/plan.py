@@ -164,7 +164,7 @@ def _planned(
 ) -> tuple[Recipe, Findings, RunPlan | None]:
     """The plan, and what the checks of the recipe found; no plan if nothing can come of it."""
     from ingot.base.errors import WrongInput
-    from ingot.cli.check import findings, read_checked
+    from ingot.cli.check.recipe import findings, read_checked
     from ingot.plan.assemble import make_plan
     from ingot.plan.automatic import planned_layout
     from ingot.plan.checks import PlanFinding
@@ -198,8 +198,8 @@ def _search(
 ) -> int:
 
     from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
-    from ingot.cli.check import read_checked
-    from ingot.cli.plan_table import show_search
+    from ingot.cli.check.recipe import read_checked
+    from ingot.cli.views.plan_table import show_search
     from ingot.config.sections.launch import parse_duration
     from ingot.plan.choose import Limits, choice_json, choose
     from ingot.plan.place import place_of
@@ -224,7 +224,7 @@ def _refuse(error: Exception) -> None:
 
 
 def _model(recipe: Recipe, values: Values) -> ModelKnown:
-    from ingot.cli.check_training import RANDOM, check_model
+    from ingot.cli.check.training import RANDOM, check_model
     from ingot.config.values import Findings
     from ingot.plan.assemble import ModelKnown
 
@@ -265,7 +265,7 @@ def ask_cloud(recipe: Recipe, place: PlannedPlace, *, ask: bool) -> list[PlanFin
 def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep: bool) -> None:
     from ingot.base.progress import say
     from ingot.base.storage import write_atomic
-    from ingot.cli.plan_table import show_plan
+    from ingot.cli.views.plan_table import show_plan
     from ingot.plan.assemble import RECORDED, plan_json
 
     content = plan_json(made)
@@ -291,7 +291,7 @@ def tell_dry_run(recipe: Recipe, values: Values) -> None:
     """
     from ingot.base.errors import IngotError
     from ingot.base.progress import say
-    from ingot.cli.plan_table import short_plan
+    from ingot.cli.views.plan_table import short_plan
     from ingot.plan.assemble import make_plan
     from ingot.plan.automatic import planned_layout
     from ingot.plan.place import place_of

@@ -232,7 +232,7 @@ checkpoint: {{every: 100, keep: 2}}       # what was interrupted goes on from th
 def _not_ready(file: Path) -> list[str]:
     """What `ingot run` would refuse."""
     from ingot.base.errors import WrongInput
-    from ingot.cli.check import findings, read_checked
+    from ingot.cli.check.recipe import findings, read_checked
 
     try:
         recipe, values = read_checked([str(file)], "run")

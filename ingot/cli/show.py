@@ -135,7 +135,7 @@ def samples(
 @show.command(epilog="Example: ingot show data quickstart")
 def data(run: RunOrRecipe, as_json: AsJson = False) -> int:
     """Counts, lengths, sources, dropped documents and samples."""
-    from ingot.cli.datatables import show_data
+    from ingot.cli.views.datatables import show_data
 
     return show_data(run, as_json=as_json)
 
@@ -151,7 +151,7 @@ def mask(
     """Examples with what is trained set off, and an audit of BOS, end-of-turn tokens and
     truncation.
     """
-    from ingot.cli.mask import show_mask
+    from ingot.cli.views.mask import show_mask
 
     return show_mask(recipe, examples, as_json=as_json)
 
@@ -171,7 +171,7 @@ def rewards(
     as_json: AsJson = False,
 ) -> int:
     """Score answers of your own by a recipe's rewards, before a training is paid for."""
-    from ingot.cli.rewards import show_rewards
+    from ingot.cli.views.rewards import show_rewards
 
     return show_rewards(recipe, samples, as_json=as_json)
 
@@ -182,8 +182,8 @@ def models(as_json: AsJson = False) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ingot.config.presets import PRESETS
-    from ingot.config.presets import THROUGH_TRANSFORMERS as OTHERS
+    from ingot.config.models.presets import PRESETS
+    from ingot.config.models.presets import THROUGH_TRANSFORMERS as OTHERS
 
     if as_json:
         print_json("show models", presets={**PRESETS, **OTHERS}, types=_types())
@@ -246,8 +246,8 @@ def _total_and_active(preset: Mapping[str, Any]) -> str:
 
 def _types() -> list[dict[str, str]]:
     """Model types: native ones, and those of transformers that are proved, not proved, refused."""
-    from ingot.config.family import native_families
-    from ingot.config.model_types import PROVED, UNFIT, installed_types
+    from ingot.config.models.family import native_families
+    from ingot.config.models.types import PROVED, UNFIT, installed_types
 
     found = [(name, "decoder", "native", which) for name, which in native_families().items()]
     for kind, proved in PROVED.items():
@@ -322,7 +322,7 @@ def adopt(
     """Turn the configuration of an older project (YAML, JSON, .env, flags) into a recipe."""
     from ingot.base.errors import EXIT_DONE
     from ingot.base.progress import say
-    from ingot.cli.check import findings
+    from ingot.cli.check.recipe import findings
     from ingot.config.adopt.convert import adopt as convert
 
     adopted = convert(files, findings)

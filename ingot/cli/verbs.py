@@ -134,7 +134,7 @@ def do_all(
     """Run all steps. What the steps need that are not done is checked once, by `ingot launch run`
     where that started this (`checked`).
     """
-    from ingot.cli.check import check, read_checked
+    from ingot.cli.check.recipe import check, read_checked
     from ingot.pipeline.local import print_summary, run
 
     arguments = with_paths(arguments)

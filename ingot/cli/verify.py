@@ -17,7 +17,7 @@ from ingot.cli.output import AsJson as ResultAsJson
 from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
-    from ingot.verify.layout import LayoutProof, LayoutResult
+    from ingot.verify.layout.proof import LayoutProof, LayoutResult
     from ingot.verify.proof import Proof
 
 verify = typer.Typer(
@@ -60,7 +60,7 @@ def export(recipe: Recipes, as_json: ResultAsJson = False) -> int:
     server, token by token.
     """
     from ingot.config.load import read_recipe
-    from ingot.verify.export import verify_export
+    from ingot.verify.export.proof import verify_export
 
     return _shown("export", verify_export(read_recipe(recipe)), as_json=as_json)
 
@@ -106,7 +106,7 @@ def layout(
     `auto` counts as 2.
     """
     from ingot.config.load import read_recipe
-    from ingot.verify.layout import verify_layout
+    from ingot.verify.layout.proof import verify_layout
 
     return _compared(verify_layout(read_recipe(recipe), layouts), as_json=as_json)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.degrees import degrees_of, first_few
-from ingot.config.family import DecoderSizes, sizes
+from ingot.config.models.family import DecoderSizes, sizes
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.loop import RouterSettings
 from ingot.config.sections.training import Train

@@ -16,7 +16,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_report
 from ingot.base.storage import sha256_file
-from ingot.config.model_source import (
+from ingot.config.models.source import (
     CONFIG,
     model_config,
     named_folder,

@@ -13,7 +13,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.base.reports import Metric
-from ingot.config.model_source import ModelKind
+from ingot.config.models.source import ModelKind
 from ingot.config.recipe import Recipe
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel

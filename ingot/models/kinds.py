@@ -14,8 +14,8 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.progress import say
-from ingot.config.model_content import QUANTIZE, read_lineage
-from ingot.config.model_source import ModelKind, kind_of, model_config
+from ingot.config.models.content import QUANTIZE, read_lineage
+from ingot.config.models.source import ModelKind, kind_of, model_config
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import (
+from ingot.config.models.source import (
     ModelKind,
     check_lengths,
     check_trained_type,
@@ -20,7 +20,7 @@ from ingot.config.model_source import (
     starts_random,
     trained_kind,
 )
-from ingot.config.model_types import RELATIVE, WRAPS
+from ingot.config.models.types import RELATIVE, WRAPS
 from ingot.config.recipe import Recipe
 from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.content import ALL, Share

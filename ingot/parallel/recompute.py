@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import ModelKind
+from ingot.config.models.source import ModelKind
 from ingot.config.sections.layout import Recompute
 from ingot.models.adapters.layer import LoRAState
 from ingot.models.adapters.lora import lora_state

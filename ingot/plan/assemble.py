@@ -13,7 +13,7 @@ from typing import Any
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.hub import fetch_config
 from ingot.config.degrees import degrees_of
-from ingot.config.model_source import trained_kind
+from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.plan.checks import PlanFinding, all_judgements

@@ -15,7 +15,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.hub import fetch_config
 from ingot.config.automatic import ChosenLayout, StartDevices, sharded_over_all
 from ingot.config.degrees import Degrees, degrees_of
-from ingot.config.model_source import named_folder, source_config, starts_random
+from ingot.config.models.source import named_folder, source_config, starts_random
 from ingot.config.recipe import Recipe
 from ingot.plan.assemble import ModelKnown, known_coefficients
 from ingot.plan.choose import Choice, Limits, UnknownSeconds, choose, rows_that_fit

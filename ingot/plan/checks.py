@@ -19,8 +19,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import time_limit_s
-from ingot.config.family import sizes
-from ingot.config.model_source import trained_kind
+from ingot.config.models.family import sizes
+from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.sections.launch import Machine
@@ -33,7 +33,7 @@ from ingot.plan.ranges import Range
 from ingot.plan.run_cost import RunCost
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown, times
-from ingot.train.schedules import warmup_steps
+from ingot.train.optim.schedules import warmup_steps
 
 FindingKind = Literal["warning", "known", "not checked"]
 MUCH_LOST, MUCH_PADDED, MUCH_EVALUATED, MUCH_REPEATED = 0.01, 0.5, 0.1, 0.2

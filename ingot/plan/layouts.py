@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees
-from ingot.config.family import sizes
-from ingot.config.model_source import trained_kind
+from ingot.config.models.family import sizes
+from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, expert_parameters

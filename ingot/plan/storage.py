@@ -10,7 +10,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees, degrees_of
-from ingot.config.model_source import trained_kind
+from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import SGD, AdamW, Muon

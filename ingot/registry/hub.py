@@ -16,8 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.hub import HubCommit, push_files
 from ingot.base.reports import EvaluationReport, read_record, read_report
 from ingot.base.runfolder import RunFolder
-from ingot.config.model_content import CONTENT, LINEAGE, check_content, read_lineage
-from ingot.config.model_source import kind_of, model_config
+from ingot.config.models.content import CONTENT, LINEAGE, check_content, read_lineage
+from ingot.config.models.source import kind_of, model_config
 from ingot.registry.card import (
     BUILT_IN_LICENSES,
     CardFacts,

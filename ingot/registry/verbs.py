@@ -20,7 +20,7 @@ from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, read_r
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
-from ingot.config.model_content import LINEAGE, check_content
+from ingot.config.models.content import LINEAGE, check_content
 from ingot.config.recipe import Recipe
 from ingot.registry.gate import GateDecision, decide
 from ingot.registry.local import LocalRegistry

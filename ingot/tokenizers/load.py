@@ -10,7 +10,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.model_content import check_files
+from ingot.config.models.content import check_files
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import convert_model, gpt2_json
 from ingot.tokenizers.settings import (

@@ -28,11 +28,11 @@ from ingot.train.evaluation import EvaluateHook, SampleHook, make_measure, sampl
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
+from ingot.train.optim.schedules import Recurrence
 from ingot.train.profile import profile_hooks
 from ingot.train.reference import open_reference
 from ingot.train.rollback import left_out
 from ingot.train.rollout.rollout import Rollout, RolloutHook
-from ingot.train.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, Hook, SpikeDetector, StepContext
 

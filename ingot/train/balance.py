@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ingot.config.experts import ExpertsConfig
+from ingot.config.models.experts import ExpertsConfig
 from ingot.config.sections.loop import RouterSettings
 from ingot.data.batches.loader import Batch
 from ingot.models.native.config import DecoderConfig

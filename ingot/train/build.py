@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
-from ingot.config.model_content import QUANTIZE
-from ingot.config.model_source import CONFIG, model_config
+from ingot.config.models.content import QUANTIZE
+from ingot.config.models.source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
@@ -41,9 +41,9 @@ from ingot.parallel.apply import (
 )
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.averaging import drop_average
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.averaging import drop_average
+from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.reference import Tables
 from ingot.train.setup import TrainSetup
 

@@ -23,10 +23,10 @@ from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp
 from ingot.tokenizers.chat import stop_tokens
-from ingot.train.averaging import average_in_place
 from ingot.train.build import TrainState
 from ingot.train.goodput import TimeAccount
-from ingot.train.schedules import Recurrence
+from ingot.train.optim.averaging import average_in_place
+from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 

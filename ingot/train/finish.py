@@ -18,7 +18,7 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
-from ingot.config.model_content import CONTENT, FILES, LINEAGE, file_digests
+from ingot.config.models.content import CONTENT, FILES, LINEAGE, file_digests
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
@@ -31,8 +31,8 @@ from ingot.models.parameters import is_sharded
 from ingot.models.spec import create_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.averaging import NamedWeights, load_average, stored_average
 from ingot.train.build import TrainState, lineage
+from ingot.train.optim.averaging import NamedWeights, load_average, stored_average
 from ingot.train.setup import TrainSetup
 
 

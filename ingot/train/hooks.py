@@ -29,7 +29,7 @@ from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.interrupts import StopSignals
-from ingot.train.schedules import Recurrence
+from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 

@@ -22,7 +22,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
-from ingot.config.model_source import model_config, named_folder
+from ingot.config.models.source import model_config, named_folder
 from ingot.config.sections.quantize import Quantize
 from ingot.data.batches.loader import fixed_batches
 from ingot.data.batches.rows import Rows

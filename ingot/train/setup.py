@@ -14,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.degrees import Degrees
 from ingot.config.identity import training_identity
-from ingot.config.model_source import ModelKind, check_lora, model_config, named_folder
+from ingot.config.models.source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import Muon
@@ -42,8 +42,8 @@ from ingot.parallel.recompute import check_runs
 from ingot.tokenizers.chat_templates import with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.train.optimizers import check_groups
-from ingot.train.schedules import LearningRate
+from ingot.train.optim.optimizers import check_groups
+from ingot.train.optim.schedules import LearningRate
 
 
 def computing_type(recipe: Recipe, device: torch.device) -> Compute:

@@ -24,7 +24,6 @@ from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import parameter_counts
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
-from ingot.train.averaging import averaged_steps
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
@@ -38,6 +37,7 @@ from ingot.train.hooks import (
 )
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.micro_batch.search import with_fitting_micro_batch
+from ingot.train.optim.averaging import averaged_steps
 from ingot.train.reference import reference_tables
 from ingot.train.resume import (
     complete,

@@ -24,7 +24,7 @@ from ingot.checkpoints.export import export_model
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import committed, newest_valid
-from ingot.config.model_content import read_lineage
+from ingot.config.models.content import read_lineage
 from ingot.config.sections.training import AdamW
 from ingot.models.hf.folder import hash_model
 from ingot.models.native.config import DecoderConfig
@@ -33,7 +33,7 @@ from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.registry.local import LocalRegistry
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests.chaos.saving import save_up_to
 from tests.registry.models import a_model, a_report
 from tests.tokenizers.small import chatty

@@ -27,7 +27,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests.saving import save_checkpoint
 
 CONFIG = {

@@ -26,7 +26,7 @@ from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.parallel.apply import WrapSettings, apply_wrappers, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests.exhaustive import EXHAUSTIVE
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint

@@ -29,7 +29,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests.checkpoints.states import CONFIG, assert_equal, flip_bit, load, save, trained
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ingot.cli.check import findings, read_checked
+from ingot.cli.check.recipe import findings, read_checked
 from ingot.config.adopt.convert import HEADS, adopt
 from tests.cli.commands import ingot
 from tests.config.adopt.stand_ins import LLAMA, SETS

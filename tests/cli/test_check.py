@@ -16,11 +16,12 @@ import yaml
 
 from ingot.base.errors import WrongInput
 from ingot.base.remote.service import EMULATOR
-from ingot.cli import check_sources, check_training
-from ingot.cli.check import ALL, check, findings
+from ingot.cli.check import sources as check_sources
+from ingot.cli.check import training as check_training
+from ingot.cli.check.recipe import ALL, check, findings
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import read_with_origins
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.values import Findings
 from ingot.pipeline.local import run
 from tests.cli.commands import ingot as command
@@ -408,7 +409,7 @@ def test_it_is_refused_in_words_of_all(place: Path) -> None:
 def test_it_imports_no_torch(place: Path) -> None:
     code = (
         "import sys; from ingot.config.load import read_with_origins;"
-        " from ingot.cli.check import findings;"
+        " from ingot.cli.check.recipe import findings;"
         " recipe, values = read_with_origins(['recipe.yaml', 'registry.kind=vertex']);"
         " findings(recipe, values); print('torch' in sys.modules)"
     )

@@ -18,8 +18,8 @@ require("datasets", reason="datasets is not installed")
 # The client takes the hub's address when it is imported.
 SCRIPT = """
 import json, sys
-from ingot.cli import check_sources
-from ingot.cli.check import findings, read_checked
+from ingot.cli.check import sources as check_sources
+from ingot.cli.check.recipe import findings, read_checked
 check_sources.LOOK_S = 100.0
 found = findings(*read_checked(["recipe.yaml"], "run"), ("ingest",))
 print(json.dumps([found.wrong, found.unknown]))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.cli.check import findings, read_checked
-from ingot.config.presets import preset
+from ingot.cli.check.recipe import findings, read_checked
+from ingot.config.models.presets import preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = "model.source=llama"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.datatables import show_data
+from ingot.cli.views.datatables import show_data
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from tests.data.test_prepare_examples import of

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from ingot.base.errors import WrongInput
-from ingot.cli.audit import (
+from ingot.cli.views.audit import (
     Audit,
     AuditedExample,
     audit_chats,
@@ -22,7 +22,7 @@ from ingot.cli.audit import (
     in_words,
     table,
 )
-from ingot.cli.mask import show_mask
+from ingot.cli.views.mask import show_mask
 from ingot.data.documents.preferences import Preference
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer

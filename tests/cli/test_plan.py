@@ -14,7 +14,7 @@ import pytest
 from benchmarks.plan_memory import measured
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.plan import _planned, ask_cloud
-from ingot.cli.plan_table import short_plan, show_plan
+from ingot.cli.views.plan_table import short_plan, show_plan
 from ingot.cloud.doctor import context
 from ingot.cloud.doctor.context import CloudFinding
 from ingot.config.recipe import Recipe

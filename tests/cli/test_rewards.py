@@ -11,8 +11,8 @@ from typing import Literal
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.cli.check import findings
-from ingot.cli.rewards import read_samples, show_rewards
+from ingot.cli.check.recipe import findings
+from ingot.cli.views.rewards import read_samples, show_rewards
 from ingot.config.doors import BUILT_IN
 from ingot.config.load import read_with_origins
 from ingot.config.sections.objective import PretrainSettings

@@ -15,7 +15,7 @@ from ingot.cli.show import config, data, models
 from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
-from ingot.config.presets import PRESETS
+from ingot.config.models.presets import PRESETS
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.launch.job import Handle

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ingot.checkpoints.export import export_model
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights

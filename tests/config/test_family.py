@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import sizes
-from ingot.config.model_types import REFUSED_DECODERS
-from ingot.config.presets import preset
-from ingot.config.rotary import overridden, rope_values
+from ingot.config.models.family import sizes
+from ingot.config.models.presets import preset
+from ingot.config.models.rotary import overridden, rope_values
+from ingot.config.models.types import REFUSED_DECODERS
 
 LLAMA3 = {
     "rope_type": "llama3",

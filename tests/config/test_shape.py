@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ingot.base.errors import WrongInput
-from ingot.config.presets import PRESETS, preset
+from ingot.config.models.presets import PRESETS, preset
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import Train
 from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps

@@ -30,7 +30,7 @@ from ingot.parallel.apply import (
     make_masters,
 )
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
 from tests.evaluate.small_runs import prepared

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "biases-of-experts-decay",
-        "ingot/train/optimizers.py",
+        "ingot/train/optim/optimizers.py",
         'master.tensor.ndim >= 2 and not master.name.endswith("bias")',
         "master.tensor.ndim >= 2",
         "weight decay takes the biases of a stack of experts for a matrix",
@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "bias-by-the-routers-name",
-        "ingot/config/mixtures.py",
+        "ingot/config/models/mixtures.py",
         '        "block_sparse_moe.e_score_correction_bias": ("mlp.gate.e_score_correction_bias",),\n',
         "",
         "MiniMax's files are written with a name of the correction bias that nothing reads",
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "rope-of-other-layers",
-        "ingot/config/rotary.py",
+        "ingot/config/models/rotary.py",
         "by_type[FULL if window is None else SLIDING] if rotated else None",
         "by_type[SLIDING if window is None else FULL] if rotated else None",
         "layers with a window have the rotary base of those without",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "rope-everywhere",
-        "ingot/config/family.py",
+        "ingot/config/models/family.py",
         "return tuple(bool(rotated) for rotated in listed)",
         "return tuple(True for rotated in listed)",
         "layers without positions are rotated",
@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "window-shifted",
-        "ingot/config/family.py",
+        "ingot/config/models/family.py",
         "windowed = [(layer + 1) % every != 0 for layer in range(layers)]",
         "windowed = [layer % every != 0 for layer in range(layers)]",
         "the pattern of windows begins one layer off",
@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "unknown-key-passed",
-        "ingot/config/family.py",
+        "ingot/config/models/family.py",
         'if key in known or key.startswith("_") or value is None or value is False:',
         "if True:",
         "a key of config.json that nothing here reads is ignored",

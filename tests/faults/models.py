@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "unproved-without-leave",
-        "ingot/config/model_source.py",
+        "ingot/config/models/source.py",
         "        if not unproved:",
         "        if False:",
         "a model type that nothing has proved is trained without a word",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-MUON, WHOLE = "ingot/train/muon.py", "ingot/parallel/whole.py"
+MUON, WHOLE = "ingot/train/optim/muon.py", "ingot/parallel/whole.py"
 BY = "tests/train/test_muon.py"
-AVERAGING, AVERAGED = "ingot/train/averaging.py", "tests/train/test_averaging.py"
-OPTIMIZERS, GROUPED = "ingot/train/optimizers.py", "tests/train/test_optimizers.py"
-SCHEDULES, SCHEDULED = "ingot/train/schedules.py", "tests/train/test_schedule.py"
+AVERAGING, AVERAGED = "ingot/train/optim/averaging.py", "tests/train/test_averaging.py"
+OPTIMIZERS, GROUPED = "ingot/train/optim/optimizers.py", "tests/train/test_optimizers.py"
+SCHEDULES, SCHEDULED = "ingot/train/optim/schedules.py", "tests/train/test_schedule.py"
 FAULTS = [
     Fault(
         "muon-scale-forgotten",

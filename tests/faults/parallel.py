@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "shard-taken-for-the-matrix",
-        "ingot/train/optimizers.py",
+        "ingot/train/optim/optimizers.py",
         "    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
         """
     class Trusting(optim.AdamW):

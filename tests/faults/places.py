@@ -498,7 +498,7 @@ FAULTS = [
     ),
     Fault(
         "adapter-of-another-alpha",
-        "ingot/config/model_content.py",
+        "ingot/config/models/content.py",
         '"generation_config.json", "adapter_config.json")',
         '"generation_config.json")',
         "an adapter whose alpha was changed is merged as if it had been trained so",
@@ -562,7 +562,7 @@ FAULTS = [
     ),
     Fault(
         "told-of-what-stands-in",
-        "ingot/cli/check.py",
+        "ingot/cli/check/recipe.py",
         "and not set(READS[what]) & set(wrong)",
         "",
         "what is told of a recipe that is wrong is of defaults that stand for its sections",
@@ -570,7 +570,7 @@ FAULTS = [
     ),
     Fault(
         "adapter-needs-no-room",
-        "ingot/cli/check_training.py",
+        "ingot/cli/check/training.py",
         "together = plus(checkpoints.bytes, exported.bytes)",
         "together = checkpoints.bytes",
         "the disk is full when the model is exported, after all of training",

@@ -35,7 +35,7 @@ FAULTS = [
     ),
     Fault(
         "rewards-not-checked-before",
-        "ingot/cli/check.py",
+        "ingot/cli/check/recipe.py",
         "        _check_rewards(recipe, given, found)\n",
         "        pass\n",
         "a training is paid for whose rewards cannot work",

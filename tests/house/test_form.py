@@ -99,7 +99,7 @@ BOUNDARIES: dict[str, str] = {
     "ingot.rewards.sandbox.answer": "all of ours in a process that a model's code may take over",
     "ingot.serve.http.embeddings": "OpenAI's protocol of vectors, beside the one of texts",
     "ingot.train.profile": "torch's profiler, which nothing else needs",
-    "ingot.train.schedules": "the implementation behind the door of schedules",
+    "ingot.train.optim.schedules": "the implementation behind the door of schedules",
     "ingot.ui.models": "the one place that asks other servers",
 }
 """Small modules that only one other reads, and why they stand alone."""

@@ -121,9 +121,9 @@ LAZY_OWNERS = {
     "transformers": {
         "ingot.models.hf.config",
         "ingot.serve.native.causal",
-        "ingot.verify.export_transformers",
+        "ingot.verify.export.transformers",
     },
-    "peft": {"ingot.verify.export_transformers"},
+    "peft": {"ingot.verify.export.transformers"},
     "rouge_score": {"ingot.evaluate.tasks.rouge"},
     "kfp": {"ingot.pipeline.kubeflow"},
     # Kubeflow sends the source of a component's function along, and nothing around it.
@@ -166,7 +166,7 @@ TORCH_FREE = (
     "ingot.report.page",
     "ingot.ui.server",
     "ingot.plan.assemble",
-    "ingot.cli.plan_table",
+    "ingot.cli.views.plan_table",
     "ingot.config.load",
     "ingot.tokenizers.load",
     "ingot.data.engines.spark",

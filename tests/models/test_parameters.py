@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.models import parameters as initial
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

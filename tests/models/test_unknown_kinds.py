@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ingot.base.errors import WrongInput
-from ingot.config.family import sizes
-from ingot.config.presets import preset
+from ingot.config.models.family import sizes
+from ingot.config.models.presets import preset
 from ingot.config.sections.layout import Recompute
 from ingot.models.device import computing_in
 from ingot.models.native.rope import SCALINGS, Rope, inverse_frequencies, read_rope

@@ -35,8 +35,8 @@ from ingot.serve.native.model import load
 from ingot.serve.predict import PredictOptions, predict_locally
 from ingot.tokenizers.load import load_tokenizer
 from ingot.train.trainer import train
-from ingot.verify import export
-from ingot.verify.export import verify_export
+from ingot.verify.export import proof as export
+from ingot.verify.export.proof import verify_export
 from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.objectives.test_preferences import filled_up, pairs

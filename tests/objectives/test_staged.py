@@ -26,7 +26,7 @@ from ingot.objectives.protocol import AllSum
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.parallel.wrapped_run import MODEL
 from tests.ranks import run_ranks

@@ -23,8 +23,8 @@ from ingot.parallel import rows as sharing
 from ingot.parallel import tensor as vocabulary
 from ingot.parallel.masters import Masters
 from ingot.train import step
-from ingot.verify.layout_recipe import SmallRun
-from ingot.verify.layout_steps import RankResult, UnevenLoader, train_rank
+from ingot.verify.layout.recipe import SmallRun
+from ingot.verify.layout.steps import RankResult, UnevenLoader, train_rank
 
 
 def measure_with(shrunk: SmallRun, fault: str) -> RankResult:

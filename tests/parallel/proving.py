@@ -12,7 +12,7 @@ from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
-from ingot.verify.layout import PRELOAD, LayoutBounds, LayoutProver, LayoutReference
+from ingot.verify.layout.proof import PRELOAD, LayoutBounds, LayoutProver, LayoutReference
 from tests import tolerances
 from tests.small import small_recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.config.sections.training import OptimizerSettings
-from ingot.verify.layout_modes import EXPERT_MODES, layout
+from ingot.verify.layout.modes import EXPERT_MODES, layout
 from tests.parallel.proving import Proving, recipe_of
 from tests.parallel.test_layouts import OPTIMIZERS
 from tests.small import copy_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ingot.config.family import sizes
-from ingot.verify.layout_modes import layout
+from ingot.config.models.family import sizes
+from ingot.verify.layout.modes import layout
 from tests.parallel.proving import FAMILIES, Proving, recipe_of
 from tests.small import copy_of
 

@@ -20,7 +20,7 @@ from ingot.models.native.head import IGNORE
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.exhaustive import EXHAUSTIVE
 from tests.models.hf.shrunk import EOS

@@ -1,7 +1,7 @@
 """Every layout gives what one process gives: losses, gradient norms, updated weights; each rank
 holds its share; and faults are seen.
 
-A case is a few steps of the real train_state (`ingot.verify.layout_steps`): packed rows, targets unequal
+A case is a few steps of the real train_state (`ingot.verify.layout.steps`): packed rows, targets unequal
 over ranks down to none, accumulation, clipping that acts, a vocabulary that nothing divides, plain
 gradient descent with a rate of 1.
 """
@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from ingot.config.sections.training import SGD, AdamW, Muon, OptimizerSettings
-from ingot.verify.layout import LayoutResult
-from ingot.verify.layout_modes import (
+from ingot.verify.layout.modes import (
     AXES,
     HUB_MODES,
     MODES,
@@ -28,6 +27,7 @@ from ingot.verify.layout_modes import (
     layout,
     mode_pairs,
 )
+from ingot.verify.layout.proof import LayoutResult
 from tests.objectives import ways
 from tests.parallel import faults
 from tests.parallel.proving import Proving, recipe_of

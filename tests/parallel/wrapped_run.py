@@ -23,7 +23,7 @@ from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.mesh import running_mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests.train.stepping import one_step
 from tests.train.test_step import CONFIG, ROWS, global_batch, rows_of
 

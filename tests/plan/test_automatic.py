@@ -12,7 +12,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.automatic import StartDevices
 from ingot.config.degrees import Degrees
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.plan.assemble import ModelKnown
 from ingot.plan.automatic import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingot.config.load import read_recipe
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.plan.checks import (
     PlanFinding,

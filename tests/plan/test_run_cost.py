@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ingot.config.degrees import Degrees
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
 from ingot.plan.place import GIB, PlacePrice, PlannedPlace, place_of

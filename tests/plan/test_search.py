@@ -11,7 +11,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees
 from ingot.config.load import load_recipe
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.shape import expert_parameters, least_parameters, parameter_count
 from ingot.plan.choose import Limits, choose
 from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, possible_layouts

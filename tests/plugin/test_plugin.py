@@ -42,7 +42,7 @@ from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import Sample
 from ingot.train.step import StepContext, run_steps
 from ingot.train.trainer import train
-from ingot.verify.layout import verify_layout
+from ingot.verify.layout.proof import verify_layout
 from tests import tolerances
 from tests.data.small import everything
 from tests.data.small import recipe as small_data

@@ -19,7 +19,7 @@ from ingot.base.reports import (
     write_report,
 )
 from ingot.base.runfolder import RunFolder
-from ingot.config.model_content import content_record
+from ingot.config.models.content import content_record
 from ingot.models.hf.tensorfile import TensorSpec, write_tensors
 from ingot.registry.hub import PushOptions, PushPlan, plan_push, push
 from tests.cli.commands import ingot

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
-from ingot.config.model_content import content_record
+from ingot.config.models.content import content_record
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy
 from ingot.registry.local import LocalRegistry

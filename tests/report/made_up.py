@@ -20,7 +20,7 @@ from ingot.base.reports import (
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 
 BEGAN = 1_750_000_000.0

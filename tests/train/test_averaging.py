@@ -16,13 +16,13 @@ from ingot.base.errors import Stopped, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import WholeWeights
 from ingot.checkpoints.store import step_folder
-from ingot.config.model_content import read_lineage
+from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW
 from ingot.train import step as loop
-from ingot.train.averaging import AVERAGE, AveragedWeights
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.averaging import AVERAGE, AveragedWeights
+from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.config.experts import ExpertsConfig
+from ingot.config.models.experts import ExpertsConfig
 from ingot.config.sections.layout import Recompute
 from ingot.config.sections.loop import RouterSettings
 from ingot.config.shape import check_routers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ingot.config.experts import CORRECTION
+from ingot.config.models.experts import CORRECTION
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
 from ingot.train.trainer import train

@@ -16,8 +16,8 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.config import model_source
-from ingot.config.presets import preset
+from ingot.config.models import source as model_source
+from ingot.config.models.presets import preset
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
 from ingot.data.batches.order import SampleOrder

@@ -26,8 +26,8 @@ from ingot.parallel.apply import WrapSettings, apply_wrappers, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.whole import WholeMatrices
-from ingot.train.muon import layer_matrices, orthogonalise
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.muon import layer_matrices, orthogonalise
+from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
 from tests import tolerances
 from tests.ranks import run_ranks

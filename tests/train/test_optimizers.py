@@ -15,8 +15,8 @@ from ingot.base.errors import WrongInput
 from ingot.config.sections.training import SGD, AdamW
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train import optimizers
-from ingot.train.optimizers import StochasticAdamW, check_groups, make_optimizer
+from ingot.train.optim import optimizers
+from ingot.train.optim.optimizers import StochasticAdamW, check_groups, make_optimizer
 
 LR, DECAY, EPS, BETAS, STEPS = 0.05, 0.3, 0.4, (0.8, 0.95), 3
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
-from ingot.config.model_content import read_lineage
+from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.train.evaluation import BestTracker, Measured
 from ingot.train.trainer import train

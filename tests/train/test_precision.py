@@ -25,8 +25,8 @@ from ingot.config.shape import BatchPlan
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train import optimizers as stochastic
-from ingot.train.optimizers import Noise, make_optimizer, round_to_bf16
+from ingot.train.optim import optimizers as stochastic
+from ingot.train.optim.optimizers import Noise, make_optimizer, round_to_bf16
 from ingot.train.setup import check_formats, check_memory, computing_type
 from ingot.train.trainer import train
 from tests import tolerances

@@ -15,14 +15,14 @@ from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import StoredTensors
 from ingot.checkpoints.store import committed
-from ingot.config.model_content import read_lineage
+from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.models.kinds import open_model
 from ingot.models.quantized import Quantization
 from ingot.train.trainer import train
-from ingot.verify import export
-from ingot.verify.export import verify_export
-from ingot.verify.export_trained import BASES
+from ingot.verify.export import proof as export
+from ingot.verify.export.proof import verify_export
+from ingot.verify.export.trained import BASES
 from tests.parallel.proving import recipe_of
 from tests.small import copy_of
 from tests.train.test_run import stop_after

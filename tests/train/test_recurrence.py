@@ -22,7 +22,7 @@ from ingot.config.shape import total_steps
 from ingot.parallel.mesh import Mesh
 from ingot.train import assembly
 from ingot.train import step as loop
-from ingot.train.schedules import Recurrence
+from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances

@@ -8,7 +8,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import CosineSchedule, ScheduleSettings, Train
-from ingot.train.schedules import LearningRate
+from ingot.train.optim.schedules import LearningRate
 
 
 def rates(total: int = 100, **knobs: object) -> list[float]:

@@ -25,7 +25,7 @@ from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train import step
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.train.stepping import one_step

@@ -58,7 +58,7 @@ def forget_optimizer() -> None:
 
 def restart_schedule() -> None:
     """The learning rate's schedule begins anew after a resume."""
-    from ingot.train.schedules import LearningRate
+    from ingot.train.optim.schedules import LearningRate
 
     original, asked = LearningRate.__call__, list[int]()
 

@@ -24,7 +24,7 @@ from ingot.serve.server import create_app
 
 @contextlib.contextmanager
 def served_here(folder: Path) -> Iterator[str]:
-    """In place of `ingot.verify.export_server.server`; what a process would say before it ends is raised
+    """In place of `ingot.verify.export.server.server`; what a process would say before it ends is raised
     as that does.
     """
     settings = Serve(port=0)

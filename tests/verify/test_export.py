@@ -24,18 +24,18 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.cli import verify as cli
 from ingot.config.load import dump_recipe
-from ingot.config.model_content import CONTENT
+from ingot.config.models.content import CONTENT
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
 from ingot.serve.native import model as loaded
 from ingot.train.trainer import train
-from ingot.verify import export
-from ingot.verify import export_logits as logits
-from ingot.verify.export import verify_export
-from ingot.verify.export_trained import base_model, compare_weights, open_export
-from ingot.verify.export_transformers import open_transformers
+from ingot.verify.export import logits
+from ingot.verify.export import proof as export
+from ingot.verify.export.proof import verify_export
+from ingot.verify.export.trained import base_model, compare_weights, open_export
+from ingot.verify.export.transformers import open_transformers
 from ingot.verify.proof import Check, Proof
 from tests.cli.commands import clean_environment, ingot
 from tests.objectives.ways import WAYS, make_ready, recipe_of, write_all
@@ -531,7 +531,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from ingot.cli.guard import guarded, listen_to_signals
-from ingot.verify.export_server import server
+from ingot.verify.export.server import server
 
 def wait():
     with server(Path(sys.argv[1])) as url:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ingot.train.trainer import train
-from ingot.verify import export
-from ingot.verify.export import verify_export
+from ingot.verify.export import proof as export
+from ingot.verify.export.proof import verify_export
 from tests.parallel.proving import FAMILIES, recipe_of
 from tests.small import copy_of, small_recipe
 from tests.verify.serving import served_here

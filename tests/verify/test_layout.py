@@ -16,15 +16,14 @@ import torch
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, WrongInput
 from ingot.cli import verify as verbs
 from ingot.config.degrees import Degrees
-from ingot.config.presets import PRESETS
+from ingot.config.models.presets import PRESETS
 from ingot.config.recipe import Recipe
 from ingot.config.shape import check_layout
 from ingot.data.batches.rows import PackedRow
 from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.layout import LayoutProof, LayoutResult, verify_layout
-from ingot.verify.layout_modes import (
+from ingot.verify.layout.modes import (
     HUB_MODES,
     MODES,
     all_layouts,
@@ -34,7 +33,8 @@ from ingot.verify.layout_modes import (
     parse_layouts,
     scaled_layout,
 )
-from ingot.verify.layout_recipe import (
+from ingot.verify.layout.proof import LayoutProof, LayoutResult, verify_layout
+from ingot.verify.layout.recipe import (
     SEQ_LEN,
     VOCABULARY,
     cut_short,
@@ -42,7 +42,7 @@ from ingot.verify.layout_recipe import (
     small_decoder,
     small_hub,
 )
-from ingot.verify.layout_steps import LayoutDifference, ParameterShard, RankResult, compare
+from ingot.verify.layout.steps import LayoutDifference, ParameterShard, RankResult, compare
 from tests.cli.commands import ingot
 from tests.models.hf import tiny as hub_tiny
 from tests.small import small_recipe

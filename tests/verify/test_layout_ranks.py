@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ingot.verify.layout_ranks import LayoutProcesses, RankFailed
+from ingot.verify.layout.ranks import LayoutProcesses, RankFailed
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error(two: LayoutProcesses) -> None
 def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom ingot.verify.layout_ranks import LayoutProcesses\nprint('here')\nranks ="
+        "import os\nfrom ingot.verify.layout.ranks import LayoutProcesses\nprint('here')\nranks ="
         " LayoutProcesses(2)\nprint(len(set(ranks.run(os.getpid))))\nranks.close()\n"
     )
     done = subprocess.run(

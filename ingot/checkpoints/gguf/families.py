@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.family import FULL, SLIDING
+from ingot.config.models.family import FULL, SLIDING
 from ingot.models.hf.tensor_names import EMBEDDING, HEAD
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.rope import Rope, inverse_frequencies

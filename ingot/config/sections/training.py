@@ -183,7 +183,7 @@ class AdamSettings(OptimizerSettings):
 class AdamW(AdamSettings):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), the fused kernel."""
 
-    implementation = "ingot.train.optimizers:adamw"
+    implementation = "ingot.train.optim.optimizers:adamw"
     kind: Literal["adamw"] = "adamw"
     """Which optimizer."""
 
@@ -193,7 +193,7 @@ class SGD(OptimizerSettings):
     Adam hides.
     """
 
-    implementation = "ingot.train.optimizers:sgd"
+    implementation = "ingot.train.optim.optimizers:sgd"
     kind: Literal["sgd"]
     """Which optimizer."""
     lr: Annotated[float, Field(gt=0)] = 0.1
@@ -210,7 +210,7 @@ class Muon(AdamSettings):
     AdamW's size (Liu et al. 2025, arXiv 2502.16982), so `lr` and `weight_decay` are AdamW's.
     """
 
-    implementation = "ingot.train.muon:muon"
+    implementation = "ingot.train.optim.muon:muon"
     kind: Literal["muon"]
     """Which optimizer."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -249,7 +249,7 @@ class ScheduleSettings(KindSettings):
 class CosineSchedule(ScheduleSettings):
     """Half a cosine from the peak to `min_ratio` (Loshchilov and Hutter 2017)."""
 
-    implementation = "ingot.train.schedules:cosine"
+    implementation = "ingot.train.optim.schedules:cosine"
     kind: Literal["cosine"] = "cosine"
     """Shape after the warm-up."""
 
@@ -257,7 +257,7 @@ class CosineSchedule(ScheduleSettings):
 class LinearSchedule(ScheduleSettings):
     """A straight line from the peak to `min_ratio`."""
 
-    implementation = "ingot.train.schedules:linear"
+    implementation = "ingot.train.optim.schedules:linear"
     kind: Literal["linear"]
     """Shape after the warm-up."""
 
@@ -265,7 +265,7 @@ class LinearSchedule(ScheduleSettings):
 class ConstantSchedule(ScheduleSettings):
     """The peak until the end; `min_ratio` is not used."""
 
-    implementation = "ingot.train.schedules:constant"
+    implementation = "ingot.train.optim.schedules:constant"
     kind: Literal["constant"]
     """Shape after the warm-up."""
 
@@ -276,7 +276,7 @@ class WSDSchedule(ScheduleSettings):
     from it, or resume it, with fewer or more `train.steps`.
     """
 
-    implementation = "ingot.train.schedules:wsd"
+    implementation = "ingot.train.optim.schedules:wsd"
     kind: Literal["wsd"]
     """Shape after the warm-up."""
     decay: Annotated[float, Field(gt=0)] = 0.2

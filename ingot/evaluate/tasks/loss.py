@@ -10,7 +10,7 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
-from ingot.config.model_source import KIND_FOR_DOCUMENTS
+from ingot.config.models.source import KIND_FOR_DOCUMENTS
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.batches.rows import Rows, open_rows

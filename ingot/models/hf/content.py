@@ -1,4 +1,4 @@
-"""Compares the tensors of a model folder with the record of its export (`config/model_content.py`)
+"""Compares the tensors of a model folder with the record of its export (`config/models/content.py`)
 while they are loaded, so that no second pass is needed and each rank compares a share.
 """
 
@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ingot.config.model_content import (
+from ingot.config.models.content import (
     changed_files,
     read_lineage,
     refuse_changed,

@@ -17,9 +17,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import sha256_file
-from ingot.config.model_content import read_lineage
-from ingot.config.model_source import CONFIG, model_config
-from ingot.config.rotary import overridden
+from ingot.config.models.content import read_lineage
+from ingot.config.models.rotary import overridden
+from ingot.config.models.source import CONFIG, model_config
 from ingot.models.hf.content import ALL, Share, compared, content_check
 from ingot.models.hf.mxfp4 import BLOCKS, SCALES, PackedStack, split_name
 from ingot.models.hf.tensor_names import (

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.model_source import CONFIG
-from ingot.config.model_types import HFKind
+from ingot.config.models.source import CONFIG
+from ingot.config.models.types import HFKind
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import stored_shapes, stored_tensors
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq

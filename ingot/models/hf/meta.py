@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import META
+from ingot.config.models.source import META
 from ingot.models.hf.tensor_names import EMBEDDING, HEAD, describe_troubles, to_meta
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

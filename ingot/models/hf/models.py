@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot.config.model_types import (
+from ingot.config.models.types import (
     ENDS_AT_EOS,
     FROM_THE_RIGHT,
     LIKE_BART,

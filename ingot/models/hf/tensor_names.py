@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ingot.config.experts import DOWN, GATE_UP, ExpertsConfig
+from ingot.config.models.experts import DOWN, GATE_UP, ExpertsConfig
 from ingot.models.native.config import DecoderConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

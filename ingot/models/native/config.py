@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
-from ingot.config.experts import ExpertsConfig
-from ingot.config.family import (
+from ingot.config.models.experts import ExpertsConfig
+from ingot.config.models.family import (
     FULL,
     SLIDING,
     FamilyMember,
@@ -24,7 +24,7 @@ from ingot.config.family import (
     refuse_unknown_keys,
     sizes,
 )
-from ingot.config.rotary import layer_ropes, rope_values, ropes_by_type
+from ingot.config.models.rotary import layer_ropes, rope_values, ropes_by_type
 from ingot.models.native.rope import SCALINGS, Rope, read_rope
 
 # Keys that must have one of these values if present: any other value is another architecture.

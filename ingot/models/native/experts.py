@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.config.experts import ExpertsConfig
+from ingot.config.models.experts import ExpertsConfig
 from ingot.models.native.config import ACTIVATIONS, DecoderConfig
 
 ALIGNED_BYTES = 16

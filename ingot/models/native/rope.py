@@ -45,7 +45,7 @@ def read_rope(
     share: float | None = None,
     interleaved: bool = False,
 ) -> Rope:
-    """Read the rotary `values` (`ingot.config.rotary.layer_ropes`) of a layer. `share`: the
+    """Read the rotary `values` (`ingot.config.models.rotary.layer_ropes`) of a layer. `share`: the
     family's default share of a head; None if it has no other than 1.
 
     Raises:

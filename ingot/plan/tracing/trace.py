@@ -40,7 +40,7 @@ from ingot.plan.tracing.stand_ins import (
 )
 from ingot.train.build import draft_model, make_objectives
 from ingot.train.micro_batch.trial import made_up_plan
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
 

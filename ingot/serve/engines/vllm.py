@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from ingot.base.processes import python_with_module
-from ingot.config.model_content import check_content
-from ingot.config.model_source import model_config
+from ingot.config.models.content import check_content
+from ingot.config.models.source import model_config
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
 from ingot.serve.engines.child import ServerCommand, run_server_process

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from pydantic.types import FailFast
 
-from ingot.config.model_source import ModelKind
+from ingot.config.models.source import ModelKind
 from ingot.models.generation.classifier import ClassScores
 from ingot.serve.http.bodies import PredictBody, RequestBody, SummaryBody, Text, check_count
 from ingot.serve.http.chat import MAX_MESSAGES, ChatMessage

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_content import check_content
-from ingot.config.model_source import model_config
+from ingot.config.models.content import check_content
+from ingot.config.models.source import model_config
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
 from ingot.models.hf.config import read_hf_config

@@ -16,10 +16,10 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.family import is_native
-from ingot.config.model_content import read_lineage
-from ingot.config.model_source import CONFIG, ModelKind, model_config
-from ingot.config.model_types import installed_types
+from ingot.config.models.content import read_lineage
+from ingot.config.models.family import is_native
+from ingot.config.models.source import CONFIG, ModelKind, model_config
+from ingot.config.models.types import installed_types
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
 from ingot.models.generation.classifier import Classifier

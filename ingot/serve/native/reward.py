@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import model_config
+from ingot.config.models.source import model_config
 from ingot.config.sections.rewards import ClassifierReward
 from ingot.models.adapters.peft import class_count
 from ingot.models.adapters.peft_config import is_adapter

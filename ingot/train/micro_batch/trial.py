@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ingot.base.hub import fetch_config
-from ingot.config.model_source import named_folder, source_config, source_folder
+from ingot.config.models.source import named_folder, source_config, source_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS, Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps

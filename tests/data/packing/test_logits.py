@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ingot.base.progress import Progress
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.columns.manifest import read_prepared

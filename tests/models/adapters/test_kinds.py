@@ -28,7 +28,7 @@ from ingot.models.hf.folder import load_model
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
-from ingot.train.optimizers import make_optimizer
+from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.models.adapters.test_families import MEMBERS
 from tests.models.adapters.test_lora import (

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.config.presets import preset
+from ingot.config.models.presets import preset
 from ingot.models.generation.generator import GenerationJob, Generator, eos_ids
 from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
 from ingot.models.generation.sampling import SampledToken, Sampling

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ingot.config.model_types import HFKind
+from ingot.config.models.types import HFKind
 
 VOCAB = 67
 EOS, BOS, PAD, CLS = VOCAB - 3, VOCAB - 2, 1, VOCAB - 4

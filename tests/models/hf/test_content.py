@@ -13,7 +13,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
-from ingot.config.model_content import (
+from ingot.config.models.content import (
     CONTENT,
     FILES,
     changed_content,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import model_config
+from ingot.config.models.source import model_config
 from ingot.models.hf.folder import hash_model, load_model, load_weights, stored_shapes, weight_files
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig

@@ -15,7 +15,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_model
-from ingot.config.model_source import model_config
+from ingot.config.models.source import model_config
 from ingot.models.hf.folder import load_model
 from ingot.models.hf.meta import is_meta, load_meta, meta_config
 from tests import tolerances

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import check_model_type
-from ingot.config.model_types import (
+from ingot.config.models.source import check_model_type
+from ingot.config.models.types import (
     BEHIND_PADDING,
     ENDS_AT_EOS,
     LIKE_BART,

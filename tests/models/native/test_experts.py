@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
-from ingot.config.experts import ExpertsConfig
+from ingot.config.models.experts import ExpertsConfig
 from ingot.models.hf.folder import load_model
 from ingot.models.native import experts as mixture
 from ingot.models.native.config import DecoderConfig

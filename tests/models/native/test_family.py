@@ -16,10 +16,10 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.doors import FAMILIES
-from ingot.config.family import native_families
-from ingot.config.model_source import model_config
-from ingot.config.model_types import PROVED
-from ingot.config.presets import PRESETS
+from ingot.config.models.family import native_families
+from ingot.config.models.presets import PRESETS
+from ingot.config.models.source import model_config
+from ingot.config.models.types import PROVED
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model

@@ -37,7 +37,7 @@ class Lion(OptimizerSettings):
 def make_lion(
     settings: Lion, groups: list[dict[str, Any]], masters: Masters, seed: int
 ) -> torch.optim.Optimizer:
-    """Called by ingot.train.optimizers; `groups` bring their weight decay."""
+    """Called by ingot.train.optim.optimizers; `groups` bring their weight decay."""
     if masters.stochastic:
         raise WrongInput("train.optimizer.kind lion needs float32 masters; set precision.master")
 

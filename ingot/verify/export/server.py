@@ -23,7 +23,7 @@ from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
 from ingot.tokenizers.chat import Messages, encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.export_transformers import TransformersModel
+from ingot.verify.export.transformers import TransformersModel
 from ingot.verify.proof import Check
 
 SERVER = "server"

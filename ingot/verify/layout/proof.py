@@ -25,10 +25,10 @@ from ingot.config.sections.training import SGD, OptimizerSettings
 from ingot.config.shape import batch_plan, check_layout, check_pipeline
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.layout_modes import AXES, Layout, layouts_for, parse_layouts
-from ingot.verify.layout_ranks import LayoutProcesses, RankFailed
-from ingot.verify.layout_recipe import BATCH, STEPS, SmallRun, make_small
-from ingot.verify.layout_steps import LayoutDifference, RankResult, compare, train_alone, train_rank
+from ingot.verify.layout.modes import AXES, Layout, layouts_for, parse_layouts
+from ingot.verify.layout.ranks import LayoutProcesses, RankFailed
+from ingot.verify.layout.recipe import BATCH, STEPS, SmallRun, make_small
+from ingot.verify.layout.steps import LayoutDifference, RankResult, compare, train_alone, train_rank
 
 PRELOAD = (
     "torch",
@@ -36,7 +36,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.distributed.fsdp",
-    "ingot.verify.layout_steps",
+    "ingot.verify.layout.steps",
 )
 LAYOUT_TIMEOUT_S = 120.0
 """A layout that takes longer than this hangs: each is a few steps of a model of a few thousand

@@ -16,8 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
 from ingot.base.reports import read_record
-from ingot.cli.check_sources import FarSources, check_evaluation, check_sources
-from ingot.cli.check_training import (
+from ingot.cli.check.sources import FarSources, check_evaluation, check_sources
+from ingot.cli.check.training import (
     check_model,
     check_other_model,
     check_tokenizer_fits,

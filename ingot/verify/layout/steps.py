@@ -24,7 +24,7 @@ from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import reference_tables
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
-from ingot.verify.layout_recipe import STEPS, SmallRun
+from ingot.verify.layout.recipe import STEPS, SmallRun
 
 CPU = torch.device("cpu")
 ADAPTED_STD = 0.1

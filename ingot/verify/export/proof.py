@@ -23,7 +23,7 @@ from ingot.models.hf.folder import hash_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.spec import ModelSpec
 from ingot.tokenizers.load import load_tokenizer
-from ingot.verify.export_logits import (
+from ingot.verify.export.logits import (
     LOGPROB_TOLERANCE,
     computed_bound,
     logit_bound,
@@ -33,7 +33,7 @@ from ingot.verify.export_logits import (
     training_logits,
     transformers_logits,
 )
-from ingot.verify.export_server import (
+from ingot.verify.export.server import (
     DOCUMENTS,
     NEW_TOKENS,
     check_decoder,
@@ -44,8 +44,8 @@ from ingot.verify.export_server import (
     held_out_texts,
     server,
 )
-from ingot.verify.export_server import SERVER as SERVER
-from ingot.verify.export_trained import (
+from ingot.verify.export.server import SERVER as SERVER
+from ingot.verify.export.trained import (
     TRAIN_AGAIN,
     ExportedRun,
     RebuiltModel,
@@ -56,8 +56,8 @@ from ingot.verify.export_trained import (
     open_export,
     rebuild,
 )
-from ingot.verify.export_transformers import CHAT_TEMPLATE as CHATS
-from ingot.verify.export_transformers import (
+from ingot.verify.export.transformers import CHAT_TEMPLATE as CHATS
+from ingot.verify.export.transformers import (
     CannotOpen,
     TransformersModel,
     check_chats,

@@ -1,8 +1,8 @@
 """The native decoder family as configurations: how its members differ, and the sizes that a
 `config.json` of one of them means.
 
-The members are rows of `ingot/config/families.py` and `mixtures.py`; rotary positions are read in
-`ingot/config/rotary.py`. No torch.
+The members are rows of `dense.py` and `mixtures.py` beside this file; rotary positions are read in
+`rotary.py`. No torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import FAMILIES
-from ingot.config.experts import ExpertKeys, ExpertsConfig, read_experts, sparse_layers
-from ingot.config.model_types import REFUSED_DECODERS
+from ingot.config.models.experts import ExpertKeys, ExpertsConfig, read_experts, sparse_layers
+from ingot.config.models.types import REFUSED_DECODERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

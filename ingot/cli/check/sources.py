@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
-from ingot.config.model_source import trained_kind
+from ingot.config.models.source import trained_kind
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.evaluation import TaskSettings

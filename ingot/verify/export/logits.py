@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.config.model_source import ModelKind
+from ingot.config.models.source import ModelKind
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import IGNORE, Rows, Samples
 from ingot.models.kinds import AnyModel
 from ingot.models.native.head import LogitsView
 from ingot.tokenizers.tokenizer import Tokenizer
-from ingot.verify.export_transformers import TransformersModel
+from ingot.verify.export.transformers import TransformersModel
 
 TOKENS = 256
 """Rows are used until they have so many tokens, and about so many logits are compared."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import FAMILIES
-from ingot.config.family import FULL, SLIDING, family_of, rotary_layers, sizes
+from ingot.config.models.family import FULL, SLIDING, family_of, rotary_layers, sizes
 
 ROTARY = ("rope_scaling", "rope_parameters")
 _KNOWN = """

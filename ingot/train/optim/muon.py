@@ -23,7 +23,7 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.pipeline import local_stages
 from ingot.parallel.shard import layers
 from ingot.parallel.whole import Matrix, Place, WholeMatrices
-from ingot.train.optimizers import adamw, noise_of, round_to_bf16
+from ingot.train.optim.optimizers import adamw, noise_of, round_to_bf16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration, chosen for a steep slope at zero; singular values end near 1, between

@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import EXIT_DONE, WrongInput
-from ingot.cli.audit import (
+from ingot.cli.console import console
+from ingot.cli.output import print_json
+from ingot.cli.views.audit import (
     Audit,
     AuditedExample,
     audit_chats,
@@ -29,8 +31,6 @@ from ingot.cli.audit import (
     table,
     with_what,
 )
-from ingot.cli.console import console
-from ingot.cli.output import print_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns

@@ -17,7 +17,7 @@ import xxhash
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.config.model_source import CONFIG, model_config
+from ingot.config.models.source import CONFIG, model_config
 
 LINEAGE = "ingot.json"
 CONTENT = "content"

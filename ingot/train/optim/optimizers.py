@@ -27,7 +27,7 @@ from ingot.config.sections.training import SGD, AdamSettings, OptimizerSettings,
 from ingot.models.hf.tensor_names import LORA_B
 from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
-from ingot.train.averaging import keep_average
+from ingot.train.optim.averaging import keep_average
 
 SLICE = 2**20
 """Elements updated at a time, which bounds the size of temporaries."""

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.model_types import PROVED, READS_LAST, UNFIT, HFKind, installed_types
-from ingot.config.presets import PRESETS, THROUGH_TRANSFORMERS, preset
+from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
+from ingot.config.models.rotary import overridden
+from ingot.config.models.types import PROVED, READS_LAST, UNFIT, HFKind, installed_types
 from ingot.config.recipe import Recipe
-from ingot.config.rotary import overridden
 from ingot.config.sections.objective import Documents
 from ingot.config.sections.training import ModelSettings
 

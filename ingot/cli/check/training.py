@@ -17,8 +17,9 @@ from ingot.base.errors import WrongInput, differing
 from ingot.base.hub import ask_tokenizer, fetch_config
 from ingot.base.storage import is_remote
 from ingot.cloud.machines import MACHINES
-from ingot.config.family import sizes
-from ingot.config.model_source import (
+from ingot.config.models.family import sizes
+from ingot.config.models.presets import preset
+from ingot.config.models.source import (
     check_lengths,
     check_lora,
     check_trained_type,
@@ -28,8 +29,7 @@ from ingot.config.model_source import (
     starts_random,
     trained_kind,
 )
-from ingot.config.model_types import BEHIND_PADDING
-from ingot.config.presets import preset
+from ingot.config.models.types import BEHIND_PADDING
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import CHAT_TEMPLATED, TWO_ROWS
 from ingot.config.sections.training import ModelSettings

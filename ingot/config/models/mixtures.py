@@ -1,11 +1,11 @@
 """The mixtures of experts of the native decoder family, a row each; what the fields mean stands in
-`ingot/config/family.py` and `ingot/config/experts.py`.
+`ingot/config/models/family.py` and `ingot/config/models/experts.py`.
 """
 
 from __future__ import annotations
 
-from ingot.config.experts import ExpertKeys, ExpertNames
-from ingot.config.family import FamilyMember
+from ingot.config.models.experts import ExpertKeys, ExpertNames
+from ingot.config.models.family import FamilyMember
 
 _OFF = (0, 0.0, None)
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}

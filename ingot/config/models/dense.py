@@ -1,5 +1,5 @@
 """The dense members of the native decoder family, a row each; what the fields mean stands in
-`ingot/config/family.py`. Mixtures of experts are in `ingot/config/mixtures.py`.
+`ingot/config/models/family.py`. Mixtures of experts are in `ingot/config/models/mixtures.py`.
 
 Defaults are those of transformers' configuration class for each model type, so that a sparse
 `config.json` means the same model in both.
@@ -7,7 +7,7 @@ Defaults are those of transformers' configuration class for each model type, so 
 
 from __future__ import annotations
 
-from ingot.config.family import FULL, SLIDING, FamilyMember, LayerNorms
+from ingot.config.models.family import FULL, SLIDING, FamilyMember, LayerNorms
 
 _OFF = (0, 0.0, None)
 _WINDOWED = {"sliding_window": 4096}

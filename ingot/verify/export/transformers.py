@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.model_source import ModelKind
+from ingot.config.models.source import ModelKind
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column, column_prefix

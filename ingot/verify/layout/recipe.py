@@ -21,11 +21,11 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.config.degrees import AXES, degrees_of
-from ingot.config.experts import ExpertsConfig
-from ingot.config.family import FULL, SLIDING, family_of
-from ingot.config.model_source import CONFIG, model_config
+from ingot.config.models.experts import ExpertsConfig
+from ingot.config.models.family import FULL, SLIDING, family_of
+from ingot.config.models.rotary import ROTARY, overridden
+from ingot.config.models.source import CONFIG, model_config
 from ingot.config.recipe import Recipe
-from ingot.config.rotary import ROTARY, overridden
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.shape import batch_plan

@@ -18,10 +18,10 @@ from ingot.base.markers import problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
-from ingot.config.experts import CORRECTION
 from ingot.config.identity import changes
-from ingot.config.model_content import LINEAGE, read_lineage
-from ingot.config.model_source import CONFIG
+from ingot.config.models.content import LINEAGE, read_lineage
+from ingot.config.models.experts import CORRECTION
+from ingot.config.models.source import CONFIG
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.quantize import Quantize
@@ -35,7 +35,7 @@ from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
-from ingot.verify.export_logits import HeldOutRows, held_out, logit_difference, training_logits
+from ingot.verify.export.logits import HeldOutRows, held_out, logit_difference, training_logits
 from ingot.verify.proof import Check
 
 FOLD_TOLERANCE = 2.0**-20

@@ -1,0 +1,1 @@
+"""What verbs print: tables of data, masks, rewards and plans."""

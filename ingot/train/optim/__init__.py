@@ -1,0 +1,1 @@
+"""Optimizers, their schedules, and averages of the weights."""
