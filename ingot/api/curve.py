@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ingot.api.run import StepMetrics
+from ingot.api.run import StepMetrics, in_notebook
 
-WIDTH, HEIGHT, MARGIN = 640, 220, 24
+WIDTH, HEIGHT, MARGIN = 640, 220, 44
+COLOURS = ("#3366cc", "#dc7a16")
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -32,7 +32,7 @@ class LiveCurve:
             self._draw()
 
     def _draw(self) -> None:
-        if _in_notebook():
+        if in_notebook():
             from IPython.display import HTML, display
 
             if self._display is None:
@@ -61,30 +61,43 @@ class LiveCurve:
         if not every:
             return ""
         steps, values = zip(*every, strict=True)
-        left, low = min(steps), min(values)
-        across, up = (max(steps) - left or 1), (max(values) - low or 1.0)
+        left, right, low, high = min(steps), max(steps), min(values), max(values)
+        across, up = (right - left or 1), (high - low or 1.0)
         lines = []
-        for (name, points), colour in zip(curves.items(), ("#3366cc", "#dc7a16"), strict=False):
-            path = " ".join(
-                f"{MARGIN + (step - left) / across * (WIDTH - 2 * MARGIN):.1f},"
-                f"{HEIGHT - MARGIN - (value - low) / up * (HEIGHT - 2 * MARGIN):.1f}"
+        for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
+            places = [
+                (
+                    f"{MARGIN + (step - left) / across * (WIDTH - 2 * MARGIN):.1f}",
+                    f"{HEIGHT - MARGIN - (value - low) / up * (HEIGHT - 2 * MARGIN):.1f}",
+                )
                 for step, value in points
-            )
+            ]
+            path, (x, y) = " ".join(map(",".join, places)), places[-1]
             lines.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2">'
-                f"<title>{name}</title></polyline>"
+                f'<title>{name}</title></polyline><circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>'
             )
-        told = ", ".join(f"{name} {points[-1][1]:.3f}" for name, points in curves.items())
+        told = "".join(
+            f' <tspan fill="{colour}">{name} {points[-1][1]:.3f}</tspan>'
+            for (name, points), colour in zip(curves.items(), COLOURS, strict=False)
+        )
+        bottom = HEIGHT - MARGIN
+        axes = (
+            (MARGIN - 4, MARGIN + 4, "end", f"{high:.2f}"),
+            (MARGIN - 4, bottom, "end", f"{low:.2f}"),
+            (MARGIN, HEIGHT - 6, "start", f"step {left:,}"),
+            (WIDTH - MARGIN, HEIGHT - 6, "end", f"{right:,}"),
+        )
+        lines += [
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor">'
+            f"{text}</text>"
+            for x, y, anchor, text in axes
+        ]
         return (
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">{"".join(lines)}'
-            f'<text x="{MARGIN}" y="16" font-size="13" fill="currentColor">step {max(steps):,}:'
-            f" {told}</text></svg>"
+            f'<text x="{MARGIN}" y="16" font-size="13" fill="currentColor">step {right:,}:'
+            f"{told}</text></svg>"
         )
 
     def _finite(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.points[name] if value == value]
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(shell, "kernel", None) is not None

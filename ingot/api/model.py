@@ -78,6 +78,8 @@ class Model:
         model = self._loaded.model
         if not isinstance(model, Decoder):
             raise WrongInput(f"{self.folder}: log-probabilities are for native decoders alone")
+        if not isinstance(text, str):
+            raise WrongInput(f"a text is needed, not {text!r}")
         ids = self._loaded.encode(text)
         positions = model.config.max_position_embeddings
         if not 0 < len(ids) <= positions:

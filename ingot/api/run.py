@@ -92,7 +92,7 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
         >>> run.train().loss
 
     Args:
-        quiet: do not show on stderr what the verbs say.
+        quiet: do not show what the verbs say (on stderr; in a notebook below the cell).
 
     Raises:
         WrongInput: the recipe is wrong; the message is that of the command line.
@@ -108,15 +108,17 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
 def _typed(value: Any) -> str:
     """A value as it is typed on a command line: JSON, which is YAML; paths are texts."""
     try:
-        return json.dumps(value, default=_path, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise WrongInput(f"{value!r} is no value of a knob ({error}); give what YAML has") from None
 
 
-def _path(value: object) -> str:
+def _plain(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"it is a {type(value).__name__}")
+    if callable(number := getattr(value, "item", None)):  # a number of numpy or torch
+        return number()
+    raise TypeError(f"its type is {type(value).__name__}")
 
 
 class Run:
@@ -281,8 +283,10 @@ class _Verb:
             if self._error or line.startswith(("error: ", "stopped by ")):
                 self._error.append(line)
             elif not self._quiet:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                # What goes to stderr in a notebook stands in the colour of errors.
+                shown = sys.stdout if in_notebook() else sys.stderr
+                shown.write(line)
+                shown.flush()
 
 
 def _error(verb: str, code: int, message: str) -> IngotError:
@@ -340,3 +344,9 @@ class _MetricsTail:
         if when <= self._since:
             return []
         return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None

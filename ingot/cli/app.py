@@ -290,11 +290,12 @@ def explain(
             metavar="KNOB", help="Dotted name of a knob or a section.", show_default=False
         ),
     ],
+    as_json: AsJson = False,
 ) -> int:
     """What a knob means, its type and its default."""
     from ingot.cli.show import explain_knob
 
-    return explain_knob(knob)
+    return explain_knob(knob, as_json=as_json)
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: ingot doctor --cloud quickstart")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,16 +60,28 @@ def export(
         ),
     ] = None,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> int:
     """Check every tensor of a model and write it as a Hugging Face folder or a GGUF file."""
     if layout == "gguf":
-        return write_gguf(source, target, kind or "bf16", overwrite=overwrite)
-    if kind is not None:
+        made = write_gguf(source, target, kind or "bf16", overwrite=overwrite)
+    elif kind is not None:
         raise typer.BadParameter("--type is for --format gguf")
-    return copy_checked(source, target, layout, overwrite=overwrite)
+    else:
+        made = copy_checked(source, target, layout, overwrite=overwrite)
+    return _tell_made("export", made, as_json=as_json)
 
 
-def write_gguf(source: str, target: str, kind: str, *, overwrite: bool) -> int:
+def _tell_made(verb: str, made: Mapping[str, Any], *, as_json: bool) -> int:
+    """The path of what was written on stdout, or all that is known of it as JSON."""
+    if as_json:
+        print_json(verb, **made)
+    else:
+        print(made["path"])
+    return 0
+
+
+def write_gguf(source: str, target: str, kind: str, *, overwrite: bool) -> dict[str, Any]:
     """`export --format gguf`: a checked model as one file for llama.cpp."""
     from ingot.base.errors import WrongInput
     from ingot.base.progress import say
@@ -80,8 +93,7 @@ def write_gguf(source: str, target: str, kind: str, *, overwrite: bool) -> int:
         raise WrongInput(f"{folder} is in Meta's layout; `ingot import` it first")
     count = export_gguf(folder, Path(target), kind, overwrite=overwrite)
     say(f"{target}: {count} tensors, {kind}, read back and compared")
-    print(target)
-    return 0
+    return {"path": target, "format": "gguf", "type": kind, "tensors": count}
 
 
 def import_(
@@ -93,16 +105,18 @@ def import_(
     ],
     target: Destination,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> int:
     """Check every tensor of somebody's model and write it as a folder of our own; also of one of
     ours that was changed on purpose.
     """
-    return copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
+    made = copy_checked(source, target, "hf", overwrite=overwrite, accept=True)
+    return _tell_made("import", made, as_json=as_json)
 
 
 def copy_checked(
     source: str, target: str, layout: str, *, overwrite: bool, accept: bool = False
-) -> int:
+) -> dict[str, Any]:
     """`export` and `import`: check every tensor of a model and write it as a new Hugging Face
     folder. `accept`: accept changes since its export.
     """
@@ -120,8 +134,7 @@ def copy_checked(
     folder = _folder(source)
     if layout == "peft":
         copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
-        print(target)
-        return 0
+        return {"path": target, "format": "peft"}
     recorded = CONTENT in (read_lineage(folder) or {}) and not accept
     made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite, accept=accept)
     checked = (
@@ -130,8 +143,8 @@ def copy_checked(
         else "every tensor read, of the shape that config.json asks for"
     )
     say(f"{target}: {checked}, {made['export_type']}, model {made['model_hash']}")
-    print(target)
-    return 0
+    told = {"type": made["export_type"], "model_hash": made["model_hash"]}
+    return {"path": target, "format": "hf", **told}
 
 
 def _folder(source: str) -> Path:

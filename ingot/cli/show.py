@@ -291,19 +291,22 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def explain_knob(name: str) -> int:
+def explain_knob(name: str, *, as_json: bool = False) -> int:
     """Print every knob that `name` matches, and for a section, its contents."""
     from ingot.config.knobs import find_knob
     from ingot.config.knobs import knobs as all_knobs
 
     found = find_knob(name)
-    for knob in found:
-        print(f"{knob.path}\n    {knob.doc}\n    type: {knob.type}; default: {knob.default}")
     inside = [
         knob
         for knob in all_knobs()
         if any(knob.path.startswith((f"{section.path}.", f"{section.path}[")) for section in found)
     ]
+    if as_json:
+        print_json("explain", knobs=found, inside=inside)
+        return 0
+    for knob in found:
+        print(f"{knob.path}\n    {knob.doc}\n    type: {knob.type}; default: {knob.default}")
     for knob in inside:
         print(f"  {knob.path:<42} {knob.default:<28} {knob.type}")
     return 0

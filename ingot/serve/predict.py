@@ -40,6 +40,17 @@ class PredictOptions:
     beams: int = 1
     chat: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises WrongInput for what no model takes; bounds are those of a server's requests."""
+        for name, most in (("temperature", 2), ("top_p", 1)):
+            value: Any = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= most:
+                raise WrongInput(f"{name} is {value!r}; give a number from 0 to {most}")
+        for name in ("max_tokens", "seed", "beams"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise WrongInput(f"{name} is {value!r}; give a whole number")
+
     def check(self, kind: str) -> None:
         """Raises WrongInput for options that this kind of model does not have."""
         if self.chat and kind != "decoder":

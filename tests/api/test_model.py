@@ -55,6 +55,10 @@ def test_logprobs_are_those_of_transformers(model: ingot.Model, folder: Path) ->
         (lambda model: model.generate("a", beams=3), "beams 3 is for sequence-to-sequence"),
         (lambda model: model.logprobs("a" * 100_000), "tokens; give 1 to"),
         (lambda model: model.chat("Who?"), "template"),
+        (lambda model: model.generate("a", temperature=-1), "temperature is -1; give a number"),
+        (lambda model: model.generate("a", top_p=1.5), "top_p is 1.5; give a number from 0 to 1"),
+        (lambda model: model.generate("a", max_tokens="5"), "max_tokens is '5'; give a whole"),
+        (lambda model: model.logprobs(5), "a text is needed, not 5"),
     ],
 )
 def test_what_it_cannot_do_is_told(call: object, told: str, model: ingot.Model) -> None:
@@ -75,5 +79,7 @@ def test_a_curve_shows_the_last_values() -> None:
         curve(StepMetrics(step, {"train/loss": loss}))
     curve(StepMetrics(3, {"validation/loss": 2.5}))
     assert curve.text() == "step 3  loss █▅▁ 2.000"
-    assert "loss 2.000, validation loss 2.500" in curve.html()
-    assert "nan" not in curve.html()
+    drawn = curve.html()
+    assert [f">{told}" in drawn for told in ("loss 2.000<", "validation loss 2.500<")] == [True] * 2
+    assert [f">{edge}<" in drawn for edge in ("4.00", "2.00", "step 0", "3")] == [True] * 4
+    assert "nan" not in drawn

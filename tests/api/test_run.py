@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ingot
@@ -151,6 +152,7 @@ def test_errors_are_exceptions_with_the_command_lines_words(
         "ingest", str(done.recipe), "name=away", "data.train=[{source: gone}]", cwd=done.here
     )
     assert typed.stderr == f"error: {raised.value}\n"
+    assert ingot.load(done.recipe, train__steps=np.int64(7)).recipe.train.steps == 7
     with pytest.raises(ingot.WrongInput, match="is no value of a knob"):
         ingot.load(done.recipe, train__clip_norm=math.nan)
 

@@ -11,7 +11,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
-from ingot.cli.carry import copy_checked
+from ingot.cli.carry import copy_checked, export
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
@@ -148,7 +148,7 @@ def test_the_command_exports_the_adapter_of_a_run(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy_model(adapter, tmp_path / "run" / "model", export_type=None, overwrite=False)
-    assert copy_checked(str(tmp_path / "run"), str(tmp_path / "out"), "peft", overwrite=False) == 0
+    assert export(str(tmp_path / "run"), str(tmp_path / "out"), "peft") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     assert is_adapter(tmp_path / "out")
     with pytest.raises(WrongInput, match=r"has none beside it; train one with model.lora"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.cli.carry import copy_checked
+from ingot.cli.carry import copy_checked, import_
 from ingot.cli.model import predict_once
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
@@ -98,7 +98,10 @@ def test_export_and_import_copy_a_checked_model(
 ) -> None:
     done = ingot("export", str(model_folder), str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'}\n"), done.stderr
-    assert copy_checked(str(tmp_path / "out"), str(tmp_path / "in"), "hf", overwrite=False) == 0
+    import_(str(tmp_path / "out"), str(tmp_path / "in"), as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], told["path"], told["format"]) == ("import", str(tmp_path / "in"), "hf")
+    assert told["model_hash"] == json.loads((tmp_path / "in/ingot.json").read_bytes())["model_hash"]
     here, there = (
         load_model(folder, device=torch.device("cpu")).state_dict()
         for folder in (model_folder, tmp_path / "in")
@@ -107,7 +110,7 @@ def test_export_and_import_copy_a_checked_model(
     assert all(torch.equal(here[name], there[name]) for name in here)
     with pytest.raises(WrongInput, match="--overwrite"):
         copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=False)
-    assert copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=True) == 0
+    copy_checked(str(model_folder), str(tmp_path / "out"), "hf", overwrite=True)
     assert "every tensor is as it was exported" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ingot.base.reports import PipelineStepRecord, write_record
 from ingot.base.storage import write_atomic
-from ingot.cli.show import config, data, models
+from ingot.cli.show import config, data, explain_knob, models
 from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
@@ -204,6 +204,19 @@ def test_explain_prints_meaning_type_and_default() -> None:
     out = command("explain", "train.clip_norm").stdout
     assert "Largest norm of the whole gradient" in out
     assert "default: 1.0" in out
+
+
+def test_explain_as_json_has_a_knob_and_what_is_in_a_section(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explain_knob("train.optimizer", as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verb"], [knob["path"] for knob in told["knobs"]]) == (
+        "explain",
+        ["train.optimizer"],
+    )
+    inside = {knob["path"]: knob for knob in told["inside"]}
+    assert inside["train.optimizer[adamw].lr"].keys() == {"path", "type", "default", "doc"}
 
 
 def test_explain_of_a_section_lists_what_is_in_it() -> None:
