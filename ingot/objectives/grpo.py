@@ -4,6 +4,20 @@
 The loss is a sum over answer tokens, divided once by a number that does not depend on the answers.
 With G answers to each prompt, its expected gradient at the sampling policy is (1 - 1/G) times that
 of the expected reward: the mean of a group includes the answer that it is compared with.
+
+Three policies are told apart (decoupled PPO: Hilton et al. 2022, arXiv 2110.00641): the one that
+answers were sampled from, as the sampler computed it (p_sampled), the one that clipping measures
+from (p_old), and the one in training (p). With r = p / p_old, the loss of a token is
+
+    w * (-min(r A, clip(r) A) + kl * penalty),    w = min(p_old / p_sampled, cap)
+
+where w has no gradient. While the old log-probabilities are the sampler's own, w is exactly 1 and r
+holds everything that lies between sampler and trainer. Where they are recomputed by the trainer, w
+corrects for the sampler's weights and rounding, truncated so that no token counts for more than
+`cap` (Ionides 2008; AReaL, Fu et al. 2025, arXiv 2505.24298). Either ratio alone corrects once; a
+weight beside the sampler's own log-probabilities would correct twice. w corrects how likely a token
+is after its prefix, not how likely the prefix is: without truncation the gradient is exact for
+answers of one token, and for longer ones up to the second order in the distance of both policies.
 """
 
 from __future__ import annotations
@@ -29,6 +43,10 @@ class AnswerValues(NamedTuple):
     """By how much the token's answer was better than its group."""
     sampled: Tensor
     """log p of the token when it was sampled, as the sampler computed it."""
+    old: Tensor
+    """log p of the token under the policy that clipping measures from: the same numbers, or the
+    trainer's own for the weights that the first update on the answers began with.
+    """
     reference: Tensor
     """log p of the token under the reference model; 0 where none is wanted."""
     weight: Tensor
@@ -67,9 +85,16 @@ def group_advantages(rewards: Tensor, *, by_deviation: bool = False) -> Advantag
     return Advantages(torch.where(equal[:, None], 0.0, values), equal)
 
 
+def importance_weights(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """min(p_old / p_sampled, cap) of each token, from log-probabilities; exactly 1 where they are
+    equal.
+    """
+    return (old - sampled).exp().clamp(max=cap)
+
+
 class GRPO:
-    """-min(r A, clip(r) A) for each token of a sampled answer, r = p / p when sampled, and the
-    penalty for leaving the reference.
+    """-min(r A, clip(r) A) for each token of a sampled answer, r = p / old p, and the penalty for
+    leaving the reference, times the truncated importance weight of the token.
 
     Batches without `values` hold given answers rather than sampled ones (held-out rows): their
     loss is the cross-entropy, at temperature 1.
@@ -85,6 +110,7 @@ class GRPO:
         self._temperature = settings.temperature
         self._least, self._most = 1 - settings.clip, 1 + settings.upper_clip
         self._kl, self._estimator = settings.kl, settings.kl_estimator
+        self._cap = settings.importance_cap
 
     @classmethod
     def from_settings(cls, settings: config.GRPOSettings, inputs: ObjectiveInputs) -> GRPO:
@@ -111,16 +137,16 @@ class GRPO:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss, and sums that become means over the sampled tokens:
 
-        policy/ratio: p / p when sampled. policy/ratio_error: |ratio - 1|. policy/clipped: the share
+        policy/ratio: p / old p. policy/ratio_error: |ratio - 1|. policy/clipped: the share
         of tokens whose ratio is clipped, and which therefore have no gradient. policy/moved: an
-        estimate of KL(sampling policy || policy), never negative. policy/entropy: -log p, an
+        estimate of KL(old policy || policy), never negative. policy/entropy: -log p, an
         estimate of the entropy. policy/kl: log p - log p(reference), an estimate of the divergence
         from the reference.
         """
         if batch.values is None:
             return -values.sum(), {}
         given = AnswerValues(*batch.values.unbind(-1))
-        change = values - given.sampled
+        change = values - given.old
         ratio = change.exp()
         clipped = ratio.clamp(self._least, self._most)
         gain = torch.minimum(ratio * given.advantage, clipped * given.advantage)
@@ -141,6 +167,7 @@ class GRPO:
             "policy/entropy": -values,
             **({"policy/kl": apart} if self._kl else {}),
         }
-        return (loss * given.weight).sum(), {
+        weight = given.weight * importance_weights(given.old, given.sampled, self._cap)
+        return (loss * weight).sum(), {
             name: (each.detach() * given.share).sum() for name, each in metrics.items()
         }

@@ -85,6 +85,7 @@ def answers(group: Sequence[int]) -> RolloutAnswers:
         np.array([[*ANSWERS[one], END][:MOST] for one in group]),
         lengths,
         np.zeros((len(group), MOST), np.float32),
+        np.zeros((len(group), MOST), np.float32),
         np.array([ANSWERS[one][-1] == END for one in group]),
         np.array([REWARDS[one] for one in group]),
         np.zeros((len(group), 1)),
@@ -114,6 +115,7 @@ def expected_gradient(policy: Policy, knobs: GRPOSettings) -> Tensor:
             batch(
                 AnswerValues(
                     torch.from_numpy(shares.advantages * kept)[:, None] * live,
+                    values.detach(),
                     values.detach(),
                     torch.zeros_like(values),
                     torch.from_numpy(shares.weights)[:, None] * live,
@@ -197,7 +199,7 @@ def test_the_penalty_has_the_gradient_that_is_told_of_it(
     live = torch.arange(MOST) < torch.tensor([len(answer) for answer in ANSWERS])[:, None]
     none = torch.zeros_like(tokens)
     weight = likely[:, None] * live
-    given = AnswerValues(none, tokens.detach(), reference, weight, none)
+    given = AnswerValues(none, tokens.detach(), tokens.detach(), reference, weight, none)
     loss, metrics = objective.reduce(tokens, batch(given, live), lambda part: part)
     own = policy.logits().log_softmax(-1)
     first = own[0].detach().exp()
@@ -223,7 +225,7 @@ def test_a_ratio_outside_stops_the_gradient_on_one_side(
 ) -> None:
     values = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
-    given = AnswerValues(advantage * one, values.detach() - np.log(ratio), one * 0, one, one)
+    given = AnswerValues(advantage * one, *[values.detach() - np.log(ratio)] * 2, one * 0, one, one)
     loss, metrics = GRPO(settings()).reduce(values, batch(given, one > 0), lambda part: part)
     loss.backward()
     assert values.grad is not None
@@ -236,13 +238,88 @@ def test_a_ratio_outside_stops_the_gradient_on_one_side(
 def test_the_upper_bound_has_a_knob_of_its_own() -> None:
     values = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
-    given = AnswerValues(one, values.detach() - np.log(1.25), one * 0, one, one)
+    given = AnswerValues(one, *[values.detach() - np.log(1.25)] * 2, one * 0, one, one)
     loss, _ = GRPO(settings(clip_high=0.28)).reduce(
         values, batch(given, one > 0), lambda part: part
     )
     loss.backward()
     assert values.grad is not None
     assert float(values.grad) == pytest.approx(-1.25)
+
+
+def one_token_answers() -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of a policy over five answers of one token, the log-probabilities of another one
+    that samples them, and rewards; float64.
+    """
+    generator = torch.Generator().manual_seed(5)
+    logits, others, rewards = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), others.log_softmax(-1), rewards
+
+
+@pytest.mark.parametrize("old", ["recomputed", "sampler"])
+def test_answers_of_another_policy_are_corrected_once(old: str) -> None:
+    """Over all groups that another policy draws: with a weight that is not truncated, or a ratio
+    that is not clipped, the gradient is the policy's own. Both at once would correct twice.
+    """
+    logits, others, rewards = one_token_answers()
+    tokens = logits.log_softmax(-1)
+    objective = GRPO(
+        settings(old_logprobs="recomputed", importance_cap=1e9, clip=1 - 1e-9, clip_high=1e9)
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    for group in itertools.product(range(5), repeat=GROUP):
+        chosen = list(group)
+        shares = group_advantages(rewards[None, chosen])
+        values, one = tokens[None, chosen], torch.ones(1, GROUP, dtype=torch.float64)
+        sampled = others[None, chosen]
+        given = AnswerValues(
+            shares.values,
+            sampled,
+            values.detach() if old == "recomputed" else sampled,
+            one * 0,
+            one,
+            one,
+        )
+        loss, _ = objective.reduce(values, batch(given, one > 0), lambda part: part)
+        total = total + float(others[chosen].sum().exp()) * loss / GROUP
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad((tokens.exp() * rewards).sum(), logits)
+    assert float((found + (1 - 1 / GROUP) * wanted).abs().max()) < 1e-8 + NEVER
+    if old == "recomputed":
+        assert float((found + (1 - 1 / GROUP) * wanted).abs().max()) < NEVER
+
+
+def test_the_weight_is_truncated_and_has_no_gradient() -> None:
+    """Two tokens of which the trainer thinks four and half times as much as the sampler did, and
+    one without a label, far apart: cap 2, 0.5, and nothing.
+    """
+    values = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    apart = torch.tensor([[4.0, 0.5, 1e30]], dtype=torch.float64).log()
+    live = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
+    given = AnswerValues(live, values.detach() - apart, values.detach(), live * 0, 3 * live, live)
+    loss, metrics = GRPO(settings()).reduce(values, batch(given, live > 0), lambda part: part)
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [pytest.approx([-2.0 * 3, -0.5 * 3, 0.0], abs=NEVER)]
+    assert float(metrics["policy/ratio_error"]) == 0
+
+
+def test_with_the_samplers_own_log_probabilities_no_bit_changes() -> None:
+    """The formula without weights, bit for bit, in the type of a training."""
+    values = -torch.rand(4, 7, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    sampled = (values + 0.3 * torch.randn(4, 7)).detach()
+    advantage, weight = torch.randn(4, 7), torch.rand(4, 7)
+    given = AnswerValues(advantage, sampled, sampled, sampled * 0, weight, weight)
+    loss, _ = GRPO(settings(old_logprobs="recomputed", importance_cap=1.0)).reduce(
+        values, batch(given, weight > 0), lambda part: part
+    )
+    ratio = (values - sampled).exp()
+    plain = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    wanted = (plain * weight).sum()
+    assert torch.equal(loss, wanted)
+    assert torch.equal(
+        *(torch.autograd.grad(one, values, retain_graph=True)[0] for one in (loss, wanted))
+    )
 
 
 def test_equal_rewards_are_found_by_comparison_and_not_by_their_deviation() -> None:

@@ -60,6 +60,21 @@ class GRPOSettings(ObjectiveSettings):
     """The distance above 1 where it differs from `clip` (clip-higher of DAPO, Yu et al. 2025),
     such as 0.28; empty: the same.
     """
+    old_logprobs: Literal["sampler", "recomputed"] = "sampler"
+    """What the ratio is measured from. `sampler`: the log-probabilities that the sampler had when
+    it drew the answers; the ratio then shows whatever lies between sampler and trainer, and
+    `clip` bounds it together with the updates. `recomputed`: those of the trainer, computed once
+    more when training on the answers begins, in one more forward pass. That hides the sampler: the
+    ratio is 1 in the first update even if answers came from other weights, another temperature or
+    in less precision, and `clip` no longer keeps the policy near the one that was sampled from.
+    So what lies between is measured and logged by itself (`sampler/ratio_error`, its largest value,
+    `sampler/kl`, `sampler/truncated`), and corrected by importance weights up to `importance_cap`.
+    """
+    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    """With `old_logprobs` recomputed: each token counts times p_old / p_sampled, but not more than
+    this. A lower cap has less variance and more bias: what lies beyond it is not corrected. With
+    `old_logprobs` sampler both are the same numbers, and the weight is exactly 1.
+    """
     scale: Literal["none", "deviation"] = "none"
     """What an advantage (reward less the mean of its group) is divided by. `none` is unbiased up to
     the constant 1 - 1/G. `deviation`, that of the group, is GRPO's as published: prompts that are
@@ -104,6 +119,12 @@ class GRPOSettings(ObjectiveSettings):
             raise ValueError(
                 f"reference {self.reference} is never asked while kl is 0; set kl above 0, or"
                 " remove it"
+            )
+        usual = type(self).model_fields["importance_cap"].default
+        if self.importance_cap != usual and self.old_logprobs == "sampler":
+            raise ValueError(
+                "importance_cap truncates nothing while old_logprobs are the sampler's own; set"
+                " old_logprobs to recomputed, or remove it"
             )
         return self
 

@@ -42,6 +42,8 @@ class RolloutAnswers:
     """[N]."""
     logprobs: npt.NDArray[np.float32]
     """Of each token under the policy that it was sampled from, as the sampler had it, [N, L]."""
+    old: npt.NDArray[np.float32]
+    """What the ratio is measured from: `logprobs`, or what the trainer computed instead, [N, L]."""
     finished: npt.NDArray[np.bool_]
     """Whether an answer ended by itself, [N]."""
     rewards: npt.NDArray[np.float64]
@@ -61,9 +63,12 @@ class RolloutAnswers:
 
     @classmethod
     def unpack(cls, text: str) -> RolloutAnswers:
-        """What `pack` wrote."""
+        """What `pack` wrote; older checkpoints know of no other log-probabilities than the
+        sampler's.
+        """
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
-            return cls(**{one.name: found[one.name] for one in fields(cls)})
+            held = {"old": found["logprobs"], **found}
+            return cls(**{one.name: held[one.name] for one in fields(cls)})
 
     def groups(self, numbers: npt.NDArray[np.int64]) -> RolloutAnswers:
         """Some groups, by their numbers."""
@@ -227,6 +232,7 @@ def _batch(
             np.broadcast_arrays(
                 shares.advantages[number],
                 answers.logprobs[number, :length],
+                answers.old[number, :length],
                 0.0,
                 shares.weights[number],
                 share,

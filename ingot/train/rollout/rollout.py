@@ -11,7 +11,6 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import numpy as np
-import torch
 
 from ingot.base.errors import Failed
 from ingot.base.progress import say
@@ -23,9 +22,7 @@ from ingot.models.device import computing_in
 from ingot.models.generation.policy import PolicySampler, SampledAnswer, answer_draws
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
-from ingot.objectives.forward import shard_batch
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.rows import row_sharing
 from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 from ingot.tokenizers.chat import stop_tokens
@@ -35,10 +32,12 @@ from ingot.train.rollout.answers import (
     joined_answers,
     make_batches,
     share_of,
+    shares_of,
     unequal_first,
 )
 from ingot.train.rollout.policy import SampledPolicy
 from ingot.train.rollout.prompts import Prompt, PromptReader, check_prompts
+from ingot.train.rollout.scored import mismatch, refer, with_recomputed
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 
@@ -76,6 +75,7 @@ class Rollout:
         self.settings, self.mesh, self._setup, self._order = settings, mesh, setup, setup.order
         self.folder = setup.recipe.folder
         self._objective, self._reference = state.objectives.training, reference
+        self._state = state
         self._policy = SampledPolicy(setup, state.model, mesh)
         self._limits = state.model.config
         self._count = setup.batch.global_batch // settings.group
@@ -92,7 +92,7 @@ class Rollout:
         """Of the newest rollout, over all ranks."""
         if "answers" in saved:
             answers = RolloutAnswers.unpack(saved["answers"])
-            self._take(int(saved["number"]), answers, saved.get("metrics"))
+            self._take(int(saved["number"]), answers, saved.get("metrics", {}))
 
     def _check(self, rows: Rows) -> None:
         setup, updates = self._setup, self.settings.updates
@@ -128,8 +128,7 @@ class Rollout:
             answers = self._sample(number, meanwhile)
             if answers is None:
                 return []
-            measured = self._measured(answers)
-            self._take(number, unequal_first(answers, self._count), measured)
+            self._begin(number, answers)
             self.metrics["rollout/seconds"] = time.monotonic() - began
         return self._batches
 
@@ -250,19 +249,37 @@ class Rollout:
             ids,
             np.array([len(answer.ids) for answer in found], np.int64),
             logprobs,
+            logprobs,
             np.array([answer.finished for answer in found], np.bool_),
             np.array(scores.total, np.float64),
             np.array(each, np.float64).T.reshape(len(found), len(each)),
         )
 
-    def _take(
-        self, number: int, answers: RolloutAnswers, measured: Mapping[str, float] | None
-    ) -> None:
+    def _begin(self, number: int, answers: RolloutAnswers) -> None:
+        """Begin to train on the answers of a rollout with the weights as they are now."""
+        measured = self._measured(answers)
+        answers = unequal_first(answers, self._count)
+        if self.settings.old_logprobs == "recomputed":
+            compute, module = self._setup.compute, self._state.module
+            batches = self._made(answers)
+            answers = with_recomputed(answers, batches, module, self._objective, compute, self.mesh)
+            kept = shares_of(answers, self.settings).kept
+            measured |= mismatch(answers, kept, self.settings.importance_cap)
+        self._take(number, answers, measured)
+
+    def _take(self, number: int, answers: RolloutAnswers, measured: Mapping[str, float]) -> None:
         """Make the batches of a rollout. `measured`: of all answers, those left out included; older
         checkpoints do not know it.
         """
         self._number, self._answers = number, answers
-        self._batches = make_batches(
+        self._batches = self._made(answers)
+        if self._reference is not None:
+            for batch in self._batches:
+                refer(batch, self._reference, self._objective, self._setup.compute, self.mesh)
+        self.metrics = dict(measured) or self._measured(answers)
+
+    def _made(self, answers: RolloutAnswers) -> list[Batch]:
+        return make_batches(
             answers,
             self.settings,
             self._reader.prompts,
@@ -270,32 +287,6 @@ class Rollout:
             self._setup.batch.micro_batch,
             self.mesh,
         )
-        if self._reference is not None:
-            for batch in self._batches:
-                self._refer(batch)
-        self.metrics = self._measured(answers) if measured is None else dict(measured)
-
-    @torch.no_grad()
-    def _refer(self, batch: Batch) -> None:
-        """Fill in the log-probabilities of the reference. Collective over the ranks that share the
-        rows or the reference.
-        """
-        sharing = row_sharing(self.mesh)
-        there = (batch if sharing is None else shard_batch(batch, sharing)).to(self.mesh.device)
-        assert self._reference is not None
-        assert batch.values is not None
-        with computing_in(self._setup.compute, self.mesh.device):
-            found = self._reference(
-                there.tokens,
-                there.positions,
-                None,
-                there.labels,
-                self._objective.token,
-                there.values,
-            )
-        if sharing is not None:
-            found = sharing.whole(found, batch.tokens.shape[1])
-        batch.values[..., 2] = found.cpu()
 
     def _measured(self, answers: RolloutAnswers) -> dict[str, float]:
         groups = answers.rewards.reshape(-1, self.settings.group)

@@ -45,6 +45,7 @@ def test_ids_and_masks_are_those_of_the_sampler() -> None:
         ids=ids,
         lengths=np.array([len(one) for one in sampled]),
         logprobs=-np.arange(1, ids.size + 1, dtype=np.float32).reshape(ids.shape),
+        old=-100 - np.arange(1, ids.size + 1, dtype=np.float32).reshape(ids.shape),
         finished=np.array([True] * 4),
         rewards=np.array([0.0, 1.0, 1.0, 0.0]),
         each=np.array([[0.0], [1.0], [1.0], [0.0]]),
@@ -69,6 +70,7 @@ def test_ids_and_masks_are_those_of_the_sampler() -> None:
             assert (
                 batch.values[row, place, 1].tolist() == answers.logprobs[number, :length].tolist()
             )
+            assert batch.values[row, place, 2].tolist() == answers.old[number, :length].tolist()
             found[number] = sum(batch.values[row, place, 0].tolist()) / length
     assert found == {0: -0.5, 1: 0.5, 2: 0.5, 3: -0.5}
 
@@ -102,6 +104,7 @@ def test_groups_of_unequal_rewards_come_first_in_the_order_of_the_data() -> None
         ids=np.arange(10)[:, None],
         lengths=np.ones(10, np.int64),
         logprobs=np.zeros((10, 1), np.float32),
+        old=np.zeros((10, 1), np.float32),
         finished=np.ones(10, np.bool_),
         rewards=rewards.reshape(-1),
         each=rewards.reshape(-1, 1),
