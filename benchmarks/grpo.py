@@ -2,9 +2,10 @@
 the larger), from the same initial weights, with as many prompts and answers a step, the same
 optimizer, loss and learning rate. What is told is the mean reward by step and by second.
 
-`python -m benchmarks.grpo [--steps 160] [--threads 1] [--keep FOLDER]`. One after the other, each
-in a process of its own; each draws its own answers, so compare curves, not steps. Needs
-`ingot[dev]` for TRL.
+`python -m benchmarks.grpo [--steps 160] [--threads 1] [--keep FOLDER] [--set KNOB=VALUE,...]`. One
+after the other, each in a process of its own; each draws its own answers, so compare curves, not
+steps. With `--set` ingot is beside itself with other knobs, once for each `--set`, such as
+`objective.staleness=4,objective.old_logprobs=recomputed`. Needs `ingot[dev]` for TRL.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def make_initial(folder: Path) -> Path:
     return recipe.folder.model
 
 
-def run_ingot(folder: Path, initial: Path, steps: int) -> list[dict[str, float]]:
-    recipe = recipe_of(folder, f"train.steps={steps}", source=initial)
+def run_ingot(folder: Path, initial: Path, steps: int, *knobs: str) -> list[dict[str, float]]:
+    name = "-".join(["grpo", *(one.split("=")[-1] for one in knobs)])
+    recipe = recipe_of(folder, f"train.steps={steps}", f"name={name}", *knobs, source=initial)
     ingest(recipe)
     prepare(recipe)
     train(recipe)
@@ -163,7 +165,8 @@ def contend(name: str, folder: Path, initial: Path, steps: int, threads: int) ->
 
 def table(found: dict[str, dict[str, Any]], steps: int) -> str:
     """Rewards by step, with the seconds since the end of each contender's first step."""
-    lines = ["step   " + "".join(f"{name + ' reward':>16}{'s':>8}" for name in found)]
+    shown = ["+".join(part.split("=")[-1] for part in name.split(",")) for name in found]
+    lines = ["step   " + "".join(f"{name + ' reward':>16}{'s':>8}" for name in shown)]
     for last in [1, *range(SHOWN, steps + 1, SHOWN)]:
         cells = []
         for one in found.values():
@@ -180,12 +183,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder to keep everything in")
-    parser.add_argument("--run", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--set", action="append", metavar="KNOB=VALUE,...")
     parser.add_argument("--initial", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
-        run = {"ingot": run_ingot, "trl": run_trl}[asked.run]
-        rewards = run(asked.keep, asked.initial, asked.steps)
+        given = asked.keep, asked.initial, asked.steps
+        rewards = (
+            run_trl(*given)
+            if asked.run == "trl"
+            else run_ingot(*given, *filter(None, asked.run.removeprefix("ingot").split(",")))
+        )
         (asked.keep / f"{asked.run}.json").write_text(json.dumps(rewards))
         return
     with tempfile.TemporaryDirectory() as made:
@@ -193,7 +201,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         initial = make_initial(folder)
         found = {
-            name: contend(name, folder, initial, asked.steps, asked.threads) for name in CONTENDERS
+            name: contend(name, folder, initial, asked.steps, asked.threads)
+            for name in (("ingot", *asked.set) if asked.set else CONTENDERS)
         }
     print(table(found, asked.steps))
 

@@ -64,8 +64,11 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         for knob, plain in (("kind", "lora"), ("init", "kaiming"), ("plus_ratio", None)):
             if lora[knob] == plain:
                 del lora[knob]  # as runs of earlier versions have it
-    if not chosen["objective"].get("sample_again", True):
-        del chosen["objective"]["sample_again"]  # as runs of earlier versions have it
+    for knob in ("sample_again", "staleness"):
+        if not chosen["objective"].get(knob, True):
+            del chosen["objective"][knob]  # as runs of earlier versions have it
+    if chosen["objective"].get("old_logprobs") == "sampler":
+        del chosen["objective"]["old_logprobs"], chosen["objective"]["importance_cap"]
     if not chosen["train.optimizer"].get("groups", True):
         del chosen["train.optimizer"]["groups"]  # as runs of earlier versions have it
     chosen["data.pack"] = recipe.pack

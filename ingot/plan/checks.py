@@ -297,14 +297,18 @@ def judge_sampling(
         return
     message = "a plan knows the optimizer steps, and neither the time nor the memory of sampling"
     if config is not None and size is not None:
-        # Never both at once: a rollout begins when the step before it is done.
+        # Never both at once, unless the rollout is one of later steps.
         wide = 1 if recipe.precision.compute == "bf16" else 2
         held = wide * objective.sample_rows * _cache_bytes(recipe, config).likely
         axes = ("shard", "tensor", "pipeline", "context", "expert")
         spread = any(getattr(layout, axis) != 1 for axis in axes)
-        copy = 2 * wide * size.weights if spread else 0
+        copies = objective.staleness or int(spread)
+        copy = 2 * wide * size.weights * copies
         message += f": up to {_gb(held)} GB on a rank for the answers that it samples at once"
-        message += f", and {_gb(copy)} GB for a whole copy of the policy" if copy else ""
+        if copies:
+            times = "a whole copy" if copies == 1 else f"up to {copies} whole copies"
+            message += f", and {_gb(copy)} GB for {times} of the policy"
+        message += ", beside a step's memory" if objective.staleness else ""
     yield PlanFinding("not checked", "objective.sample_rows", message)
 
 

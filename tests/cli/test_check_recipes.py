@@ -31,6 +31,12 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("dpo_llama", ("model.source=preset:llama-3m",), "model.lora trains an adapter of weights"),
     ("kto_llama", (LLAMA, "data.train=[{source: texts.jsonl}]"), "has no rated (layout auto)"),
     ("grpo_digits", ("objective.group=24",), "objective.group 24; set it to a multiple"),
+    ("grpo_digits", ("objective.importance_cap=4",), "set old_logprobs to recomputed"),
+    (
+        "grpo_digits",
+        ("objective.staleness=1", "objective.sample_again=1"),
+        "with objective.staleness sampling is on its own",
+    ),
     ("grpo_smollm2", ("model.lora.dropout=0.1",), "answers are sampled without it"),
     ("lora_glm45_air", ("parallel.expert=3",), "parallel.expert 3 does not divide the 8 ranks"),
     (

@@ -240,6 +240,9 @@ def test_every_knob_is_decided() -> None:
         _recipe("objective.kind=reward"),
         _recipe("objective={kind: distill, teacher: t}"),
         _recipe("objective={kind: grpo, rewards: [{kind: exact}], sample_again: 1}"),
+        _recipe(
+            "objective={kind: grpo, rewards: [{kind: exact}], staleness: 1, old_logprobs: recomputed}"
+        ),
         _recipe("gate.floor=bigram"),
         _recipe("tokenizer.target_language=deu_Latn"),
         _recipe("objective.kind=seq2seq"),

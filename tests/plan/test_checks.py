@@ -223,7 +223,9 @@ def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
     """512 answers of 32 tokens with keys and values of 32 layers of 8 heads of 128 in bfloat16 are
     2.1 GB, a copy of 8 billion weights is 16 GB, and twice of either in float32.
     """
-    grpo = {"objective": {"kind": "grpo", "rewards": [{"kind": "exact"}], "sample_rows": 512}}
+    grpo: dict[str, Any] = {
+        "objective": {"kind": "grpo", "rewards": [{"kind": "exact"}], "sample_rows": 512}
+    }
     size = ModelSize(8 * 10**9, 8 * 10**9)
     for layout, compute, wanted in (
         ({}, "bf16", "up to 2.1 GB on a rank for the answers that it samples at once"),
@@ -235,6 +237,11 @@ def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
         (told,) = judge_sampling(recipe, preset("llama-8b"), size)
         assert told.message.endswith(wanted)
         assert told.kind == "not checked"
+    grpo["objective"] |= {"staleness": 3}
+    recipe = small_recipe(tmp_path, **grpo, precision__compute="bf16", train__global_batch=8)
+    (told,) = judge_sampling(recipe, preset("llama-8b"), size)
+    wanted = "and 48.0 GB for up to 3 whole copies of the policy, beside a step's memory"
+    assert told.message.endswith(wanted)
     assert not list(judge_sampling(small_recipe(tmp_path), preset("llama-8b"), size))
 
 

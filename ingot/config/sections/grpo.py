@@ -52,6 +52,16 @@ class GRPOSettings(ObjectiveSettings):
     """Optimizer steps on the same answers before new ones are drawn. With 1 each answer is used by
     the policy that gave it, and the ratio is 1.
     """
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """How many rollouts the weights that answers are sampled from are behind: with N, rollout n
+    (step n where `updates` is 1) is sampled from the weights that training on rollout n - N began
+    with, in a thread while training goes on, and the first N + 1 from those that all training began
+    with. That is always so, not only where sampling is slow, so that a training that was killed
+    goes on with the same answers; a checkpoint waits for what is being sampled, and holds it. 0
+    samples and trains in turn. The gradient is that of an older policy, which the ratio corrects
+    within `clip`, or importance weights do (`old_logprobs`); `train/policy/moved` or `sampler/kl`
+    say how far it is. Each rollout that waits may need a copy of the policy in memory.
+    """
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """A ratio below 1 - `clip` gives no gradient to a worse answer, and one above 1 + `clip` none
     to a better one.
@@ -145,6 +155,11 @@ class GRPOSettings(ObjectiveSettings):
                 self.sample_again > 0 and train.epochs is not None,
                 "train.epochs is not known where objective.sample_again passes over prompts; set"
                 " train.steps",
+            ),
+            (
+                self.sample_again > 0 and self.staleness > 0,
+                "objective.sample_again asks all ranks whether to draw another set, and with"
+                " objective.staleness sampling is on its own; set one of them to 0",
             ),
             (
                 lora is not None and lora.dropout > 0,

@@ -66,13 +66,19 @@ class SampledPolicy:
             with evaluating(self._trained):
                 yield self._trained
             return
+        yield self.copy()
+
+    def copy(self) -> Decoder:
+        """A copy of the policy as it is now, which training leaves alone. Collective; raises as
+        `whole` does.
+        """
         for module in self._trained.modules():
             if is_fsdp(module):
                 # What a forward pass has gathered is older than the last update.
                 module.reshard()
         copy = self._gather()
         self._compare(copy)
-        yield copy
+        return copy
 
     @torch.no_grad()
     def _gather(self) -> Decoder:
@@ -143,6 +149,11 @@ def _gathered(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 @torch.no_grad()
+def own_checksum(model: nn.Module) -> int:
+    """The checksum of weights as they are."""
+    return checksum(model, {name: weight.dtype for name, weight in named_weights(model)})
+
+
 def checksum(
     model: nn.Module,
     like: Mapping[str, torch.dtype],

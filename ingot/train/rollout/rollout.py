@@ -6,42 +6,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import numpy as np
 
 from ingot.base.errors import Failed
-from ingot.base.progress import say
 from ingot.base.runlog import FailSafeSink, JsonLines, append_line
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch, ChecksumThread
 from ingot.data.batches.rows import Rows
-from ingot.models.device import computing_in
-from ingot.models.generation.policy import PolicySampler, SampledAnswer, answer_draws
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
-from ingot.rewards.build import build_rewards
-from ingot.rewards.protocol import RewardScores, Sample
-from ingot.tokenizers.chat import stop_tokens
 from ingot.train.build import TrainState
+from ingot.train.rollout.ahead import RolloutsAhead
 from ingot.train.rollout.answers import (
     RolloutAnswers,
     joined_answers,
     make_batches,
-    share_of,
     shares_of,
     unequal_first,
 )
 from ingot.train.rollout.policy import SampledPolicy
-from ingot.train.rollout.prompts import Prompt, PromptReader, check_prompts
+from ingot.train.rollout.prompts import PromptReader, check_prompts
+from ingot.train.rollout.sampling import AnswerSampler
 from ingot.train.rollout.scored import mismatch, refer, with_recomputed
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
 
-POLL_S = 0.5
 SHOWN = 2
 """Prompts whose answers are written down at a logged step."""
 
@@ -53,7 +45,8 @@ class Rollout:
     order, in 1 + `sample_again` sets of which later ones are only sampled where they are needed. An
     answer is a function of the weights, the prompt, and numbers drawn from (seed, number of the
     prompt in that order, its own number), so that a resumed training samples the same ones; the
-    answers of a rollout that a checkpoint lies inside of are stored in it.
+    answers of a rollout that a checkpoint lies inside of are stored in it, as are those of rollouts
+    that are sampled ahead.
 
     Args:
         reference: the model that `objective.kl` is measured against.
@@ -82,9 +75,16 @@ class Rollout:
         self._sets = 1 + settings.sample_again
         self._reader = PromptReader(rows, setup.tokenizer)
         self._check(rows)
-        self._rewards = build_rewards(settings.rewards)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._sampler = AnswerSampler(setup, self._reader, self._count, mesh)
         self._checksums = ChecksumThread(rows, mesh.rank, mesh.world)
+        self._ahead = None
+        if settings.staleness:
+            last = -(-setup.last // settings.updates)
+            ahead = saved.get("ahead", {"answers": {}, "weights": {}})
+            self._ahead = RolloutsAhead(
+                self._sampler, self._policy, settings.staleness, last, ahead, mesh
+            )
+        self._beat: Callable[[], bool] = lambda: False
         self._number = -1
         self._answers: RolloutAnswers | None = None
         self._batches: list[Batch] = []
@@ -125,23 +125,36 @@ class Rollout:
                     " checkpoint does not hold them; delete it, so that the one before is taken"
                 )
             began = time.monotonic()
-            answers = self._sample(number, meanwhile)
+            self._beat, behind = meanwhile, 0
+            answers = None
+            if self._ahead is None:
+                answers = self._sample(number, meanwhile)
+            elif (taken := self._ahead.take(number, meanwhile)) is not None:
+                answers, behind = taken[0], number - taken[1]
             if answers is None:
                 return []
             self._begin(number, answers)
+            if self._ahead is not None:
+                self.metrics["rollout/behind"] = float(behind)
             self.metrics["rollout/seconds"] = time.monotonic() - began
         return self._batches
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps needs of the rollout that it lies inside of."""
-        if self._answers is None or step % self.settings.updates == 0:
-            return {}
-        said = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
-        return {"number": self._number, "answers": self._answers.pack(), "metrics": said}
+        """What a checkpoint after `step` steps needs of the rollout that it lies inside of, and of
+        those that are sampled ahead. Collective.
+        """
+        held: dict[str, Any] = {}
+        if self._ahead is not None:
+            held["ahead"] = self._ahead.state(self._beat)
+        if self._answers is not None and step % self.settings.updates:
+            said = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
+            held |= {"number": self._number, "answers": self._answers.pack(), "metrics": said}
+        return held
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._rewards.close()
+        if self._ahead is not None:
+            self._ahead.close()
+        self._sampler.close()
         self._checksums.close()
 
     def _sample(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
@@ -159,101 +172,15 @@ class Rollout:
         return joined_answers(found)
 
     def _sample_set(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
-        """Sample and judge the answers to a set of prompts, each rank as many of them as any other,
-        or one more.
-        """
-        mesh, group, first = self.mesh, self.settings.group, number * self._count
-        rows = self._order.rows(first, self._count)
-        mine = share_of(len(rows) * group, mesh)
-        prompts = self._prompts_of(rows, mine)
-        numbers = [(first + one // group, one % group) for one in range(mine.start, mine.stop)]
-        found = self._answer(prompts, numbers, meanwhile)
-        scores = None if found is None else self._judge(prompts, found, meanwhile)
-        if any(mesh.agree(float(scores is None))):
+        """Sample and judge the answers to a set of prompts. Collective."""
+        task = self._sampler.task(number)
+        with self._policy.whole() as model:
+            found = self._sampler.sample(model, task, meanwhile)
+        answers = None if found is None else self._sampler.judge(task, found, meanwhile)
+        if any(self.mesh.agree(float(answers is None))):
             return None
-        assert found is not None
-        assert scores is not None
-        return self._arrays(rows, found, scores).everywhere(mesh)
-
-    def _prompts_of(self, rows: np.ndarray, answers: slice) -> list[Prompt]:
-        """The prompt of each of some answers, by their number in the rollout."""
-        group = self.settings.group
-        first, last = answers.start // group, -(-answers.stop // group)
-        found = self._reader.prompts(rows[first:last].tolist())
-        return [found[one // group - first] for one in range(answers.start, answers.stop)]
-
-    def _answer(
-        self,
-        prompts: Sequence[Prompt],
-        numbers: Sequence[tuple[int, int]],
-        meanwhile: Callable[[], bool],
-    ) -> list[SampledAnswer] | None:
-        """An answer to each of `prompts`, with the random numbers of `numbers`. Collective."""
-        settings, setup = self.settings, self._setup
-        with self._policy.whole() as model, computing_in(setup.compute, self.mesh.device):
-            sampler = PolicySampler(
-                model,
-                temperature=settings.temperature,
-                eos=stop_tokens(setup.tokenizer),
-                max_rows=settings.sample_rows,
-            )
-            return sampler.sample(
-                [prompt.ids for prompt in prompts],
-                answer_draws(setup.recipe.seed, numbers, settings.max_answer_tokens),
-                meanwhile,
-            )
-
-    def _judge(
-        self,
-        prompts: Sequence[Prompt],
-        found: Sequence[SampledAnswer],
-        meanwhile: Callable[[], bool],
-    ) -> RewardScores | None:
-        """The rewards of this rank's answers, computed in a thread: they may take long."""
-        samples = [
-            Sample(
-                prompt.text,
-                self._text(answer.ids),
-                prompt.reference,
-                answer.finished,
-                prompt.alone,
-            )
-            for prompt, answer in zip(prompts, found, strict=True)
-        ]
-        waiting = self._thread.submit(self._rewards, samples)
-        while True:
-            try:
-                scores = waiting.result(timeout=POLL_S)
-                break
-            except NotYet:
-                if meanwhile():
-                    return None
-        for name, reason in scores.reasons.items():
-            say(f"warning: reward {name} failed on {scores.failures[name]} answers: {reason}")
-        return scores
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._setup.tokenizer.decode(ids)
-
-    def _arrays(
-        self, rows: np.ndarray, found: Sequence[SampledAnswer], scores: RewardScores
-    ) -> RolloutAnswers:
-        shape = len(found), self.settings.max_answer_tokens
-        ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        for row, answer in enumerate(found):
-            ids[row, : len(answer.ids)] = answer.ids
-            logprobs[row, : len(answer.ids)] = answer.logprobs
-        each = [scores.each[name] for name in self._rewards.names]
-        return RolloutAnswers(
-            rows,
-            ids,
-            np.array([len(answer.ids) for answer in found], np.int64),
-            logprobs,
-            logprobs,
-            np.array([answer.finished for answer in found], np.bool_),
-            np.array(scores.total, np.float64),
-            np.array(each, np.float64).T.reshape(len(found), len(each)),
-        )
+        assert answers is not None
+        return answers.everywhere(self.mesh)
 
     def _begin(self, number: int, answers: RolloutAnswers) -> None:
         """Begin to train on the answers of a rollout with the weights as they are now."""
@@ -296,7 +223,7 @@ class Rollout:
             "reward/deviation": float(groups.std(axis=1, ddof=1).mean()),
             **{
                 f"reward/{name}": float(np.nanmean(one)) if not np.isnan(one).all() else np.nan
-                for name, one in zip(self._rewards.names, answers.each.T, strict=True)
+                for name, one in zip(self._sampler.names, answers.each.T, strict=True)
             },
             "reward/failed": float(failed.any(axis=1).mean()),
             "rollout/groups": float(len(groups)),
@@ -322,7 +249,9 @@ class Rollout:
                     "reference": prompt.reference,
                     "answers": [
                         {
-                            "answer": self._text(answers.ids[one, : answers.lengths[one]].tolist()),
+                            "answer": self._sampler.text(
+                                answers.ids[one, : answers.lengths[one]].tolist()
+                            ),
                             "reward": float(answers.rewards[one]),
                             "finished": bool(answers.finished[one]),
                         }

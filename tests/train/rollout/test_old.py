@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ingot.config.recipe import Recipe
-from ingot.train.rollout import rollout
+from ingot.train.rollout import sampling
 from ingot.train.rollout.answers import RolloutAnswers
 from ingot.train.rollout.scored import mismatch
 from ingot.train.trainer import train
@@ -40,12 +40,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sampler_of_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that does not do as it is told."""
-    original = rollout.PolicySampler
+    original = sampling.PolicySampler
 
     def sampler(model: Any, **given: Any) -> Any:
         return original(model, **{**given, "temperature": temperature})
 
-    monkeypatch.setattr(rollout, "PolicySampler", sampler)
+    monkeypatch.setattr(sampling, "PolicySampler", sampler)
 
 
 def test_the_mismatch_is_that_of_the_tokens_that_are_trained() -> None:

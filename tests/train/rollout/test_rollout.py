@@ -23,7 +23,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.load import load_tokenizer
 from ingot.train import step as loop
-from ingot.train.rollout import rollout
+from ingot.train.rollout import sampling
 from ingot.train.rollout.prompts import PromptReader
 from ingot.train.trainer import train
 from tests import tolerances
@@ -217,14 +217,14 @@ def test_a_prompt_that_comes_again_is_answered_with_other_numbers(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[bytes] = []
-    original = rollout.answer_draws
+    original = sampling.answer_draws
 
     def noted(*given: Any) -> Any:
         found = original(*given)
         drawn.extend(row.tobytes() for row in found)
         return found
 
-    monkeypatch.setattr(rollout, "answer_draws", noted)
+    monkeypatch.setattr(sampling, "answer_draws", noted)
     train(apart(ready, tmp_path, train__steps=3))
     assert len(set(drawn)) == len(drawn) == 48
 
