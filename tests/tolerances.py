@@ -73,3 +73,5 @@ TRACED_MEMORY_OF_EXPERTS = 0.05
 LLAMA_CPP = 1e-3
 # |p / p when sampled - 1| before the first update on a policy's own answers, float32.
 FIRST_RATIO = 1e-5
+# The largest |p / p when sampled - 1| of a token, where vLLM sampled it in float32.
+SERVER_RATIO = 1e-3

@@ -64,7 +64,9 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         for knob, plain in (("kind", "lora"), ("init", "kaiming"), ("plus_ratio", None)):
             if lora[knob] == plain:
                 del lora[knob]  # as runs of earlier versions have it
-    for knob in ("sample_again", "staleness"):
+    if chosen["objective"].get("sampler"):
+        chosen["objective"]["sampler"] = "vllm"  # not where it is
+    for knob in ("sample_again", "staleness", "sampler"):
         if not chosen["objective"].get(knob, True):
             del chosen["objective"][knob]  # as runs of earlier versions have it
     if chosen["objective"].get("old_logprobs") == "sampler":

@@ -309,6 +309,8 @@ def judge_sampling(
             times = "a whole copy" if copies == 1 else f"up to {copies} whole copies"
             message += f", and {_gb(copy)} GB for {times} of the policy"
         message += ", beside a step's memory" if objective.staleness else ""
+    if objective.sampler is not None:
+        message = "a plan knows nothing of the time, memory and devices of objective.sampler"
     yield PlanFinding("not checked", "objective.sample_rows", message)
 
 

@@ -241,7 +241,8 @@ def test_every_knob_is_decided() -> None:
         _recipe("objective={kind: distill, teacher: t}"),
         _recipe("objective={kind: grpo, rewards: [{kind: exact}], sample_again: 1}"),
         _recipe(
-            "objective={kind: grpo, rewards: [{kind: exact}], staleness: 1, old_logprobs: recomputed}"
+            "objective={kind: grpo, rewards: [{kind: exact}], staleness: 1, old_logprobs: recomputed,"
+            " sampler: {url: 'http://127.0.0.1:1'}}"
         ),
         _recipe("gate.floor=bigram"),
         _recipe("tokenizer.target_language=deu_Latn"),

@@ -242,6 +242,11 @@ def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
     (told,) = judge_sampling(recipe, preset("llama-8b"), size)
     wanted = "and 48.0 GB for up to 3 whole copies of the policy, beside a step's memory"
     assert told.message.endswith(wanted)
+    grpo["objective"] |= {"sampler": {"url": "http://a:1"}, "old_logprobs": "recomputed"}
+    recipe = small_recipe(tmp_path, **grpo, train__global_batch=8)
+    assert [one.message for one in judge_sampling(recipe, preset("llama-8b"), size)] == [
+        "a plan knows nothing of the time, memory and devices of objective.sampler"
+    ]
     assert not list(judge_sampling(small_recipe(tmp_path), preset("llama-8b"), size))
 
 

@@ -6,9 +6,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ingot.config.section import Positive
+from ingot.config.section import Positive, Section
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.config.sections.rewards import Reward
+
+
+class VLLMSampler(Section):
+    """A vLLM server that samples in place of ingot's own decoder. You start it, in an environment
+    and on devices of its own, on the same machine or one that sees the run's folder; a training
+    that finds none tells the command. Before each rollout it gets the weights through the run's
+    folder `sampler/`, and what it holds is compared.
+
+    Its sums are rounded otherwise than the trainer's, and depend on what it computes at the same
+    time: a training that was killed goes on with the same weights and seeds, but answers need not
+    be the same ones. Only a training of one process has it.
+    """
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+$")]
+    """The server's address, such as `http://127.0.0.1:8001`. Its interface for weights lets anybody
+    who reaches it change them: let it listen where nobody else does.
+    """
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds to wait for the server to be started, and for each of its answers."""
+    tolerance: Annotated[float, Field(gt=0)] = 0.05
+    """By how much the log-probabilities of its answers may differ from those that the same weights
+    have here, in the mean over the tokens of some answers of each rollout; more ends the training.
+    In float32 it is about 1e-5, in bfloat16 about 0.01.
+    """
 
 
 class GRPOSettings(ObjectiveSettings):
@@ -118,6 +142,8 @@ class GRPOSettings(ObjectiveSettings):
     """Model that `kl` is measured against: a Hugging Face folder, a run folder, or `hf:ORG/NAME`.
     Empty: the model that training starts from, under LoRA without its adapter.
     """
+    sampler: VLLMSampler | None = None
+    """A server that samples; empty: ingot's own decoder, in the process that trains."""
     sample_rows: Positive = 64
     """Answers that are sampled at once on a rank. It changes speed and memory, and nothing else but
     rounding.
@@ -155,6 +181,15 @@ class GRPOSettings(ObjectiveSettings):
                 self.sample_again > 0 and train.epochs is not None,
                 "train.epochs is not known where objective.sample_again passes over prompts; set"
                 " train.steps",
+            ),
+            (
+                self.sampler is not None and self.old_logprobs == "sampler",
+                "objective.sampler computes other numbers than the trainer, which are measured and"
+                " corrected with objective.old_logprobs recomputed; set that",
+            ),
+            (
+                self.sampler is not None and recipe.model.quantize is not None,
+                "objective.sampler has no packed weights (model.quantize); remove one of them",
             ),
             (
                 self.sample_again > 0 and self.staleness > 0,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.models.device import computing_in
@@ -23,6 +24,7 @@ from ingot.rewards.protocol import Sample
 from ingot.tokenizers.chat import stop_tokens
 from ingot.train.rollout.answers import RolloutAnswers, share_of
 from ingot.train.rollout.prompts import Prompt, PromptReader
+from ingot.train.rollout.server import PolicyServer
 from ingot.train.setup import TrainSetup
 
 POLL_S = 0.5
@@ -54,10 +56,21 @@ class AnswerSampler:
         self._reader, self._rewards = reader, build_rewards(settings.rewards)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self.names = self._rewards.names
+        self._server = None
+        if settings.sampler is not None:
+            if mesh.world > 1:
+                raise WrongInput(
+                    f"objective.sampler serves a training of one process, not of {mesh.world};"
+                    " remove it, or train with one"
+                )
+            folder = setup.recipe.folder.root / "sampler"
+            self._server = PolicyServer(setup, folder, stop_tokens(setup.tokenizer))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._rewards.close()
+        if self._server is not None:
+            self._server.close()
 
     def task(self, number: int) -> SampleTask:
         """This rank's share of set `number`: as many answers as any other rank, or one more."""
@@ -79,6 +92,10 @@ class AnswerSampler:
     ) -> list[SampledAnswer] | None:
         """An answer to each prompt of the task; None once `meanwhile` says True."""
         settings, setup = self._settings, self._setup
+        if self._server is not None:
+            prompts = [prompt.ids for prompt in task.prompts]
+            with computing_in(setup.compute, self._mesh.device):
+                return self._server.sample(model, prompts, task.numbers, meanwhile)
         with computing_in(setup.compute, self._mesh.device):
             sampler = PolicySampler(
                 model,
