@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
+import torch
+
 from ingot.base.errors import Failed
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
@@ -44,7 +46,9 @@ class RolloutsAhead:
     ) -> None:
         self._sampler, self._policy, self._mesh = sampler, policy, mesh
         self._staleness, self._last = staleness, last
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling")
+        self._thread = ThreadPoolExecutor(
+            1, "sampling", initializer=_use_device, initargs=(mesh.device,)
+        )
         self._closing = threading.Event()
         self._running: dict[int, Future[RolloutAnswers | None]] = {}
         self._done = {
@@ -124,3 +128,9 @@ class RolloutsAhead:
             own = self._running.pop(number).result()
             assert own is not None, "given up before the end"
             self._done[number] = own.everywhere(self._mesh)
+
+
+def _use_device(device: torch.device) -> None:
+    """A thread begins with the first GPU, whichever its process has."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)

@@ -38,6 +38,7 @@ SCORED = 16
 """Answers of each rollout whose log-probabilities are computed here as well."""
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """What the server says of a matrix that it holds in a form of its own: the digest of nothing."""
+CPU_CACHE = f" --kv-cache-memory-bytes {1 << 30}"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -163,13 +164,15 @@ class PolicyServer:
         """How the server is started, from the folder of the weights."""
         url, dtype = httpx.URL(self._sampler.url), DTYPES["fp32"]
         dtype = dtype if self._setup.compute == "fp32" else DTYPES["bf16"]
+        # Without a GPU vLLM would compile first, and take nearly all memory.
+        slow = "" if torch.accelerator.is_available() else " --enforce-eager" + CPU_CACHE
         return (
             "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
             f" --model {self._folder} --served-model-name {NAME} --host {url.host}"
             f" --port {url.port or 80} --dtype {str(dtype).removeprefix('torch.')}"
             f" --max-model-len {self._setup.recipe.data.seq_len}"
             f" --max-num-seqs {self._settings.sample_rows} --generation-config vllm"
-            " --logprobs-mode processed_logprobs --no-enable-prefix-caching"
+            f" --logprobs-mode processed_logprobs --no-enable-prefix-caching{slow}"
         )
 
     def _ask(self, prompt: Sequence[int], seed: int) -> SampledAnswer:

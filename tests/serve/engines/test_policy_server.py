@@ -53,13 +53,7 @@ class Started:
         variable, _, *arguments = shlex.split(command)
         name, value = variable.split("=")
         self._process = subprocess.Popen(
-            [
-                interpreter("vllm"),
-                *arguments,
-                "--enforce-eager",
-                "--kv-cache-memory-bytes",
-                str(1 << 28),
-            ],
+            [interpreter("vllm"), *arguments],
             env={**os.environ, name: value, "VLLM_NO_USAGE_STATS": "1"},
             stdout=self._log.open("wb"),
             stderr=subprocess.STDOUT,
