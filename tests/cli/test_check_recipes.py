@@ -65,6 +65,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("sft_gemma3_4b", (LLAMA, "parallel.shard=3"), "parallel.shard 3 takes 3"),
     ("sft_llama", ("tokenizer.template=chatml2",), "tokenizer.template chatml2 is neither"),
     ("sft_llama_8b", ("train.start_from=nosuch",), "train.start_from nosuch does not exist"),
+    ("sft_qwen3_moe", ("parallel.expert=6",), "parallel.expert 6 does not divide the 16 ranks"),
     ("simpo_llama", (LLAMA, "parallel.pipeline=2", "launch.processes=2"), "all of a row at once"),
     ("t5_small", ("evaluate.tasks=[{kind: rouge, source: no.jsonl}]",), "no.jsonl: no such file"),
     ("t5_xxl", ("precision.float8=rowwise",), "precision.float8 is for decoders"),

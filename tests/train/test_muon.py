@@ -48,17 +48,31 @@ CONFIG = {
     "max_position_embeddings": 64,
     "attention_bias": True,
 }
+# Experts in two of four layers, and one that a rank may hold half of.
+SPARSE = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "mlp_only_layers": [0, 2],
+}
 SETTINGS = Muon(kind="muon", lr=0.02, weight_decay=0.1, compute="fp32")
 ORTHOGONAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def built(parallel: dict[str, int], mesh: Mesh, master: Any = "fp32") -> tuple[nn.Module, Masters]:
+def built(
+    parallel: dict[str, int],
+    mesh: Mesh,
+    master: Any = "fp32",
+    config: dict[str, Any] = CONFIG,
+) -> tuple[nn.Module, Masters]:
     how = WrapSettings(
         Parallel(**parallel),
         precision=Precision(master=master),
         compute="fp32" if master == "fp32" else "bf16",
     )
-    spec = ModelSpec("decoder", DecoderConfig.from_hf(CONFIG), None, True)
+    spec = ModelSpec("decoder", DecoderConfig.from_hf(config), None, True)
     model = apply_wrappers(create_model(spec, 0), mesh, how)
     materialize_model(model, spec, 0, mesh.device, filled=True)
     return model, make_masters(model, mesh, how)
@@ -82,11 +96,15 @@ def step(masters: Masters, optimizer: optim.Optimizer, number: int, skipped: flo
 
 
 def is_orthogonal(name: str) -> bool:
+    if ".experts." in name:
+        return True
     return name.rpartition(".")[0].rpartition(".")[2] in ORTHOGONAL and name.endswith("weight")
 
 
-def alone(settings: Any = SETTINGS) -> tuple[Masters, optim.Optimizer]:
-    _, masters = built({}, ALONE)
+def alone(
+    settings: Any = SETTINGS, config: dict[str, Any] = CONFIG
+) -> tuple[Masters, optim.Optimizer]:
+    _, masters = built({}, ALONE, config=config)
     return masters, make_optimizer(settings, masters)
 
 
@@ -216,11 +234,13 @@ def test_the_type_of_the_iteration_is_part_of_what_a_run_is(root: Path) -> None:
 
 LAYOUTS: tuple[dict[str, int], ...] = (
     {"shard": 4},
-    {"tensor": 2, "shard": 2},
+    {"shard": 2, "tensor": 2, "expert": 4},
     {"replicate": 4},
-    {"pipeline": 2, "virtual": 2, "shard": 2},
-    {"replicate": 2, "shard": 2},
-    {"context": 2, "tensor": 2},
+    {"pipeline": 2, "virtual": 2, "shard": 2, "expert": 2},
+    {"shard": 2, "tensor": 2, "expert": 2},
+    {"replicate": 2, "shard": 2, "expert": 2},
+    {"context": 2, "tensor": 2, "expert": 4},
+    {"shard": 4, "expert": 4},
 )
 
 
@@ -229,7 +249,7 @@ def chained(root: Path) -> None:
     with running_mesh():
         for number, layout in enumerate(LAYOUTS):
             with running_mesh(Parallel(**layout)) as mesh:
-                _, masters = built(layout, mesh)
+                _, masters = built(layout, mesh, config=SPARSE)
                 optimizer = make_optimizer(SETTINGS, masters)
                 if number:
                     load_checkpoint(
@@ -241,13 +261,15 @@ def chained(root: Path) -> None:
 
 def test_a_run_through_all_layouts_has_the_bits_of_one_process(tmp_path: Path) -> None:
     """Gradients are equal, so weights must be: a matrix that is orthogonalised in pieces, a
-    momentum that is not saved, or one that is loaded into another place, give other ones.
+    momentum that is not saved, an expert updated as another's, or what is loaded into another
+    place, give other ones.
     """
     run_ranks(4, chained, tmp_path)
-    masters, optimizer = alone()
+    masters, optimizer = alone(config=SPARSE)
     for number in range(len(LAYOUTS)):
         step(masters, optimizer, number)
         weights = WholeWeights(step_folder(tmp_path, number + 1))
+        assert sum(".experts." in name for name in weights.names) >= 4
         for master in masters:
             if is_orthogonal(master.name):
                 assert torch.equal(weights[master.name], master.tensor), (number, master.name)
