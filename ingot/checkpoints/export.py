@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,25 @@ GENERATED = (
 DTYPES: dict[ExportType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+class Encoding(Protocol):
+    """A form of the tensors in the files other than numbers as they are."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What `config.json` says of it."""
+
+    def forms(self, plain: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """The tensors of the files, in order."""
+
+    def tensors(self, plain: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, in that order."""
+
+    def check(self, folder: Path) -> dict[str, Any]:
+        """Read back what was written; returns what `ingot.json` says of it. Raises Failed if it
+        is not what was given.
+        """
+
+
 def export_model(
     model: AnyModel,
     tokenizer: Tokenizer,
@@ -60,6 +79,7 @@ def export_model(
     lineage: Mapping[str, Any],
     generation: Mapping[str, Any] | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
+    encoding: Encoding | None = None,
 ) -> dict[str, Any]:
     """Write the model folder atomically, adapters merged, holding one tensor in memory at a time.
     Returns the contents of its `ingot.json`, including `model_hash`.
@@ -68,6 +88,38 @@ def export_model(
     tokenizer. `tensors` supplies the weights of a model on `meta`, in the model's own order.
     """
     dtype = DTYPES[export_type]
+    config, generation = _configured(model, tokenizer, dtype, generation)
+    forms, weights = _specs(model, dtype), exported_weights(model, tensors)
+    if encoding is not None:
+        forms, weights = encoding.forms(forms), encoding.tensors(weights)
+        config |= encoding.config
+    with atomic_folder(folder) as partial:
+        written = stream_weights(forms, weights, partial)
+        _write_json(partial / CONFIG, config)
+        _write_json(partial / GENERATION, generation)
+        tokenizer.save(partial)
+        told = {} if encoding is None else encoding.check(partial)
+        made = {
+            "schema": 1,
+            "ingot": ingot.__version__,
+            "model_hash": hash_model(partial),
+            "tokenizer": tokenizer.identity(),
+            "template": tokenizer.template_identity,
+            "export_type": export_type,
+            **lineage,
+            **told,
+            CONTENT: content_record(
+                partial, {name: sum_ for file in written.values() for name, sum_ in file.items()}
+            ),
+        }
+        _write_json(partial / LINEAGE, made)
+    return made
+
+
+def _configured(
+    model: AnyModel, tokenizer: Tokenizer, dtype: torch.dtype, generation: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The contents of `config.json` and of `generation_config.json`."""
     stop = stop_tokens(tokenizer)
     eos = stop[0] if len(stop) == 1 else stop or None
     special = {
@@ -97,29 +149,7 @@ def export_model(
         }
     else:
         generation = _stopping_at(generation, stop)
-    with atomic_folder(folder) as partial:
-        written = stream_weights(
-            _specs(model, dtype),
-            exported_weights(model, tensors),
-            partial,
-        )
-        _write_json(partial / CONFIG, config)
-        _write_json(partial / GENERATION, generation)
-        tokenizer.save(partial)
-        made = {
-            "schema": 1,
-            "ingot": ingot.__version__,
-            "model_hash": hash_model(partial),
-            "tokenizer": tokenizer.identity(),
-            "template": tokenizer.template_identity,
-            "export_type": export_type,
-            **lineage,
-            CONTENT: content_record(
-                partial, {name: sum_ for file in written.values() for name, sum_ in file.items()}
-            ),
-        }
-        _write_json(partial / LINEAGE, made)
-    return made
+    return config, generation
 
 
 def _specs(model: AnyModel, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -155,10 +185,12 @@ def copy_model(
     export_type: ExportType | None,
     overwrite: bool,
     accept: bool = False,
+    encode: Callable[[AnyModel, ExportType], Encoding] | None = None,
 ) -> dict[str, Any]:
     """Copy a model folder (Hugging Face's or Meta's layout) to a new one, with every tensor
     checked; behind `ingot export` and `ingot import`. `accept` also takes a model that changed
-    after its export; `changed_from` in the new `ingot.json` then has the original's hash.
+    after its export; `changed_from` in the new `ingot.json` then has the original's hash. `encode`
+    says in which other form the tensors are written.
 
     Raises:
         WrongInput: `source` is not a model folder, its weights or tokenizer do not fit, or `target`
@@ -206,6 +238,7 @@ def copy_model(
         export_type=export_type,
         lineage=lineage,
         generation=source_generation(base),
+        encoding=None if encode is None else encode(model, export_type),
     )
 
 

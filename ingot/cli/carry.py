@@ -47,26 +47,31 @@ def export(
         typer.Option(
             "--format",
             help="hf, a Hugging Face folder; peft, the adapter of a LoRA run; gguf, a file for"
-            " llama.cpp.",
+            " llama.cpp; compressed-tensors, a folder in four or eight bits for vLLM.",
         ),
     ] = "hf",
     kind: Annotated[
         str | None,
         typer.Option(
             "--type",
-            help="Of the matrices in GGUF: f32, f16, bf16 (where left out), q8_0, or q4_k_m by"
-            " llama.cpp's llama-quantize.",
+            help="Of the matrices. In GGUF: f32, f16, bf16 (where left out), q8_0, or q4_k_m by"
+            " llama.cpp's llama-quantize. In compressed-tensors, bits of weights and inputs: w4a16"
+            " (where left out), w8a16 or w8a8.",
             show_default=False,
         ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> int:
-    """Check every tensor of a model and write it as a Hugging Face folder or a GGUF file."""
+    """Check every tensor of a model and write it as a Hugging Face folder, or in fewer bits for
+    llama.cpp or vLLM.
+    """
     if layout == "gguf":
         made = write_gguf(source, target, kind or "bf16", overwrite=overwrite)
+    elif layout == "compressed-tensors":
+        made = write_compressed(source, target, kind or "w4a16", overwrite=overwrite)
     elif kind is not None:
-        raise typer.BadParameter("--type is for --format gguf")
+        raise typer.BadParameter("--type is for --format gguf and compressed-tensors")
     else:
         made = copy_checked(source, target, layout, overwrite=overwrite)
     return _tell_made("export", made, as_json=as_json)
@@ -94,6 +99,49 @@ def write_gguf(source: str, target: str, kind: str, *, overwrite: bool) -> dict[
     count = export_gguf(folder, Path(target), kind, overwrite=overwrite)
     say(f"{target}: {count} tensors, {kind}, read back and compared")
     return {"path": target, "format": "gguf", "type": kind, "tensors": count}
+
+
+def write_compressed(source: str, target: str, kind: str, *, overwrite: bool) -> dict[str, Any]:
+    """`export --format compressed-tensors`: a checked model as a folder in fewer bits; says how far
+    it is from the original, and what that does to the loss on a run's held-out documents.
+    """
+    from ingot.base.errors import WrongInput
+    from ingot.base.progress import say
+    from ingot.checkpoints.compressed import COMPRESSED, export_compressed
+    from ingot.cli.model import find_target
+    from ingot.evaluate.held_out import held_out_loss
+    from ingot.models.hf.meta import is_meta
+
+    folder = _folder(source)
+    if is_meta(folder):
+        raise WrongInput(f"{folder} is in Meta's layout; `ingot import` it first")
+    is_model = source.startswith("hf:") or (Path(source) / "config.json").exists()
+    recipe = None if is_model else find_target(source).recipe
+    measure, why = held_out_loss(recipe)
+    made, far = export_compressed(folder, Path(target), kind, overwrite=overwrite, measure=measure)
+    say(
+        f"{target}: {far.matrices} matrices in {kind}, read back and compared, model"
+        f" {made['model_hash']}; the others are in {made['export_type']}"
+    )
+    say(
+        f"it is another model than {folder}: its matrices differ by {far.relative:.1%} in norm,"
+        f" {far.worst} most ({far.worst_relative:.1%})"
+    )
+    if far.loss is None:
+        say(f"the held-out loss was not measured: {why}")
+    else:
+        before, after = far.loss
+        say(f"held-out loss {before:.4f} before, {after:.4f} after ({after - before:+.4f} nats)")
+    if kind == "w8a8":
+        say(
+            "the inputs of products, which vLLM rounds to eight bits too, were not rounded for that"
+        )
+    return {
+        **made[COMPRESSED],
+        "path": target,
+        "format": "compressed-tensors",
+        "model_hash": made["model_hash"],
+    }
 
 
 def import_(
@@ -124,8 +172,8 @@ def copy_checked(
 
     if layout not in ("hf", "peft"):
         raise WrongInput(
-            f"--format {layout} is not known; it is hf, a Hugging Face folder, peft, an adapter, or"
-            " gguf, a file for llama.cpp"
+            f"--format {layout} is not known; it is hf, a Hugging Face folder, peft, an adapter,"
+            " gguf, a file for llama.cpp, or compressed-tensors, a folder in fewer bits for vLLM"
         )
     from ingot.base.progress import say
     from ingot.checkpoints.export import copy_adapter, copy_model

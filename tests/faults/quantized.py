@@ -69,4 +69,28 @@ FAULTS = [
         "bytes of quantised matrices are cast to bf16 with the other weights",
         by="tests/train/test_quantized.py",
     ),
+    Fault(
+        "compressed-lowest-number",
+        "ingot/models/hf/compressed.py",
+        ".clamp(-most, most - 1)",
+        ".clamp(1 - most, most - 1)",
+        "the lowest of the integers that compressed-tensors has is never written",
+        by="tests/checkpoints/test_compressed.py",
+    ),
+    Fault(
+        "compressed-parts-unchecked",
+        "ingot/models/hf/content.py",
+        "                    self.compare(its_file, part, there[:])",
+        "                    pass",
+        "scales of compressed-tensors that changed since the export are read without a word",
+        by="tests/checkpoints/test_compressed.py",
+    ),
+    Fault(
+        "compressed-not-read-back",
+        "ingot/checkpoints/compressed.py",
+        "if self._wanted.get(name) != found.get(name)",
+        "if name not in found",
+        "numbers written wrong as compressed-tensors take their name",
+        by="tests/checkpoints/test_compressed.py",
+    ),
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -18,6 +19,7 @@ from ingot.config.models.content import (
     refuse_changed,
     tensor_digests,
 )
+from ingot.models.hf.compressed import CompressedMatrix
 
 
 def digest(tensor: Tensor) -> str:
@@ -66,6 +68,21 @@ class ContentCheck:
         """Compare a whole tensor with its record, if it is in this reader's share."""
         if self.wants(name) and digest(tensor) != self.digests.get(name):
             self.changed.setdefault(file.name, []).append(name)
+
+    def checked(self, file: Path, name: str, stored: Any) -> Any:
+        """Compare what this reader wants of a stored tensor, given as a slice of its file, or of
+        the tensors that it is made of; returns it, in memory if it was read for that.
+        """
+        if isinstance(stored, CompressedMatrix):
+            for part, (its_file, there) in stored.parts.items():
+                if self.wants(part):
+                    self.compare(its_file, part, there[:])
+            return stored
+        if not self.wants(name):
+            return stored
+        tensor: Tensor = stored[:]
+        self.compare(file, name, tensor)
+        return tensor
 
     def finish(self) -> None:
         """Raises WrongInput if something differed."""

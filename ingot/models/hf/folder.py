@@ -20,6 +20,7 @@ from ingot.base.storage import sha256_file
 from ingot.config.models.content import read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import CONFIG, model_config
+from ingot.models.hf.compressed import SCALE, CompressedMatrix, matrix_of
 from ingot.models.hf.content import ALL, Share, compared, content_check
 from ingot.models.hf.mxfp4 import BLOCKS, SCALES, PackedStack, split_name
 from ingot.models.hf.tensor_names import (
@@ -94,9 +95,8 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
     twin: Tensor | None = None
     check = None if share is None else content_check(folder, share)
     for file, name, stored in _stored(folder):
-        if check is not None and check.wants(name):
-            stored = stored[:]
-            check.compare(file, name, stored)
+        if check is not None:
+            stored = check.checked(file, name, stored)
         ours = language_name(name)
         if tied and ours == HEAD and EMBEDDING in places:
             twin = _weights(name, stored, shard_slices(places[EMBEDDING]), folder)
@@ -212,7 +212,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
-    """The file, name and slice of each tensor of a folder; one in MXFP4 as what it stands for."""
+    """The file, name and slice of each tensor of a folder; one in MXFP4 or compressed-tensors as
+    what it stands for.
+    """
     readers = {file: _opened(file) for file in weight_files(folder)}
     places = {
         name: (file, reader)
@@ -221,7 +223,10 @@ def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     }
     for name, (file, reader) in places.items():
         own, ending = split_name(name)
-        if not ending or own + BLOCKS not in places or own + SCALES not in places:
+        if (matrix := matrix_of(name, places)) is not None:
+            if name == matrix + SCALE:
+                yield file, matrix, CompressedMatrix(matrix, places)
+        elif not ending or own + BLOCKS not in places or own + SCALES not in places:
             yield file, name, reader.get_slice(name)
         elif ending == BLOCKS:
             scales = places[own + SCALES][1].get_slice(own + SCALES)
@@ -247,8 +252,7 @@ def named_tensors(
         for stored, piece in held[name]:
             if stored != read:
                 file, name_there, there = holding[stored]
-                read, tensor = stored, there[:]
-                check.compare(file, name_there, tensor)
+                read, tensor = stored, check.checked(file, name_there, there)[:]
             part = tensor[piece.row : piece.row + piece.stored_shape[0]]
             parts.append(part.mT.contiguous() if piece.turned else part)
         # The matrices of a stack of experts come in its order.

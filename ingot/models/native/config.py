@@ -25,6 +25,7 @@ from ingot.config.models.family import (
     sizes,
 )
 from ingot.config.models.rotary import layer_ropes, rope_values, ropes_by_type
+from ingot.models.hf.compressed import scheme_of
 from ingot.models.native.rope import SCALINGS, Rope, read_rope
 
 # Keys that must have one of these values if present: any other value is another architecture.
@@ -108,7 +109,8 @@ class DecoderConfig:
                 impossible value; `where` is the place that the message names.
         """
         family = family_of({"model_type": str(config.get("model_type"))}, where)
-        if family.experts is not None and family.experts.biased and is_mxfp4(config):
+        packed = family.experts is not None and family.experts.biased and is_mxfp4(config)
+        if packed or scheme_of(config, where) is not None:
             # Such files are read as what they mean, and written without it.
             config = {key: config[key] for key in config if key != "quantization_config"}
         for key, allowed in {**_FIXED, **family.fixed}.items():

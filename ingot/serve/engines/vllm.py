@@ -23,6 +23,7 @@ from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
+from ingot.models.hf.compressed import scheme_of
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.bodies import PromptBounds
@@ -102,10 +103,12 @@ def vllm_command(
     python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
 ) -> ServerCommand:
     """The command line of vLLM. On a CPU it runs in float32, as our own server does, without
-    compiling first.
+    compiling first; in bf16 where matrices have four bits, whose products it has in no other type.
     """
     accelerated = torch.accelerator.is_available()
-    dtype = "auto" if accelerated else "float32"
+    scheme = scheme_of(model_config(folder), str(folder))
+    on_cpu = "bfloat16" if scheme is not None and scheme.bits == 4 else "float32"
+    dtype = "auto" if accelerated else on_cpu
     more = (
         () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes()))
     )

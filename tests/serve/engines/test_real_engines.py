@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from ingot.base.server import running_server
+from ingot.checkpoints.compressed import export_compressed
 from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
 from tests.serve.tiny import make_folder
@@ -128,6 +129,20 @@ def test_vllm_says_what_our_decoder_says(
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=folder.name, prompt=PROMPTS[0], temperature=-1)
+
+
+@pytest.mark.parametrize("kind", ["w4a16", "w8a8"])
+def test_vllm_answers_in_few_bits(folder: Path, kind: str, tmp_path: Path) -> None:
+    """vLLM computes four bits in bf16, and rounds inputs where products are of integers: its words
+    begin as ours, from the same numbers in float32, for most prompts.
+    """
+    export_compressed(folder, tmp_path / kind, kind, overwrite=False)
+    with serving(tmp_path / kind, "native") as url:
+        ours = answers(url)
+    with serving(tmp_path / kind, "vllm") as url:
+        theirs = answers(url)
+    alike = sum(one[:2] == other[:2] for one, other in zip(ours, theirs, strict=True))
+    assert alike >= len(PROMPTS) - 2, list(zip(ours, theirs, strict=True))
 
 
 def test_triton_says_what_our_decoder_says(folder: Path, expected: list[str]) -> None:
