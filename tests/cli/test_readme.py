@@ -136,12 +136,12 @@ def test_a_command_on_the_smallest_model(command: str, smallest: Path) -> None:
         assert out.strip()
 
 
-@pytest.mark.drawn("Python in the README")
+@pytest.mark.drawn("a proof as the README has it")
 def test_serving_and_the_python_example_on_the_smallest_model(smallest: Path) -> None:
     serve_and_ask("quickstart", smallest, **SMALLEST)
 
 
-@pytest.mark.drawn("Python in the README")
+@pytest.mark.drawn("a proof as the README has it")
 def test_the_python_interface_on_the_smallest_model(smallest: Path) -> None:
     example = next(block for block in blocks(TYPED, "python") if "ingot.load" in block)
     done = subprocess.run(

@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ingot.base.errors import Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.train import step as loop
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.ways import WAYS, make_ready, prepare_way, recipe_of
 from tests.ranks import run_ranks
+from tests.train.stopping import train_until
 
 PROVED = "sft-lora"
 """The way that is proved in full without `-m slow`: masked labels, an adapter, and dropout whose
@@ -150,7 +149,7 @@ def test_any_split_of_the_work_gives_the_same_numbers(
     ],
 )
 def test_it_learns_and_resumes_bit_for_bit(
-    way: str, more: dict[str, Any], ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, more: dict[str, Any], ready: Path, tmp_path: Path
 ) -> None:
     knobs = {
         "train__steps": 24,
@@ -165,16 +164,7 @@ def test_it_learns_and_resumes_bit_for_bit(
     assert sum(curve[-4:]) < sum(curve[:4]), curve
     assert len(logged(whole, "validation/loss")) == 2
     broken = apart(ready, tmp_path / "broken", way, **knobs)
-    original = loop.run_steps
-
-    def stop_at(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
-        original(context, first, 13)
-        raise Stopped("as if killed", signum=9, committed=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_steps", stop_at)
-        with pytest.raises(Stopped):
-            train(broken)
+    train_until(13, broken)
     train(broken)
     assert logged(broken) == logged(whole)
     assert logged(broken, "validation/loss") == logged(whole, "validation/loss")

@@ -92,7 +92,7 @@ def post(server: Running, route: str, body: Any) -> httpx.Response:
         return client.post(route, json=body)
 
 
-@pytest.mark.drawn("whole texts of a server", keep=2)
+@pytest.mark.drawn("whole texts of a server")
 def test_an_article_gives_its_whole_summary(writing: Running, summarizer: LoadedModel) -> None:
     wanted = [text_of(summarizer, prompt) for prompt in PROMPTS]
     lengths = [len(summarizer.tokenizer.encode(text)) for text in wanted]
@@ -110,7 +110,7 @@ def test_an_article_gives_its_whole_summary(writing: Running, summarizer: Loaded
     assert mapped.json() == {"predictions": [text_of(summarizer, PROMPTS[1], 9)]}
 
 
-@pytest.mark.drawn("whole texts of a server", keep=2)
+@pytest.mark.drawn("whole texts of a server")
 def test_settings_of_a_prediction(writing: Running, summarizer: LoadedModel) -> None:
     def ask(**parameters: Any) -> str:
         text: str = post(
@@ -191,7 +191,7 @@ def together(server: Running, bodies: list[dict[str, Any]]) -> list[Any]:
         return list(pool.map(ask, bodies))
 
 
-@pytest.mark.drawn("whole texts of a server", keep=2)
+@pytest.mark.drawn("whole texts of a server")
 def test_eight_together_get_what_each_gets_alone(writing: Running, judging: Running) -> None:
     summaries = [
         {
@@ -341,7 +341,7 @@ def endless(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-@pytest.mark.drawn("whole texts of a server", keep=2)
+@pytest.mark.drawn("whole texts of a server")
 def test_a_long_text_can_be_left_waited_for_and_stopped(
     narrow: Running, summarizer: LoadedModel
 ) -> None:
@@ -403,7 +403,7 @@ def test_predict_says_the_same_from_a_folder_and_a_server(
             predict(target, "the", max_tokens=5)
 
 
-@pytest.mark.drawn("whole texts of a server", keep=2)
+@pytest.mark.drawn("whole texts of a server")
 def test_predict_prints_the_answer_and_nothing_else(
     class_folder: Path,
     summary_folder: Path,

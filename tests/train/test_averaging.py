@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ingot.base.errors import Stopped, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import WholeWeights
 from ingot.checkpoints.store import step_folder
@@ -20,7 +20,6 @@ from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW
-from ingot.train import step as loop
 from ingot.train.optim.averaging import AVERAGE, AveragedWeights
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
@@ -28,6 +27,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
+from tests.train.stopping import train_until
 from tests.train.test_muon import ALONE, built, step
 
 EVERY = {"checkpoint__every": 1, "checkpoint__keep": 99, "precision__export": "fp32"}
@@ -74,21 +74,8 @@ def test_training_itself_does_not_change(settings: Any) -> None:
         assert torch.equal(one.tensor, two.tensor)
 
 
-def stopped_at(recipe: Recipe, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.run_steps
-
-    def stop(context: loop.StepContext, first: int, _: int) -> loop.LoopEnd:
-        original(context, first, last)
-        raise Stopped("as if killed", signum=9, committed=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_steps", stop)
-        with pytest.raises(Stopped):
-            train(recipe)
-
-
 def test_the_average_is_measured_and_exported_and_resumed(
-    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared_root: Path, tmp_path: Path
 ) -> None:
     knobs = {"train__steps": 6, "train__evaluate_every": 3, **EVERY}
     average = {"train__average": "{decay: 0.5, evaluate: true}"}
@@ -108,7 +95,7 @@ def test_the_average_is_measured_and_exported_and_resumed(
         assert not torch.equal(ours[name], theirs[name]), name
     assert (read_lineage(whole.folder.model) or {})["average"] == {"kind": "ema", "decay": 0.5}
     assert "average" not in (read_lineage(plain.folder.model) or {})
-    stopped_at(broken, 4, monkeypatch)
+    train_until(4, broken)
     train(broken)
     assert logged(broken) == logged(whole)
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())

@@ -21,7 +21,7 @@ from tests.objectives.test_every_way import distance, logged
 from tests.parallel.proving import MODELS
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
-from tests.train.test_spread import _stop_after
+from tests.train.stopping import train_until
 
 STEPS = 3
 CHAIN: tuple[dict[str, int], ...] = ({"shard": 2, "expert": 2}, {}, {"replicate": 2, "expert": 2})
@@ -55,7 +55,7 @@ def part_of(root: str, layout: dict[str, int], until: int, knobs: dict[str, Any]
     with running_mesh():
         recipe = recipe_in(Path(root), layout, **knobs)
         if until < recipe.train.steps:  # type: ignore[operator]
-            _stop_after(until, recipe)
+            train_until(until, recipe)
         else:
             train(recipe)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.environment import Ranks
-from ingot.base.errors import Stopped, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
@@ -21,13 +21,13 @@ from ingot.config.sections.training import Train
 from ingot.config.shape import total_steps
 from ingot.parallel.mesh import Mesh
 from ingot.train import assembly
-from ingot.train import step as loop
 from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
+from tests.train.stopping import train_until
 
 
 def test_steps_epochs_and_times() -> None:
@@ -100,9 +100,7 @@ def losses(recipe: Recipe) -> list[float]:
     ]
 
 
-def test_once_an_epoch_and_on_after_a_stop(
-    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_once_an_epoch_and_on_after_a_stop(prepared_root: Path, tmp_path: Path) -> None:
     knobs = {
         "train__epochs": 2,
         "train__steps": None,
@@ -122,16 +120,7 @@ def test_once_an_epoch_and_on_after_a_stop(
     assert first < setup.last - 1, "an epoch is some steps"
     assert steps_of(whole, "validation/loss") == ends
     assert [found.step for found in committed(whole.folder.checkpoints)] == ends[::-1]
-    original = loop.run_steps
-
-    def stop_at(context: loop.StepContext, begin: int, last: int) -> loop.LoopEnd:
-        original(context, begin, first + 1)
-        raise Stopped("as if killed", signum=9, committed=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_steps", stop_at)
-        with pytest.raises(Stopped):
-            train(broken)
+    train_until(first + 1, broken)
     train(broken)
     assert steps_of(broken, "validation/loss") == ends
     assert losses(broken) == losses(whole)

@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.base.errors import Stopped
 from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
-from ingot.train import step as loop
-from ingot.train import trainer as run
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.test_every_way import SGD, apart, distance, logged, weights
 from tests.objectives.ways import make_ready
 from tests.ranks import run_ranks
+from tests.train.stopping import train_until
 
 WITHOUT_DROPOUT = {"model__lora": {"rank": 4, "alpha": 8, "kind": "dora"}}
 BF16 = {"precision__compute": "bf16"}
@@ -119,24 +117,8 @@ def trained(ready: str, target: str, cases: list[Case], resumed: list[Case]) -> 
                     **{**ADAM, **more},
                 )
                 if name == "broken":
-                    _stop_after(3, recipe)
+                    train_until(3, recipe)
                 train(recipe)
-
-
-def _stop_after(steps: int, recipe: Recipe) -> None:
-    """Begin a training, and end it a step after its checkpoint as if it were killed."""
-    original = loop.run_steps
-
-    def stop(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
-        original(context, first, steps)
-        raise Stopped("as if killed", signum=9, committed=True)
-
-    run.run_steps = stop  # type: ignore[attr-defined]
-    try:
-        with pytest.raises(Stopped):
-            train(recipe)
-    finally:
-        run.run_steps = original  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

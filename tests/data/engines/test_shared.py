@@ -291,7 +291,7 @@ def test_spark_with_a_bucket_alone_makes_the_same_files(
     assert not server.objects, "nothing is left in the bucket"
 
 
-@pytest.mark.drawn("Beam")
+@pytest.mark.drawn("another engine, the same files")
 @needs_beam
 def test_beam_with_a_bucket_alone_makes_the_same_files(
     server: Server, sources: list[Path], tmp_path: Path, reference: dict[str, str]

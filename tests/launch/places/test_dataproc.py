@@ -484,7 +484,7 @@ def test_any_runs_name_makes_an_id_that_the_service_takes(
     assert len(service.batches) == 1
 
 
-@pytest.mark.drawn("Spark")
+@pytest.mark.drawn("another engine, the same files")
 @needs_spark
 def test_the_batch_really_prepares_what_this_machine_would(
     made: Callable[..., Recipe], service: dataproc.State, bucket: gcs.Server, tmp_path: Path

@@ -423,7 +423,7 @@ def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) 
     assert launcher.status(handle) == "succeeded"
 
 
-@pytest.mark.drawn("jobs over ssh")
+@pytest.mark.drawn("a launcher of ssh that goes")
 def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(
     root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +531,7 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
     assert list(meet.iterdir()) == []
 
 
-@pytest.mark.drawn("jobs over ssh")
+@pytest.mark.drawn("a launcher of ssh that goes")
 def test_a_port_that_is_taken_is_named_and_the_other_host_is_ended(root: Path, hosts: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))

@@ -70,7 +70,7 @@ def test_memory_is_what_the_allocator_counts(recipe: Ask, knobs: list[str]) -> N
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
 
 
-@pytest.mark.drawn("memory of experts")
+@pytest.mark.drawn("memory of several ranks", keep=2)
 @pytest.mark.parametrize(
     "knobs",
     [SHARED, ["parallel.expert=2", "parallel.replicate=2", BF16], MATRICES],

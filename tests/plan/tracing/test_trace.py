@@ -44,7 +44,7 @@ GRADIENTS = [
     "model.config.hidden_size=512",
     "model.config.intermediate_size=1024",
 ]
-LONG = pytest.mark.drawn("many sharded layers, or of T5")
+LONG = pytest.mark.drawn("memory of several ranks", keep=2)
 FOUR = ["model.config.num_hidden_layers=4", "train.global_batch=8"]
 
 
@@ -82,7 +82,7 @@ def test_memory_is_what_the_allocator_counts(recipe: Any, knobs: list[str]) -> N
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn("memory of several ranks", keep=2)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -140,7 +140,7 @@ def _work(operators: Any) -> tuple[float, float]:
     )
 
 
-@pytest.mark.drawn("ranks traced")
+@pytest.mark.drawn("memory of several ranks", keep=2)
 def test_ranks_of_other_layouts_are_traced_alone(recipe: Any) -> None:
     knobs = {
         "one": ([], 1, 0),
@@ -169,7 +169,7 @@ def test_ranks_of_other_layouts_are_traced_alone(recipe: Any) -> None:
     assert last.peak.bytes["temporary"] > first.peak.bytes["temporary"]  # type: ignore[union-attr]
 
 
-@pytest.mark.drawn("ranks traced")
+@pytest.mark.drawn("memory of several ranks", keep=2)
 def test_muon_divides_its_products_over_ranks_and_holds_few_matrices(recipe: Any) -> None:
     knobs = ["train.optimizer.kind=muon", "model.config.num_hidden_layers=6"]
     alone, shard, tensor = (

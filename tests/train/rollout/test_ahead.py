@@ -23,7 +23,8 @@ from tests import tolerances
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known
 from tests.train.rollout.test_layouts import KL, UNEVEN, on_ranks, same_as
-from tests.train.rollout.test_rollout import logged, stopped_at, told, weights
+from tests.train.rollout.test_rollout import logged, told, weights
+from tests.train.stopping import train_until
 
 FAST = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__schedule": "{kind: constant}"}
 AHEAD = {"staleness": 2, "updates": 2}
@@ -91,13 +92,13 @@ def test_answers_are_of_the_weights_that_many_rollouts_before(
 @pytest.mark.drawn("answers sampled ahead")
 @pytest.mark.parametrize("every", [3, 4])
 def test_what_was_killed_goes_on_with_the_answers_that_were_under_way(
-    every: int, ready: Path, whole: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, ready: Path, whole: Recipe, tmp_path: Path
 ) -> None:
     """The checkpoint lies inside of a rollout, or between two; two more are ahead, of weights that
     nothing holds any more.
     """
     broken = apart(ready, tmp_path, AHEAD, **{**LONG, "checkpoint__every": every})
-    stopped_at(broken, every + 1, monkeypatch)
+    train_until(every + 1, broken)
     newest = next(iter(committed(broken.folder.checkpoints)))
     assert newest.step == every
     waiting = newest.commit["rollout"]["ahead"]

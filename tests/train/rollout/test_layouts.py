@@ -29,7 +29,7 @@ from tests.objectives.test_every_way import distance, logged, weights
 from tests.parallel.proving import MODELS
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known, write_pairs
-from tests.train.test_spread import _stop_after
+from tests.train.stopping import train_until
 
 UNEVEN = {
     "train__global_batch": 12,  # three prompts
@@ -172,7 +172,7 @@ def killed(ready: str, target: str, until: int) -> None:
     """Two ranks with a shard each, up to a step; what a checkpoint does not hold is lost."""
     with odd_known(), running_mesh():
         recipe = apart(Path(ready), Path(target), {"updates": 3}, **LONG, parallel__shard=2)
-        _stop_after(until, recipe)
+        train_until(until, recipe)
 
 
 @pytest.mark.drawn("layouts of a training on rewards")

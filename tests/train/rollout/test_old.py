@@ -21,7 +21,8 @@ from tests import tolerances
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known
 from tests.train.rollout.test_layouts import KL, LAYOUTS, UNEVEN, on_ranks, same_as
-from tests.train.rollout.test_rollout import logged, stopped_at, weights
+from tests.train.rollout.test_rollout import logged, weights
+from tests.train.stopping import train_until
 
 RECOMPUTED = {"old_logprobs": "recomputed"}
 
@@ -89,7 +90,7 @@ def test_what_was_killed_goes_on_with_the_trainers_own(
     errors = logged(whole, "train/policy/ratio_error")
     assert max(errors[::3]) < tolerances.FIRST_RATIO < 0.01 * min(errors[1:3])
     assert min(logged(whole, "sampler/ratio_error")) > 0.02
-    stopped_at(broken, 3, monkeypatch)
+    train_until(3, broken)
     train(broken)
     found, wanted = weights(broken), weights(whole)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base import progress
-from ingot.base.errors import Stopped, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
@@ -22,13 +22,13 @@ from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.load import load_tokenizer
-from ingot.train import step as loop
 from ingot.train.rollout import sampling
 from ingot.train.rollout.prompts import PromptReader
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd, odd_known
+from tests.train.stopping import train_until
 
 SGD = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__clip_norm": None}
 UNEVEN = {**SGD, "train__global_batch": 20}
@@ -119,23 +119,7 @@ def test_a_prompt_is_what_is_served(ready: Path) -> None:
 KILLED = {"updates": 3, "sample_again": 1}
 
 
-def stopped_at(recipe: Recipe, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train until `step`, as if killed there; a checkpoint may be older."""
-    original = loop.run_steps
-
-    def stop(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
-        original(context, first, step)
-        raise Stopped("as if killed", signum=9, committed=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ingot.train.trainer.run_steps", stop)
-        with pytest.raises(Stopped):
-            train(recipe)
-
-
-def test_what_was_killed_goes_on_bit_for_bit(
-    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_killed_goes_on_bit_for_bit(ready: Path, tmp_path: Path) -> None:
     """The checkpoint of step 4 lies inside of the second rollout of three updates, whose answers
     the weights of then no longer give.
     """
@@ -143,7 +127,7 @@ def test_what_was_killed_goes_on_bit_for_bit(
     whole = apart(ready, tmp_path / "whole", KILLED, **knobs)
     train(whole)
     broken = apart(ready, tmp_path / "broken", KILLED, **knobs)
-    stopped_at(broken, 6, monkeypatch)
+    train_until(6, broken)
     newest = next(iter(committed(broken.folder.checkpoints)))
     assert newest.step == 4
     assert newest.commit["rollout"]["number"] == 1
