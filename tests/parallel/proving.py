@@ -6,14 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import OptimizerSettings
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
-from ingot.verify.layout.proof import PRELOAD, LayoutBounds, LayoutProver, LayoutReference
+from ingot.verify.layout.proof import (
+    PRELOAD,
+    LayoutBounds,
+    LayoutProver,
+    LayoutReference,
+    LayoutResult,
+)
 from tests import tolerances
+from tests.measured import measured
 from tests.small import small_recipe
 
 BOUNDS = LayoutBounds(
@@ -139,6 +148,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
 }
+EVERY = {name: MODELS[name] for name in ("llama", "mistral", "qwen2", "qwen3")} | FAMILIES
+"""A model of each family."""
 MODELS |= FAMILIES
 MODELS["qwen3_moe-lora"] = MODELS["qwen3_moe"]
 
@@ -167,6 +178,16 @@ def recipe_of(root: Path, model: str, **knobs: Any) -> Recipe:
         adapter = {"rank": 4, "alpha": 8, "kind": "dora" if model == "dora" else "lora"}
         given |= {"model__init": "weights", "model__lora": json.dumps(adapter)}
     return small_recipe(root, **given, **knobs)
+
+
+def check(found: LayoutResult) -> None:
+    """That a layout gives the numbers of one process."""
+    if found.trace:
+        pytest.fail(f"{found.summary}\n{found.trace}")
+    assert found.holds, found.summary
+    assert found.difference is not None
+    for kind in ("loss", "norm", "weights"):
+        measured(getattr(found.difference, kind), kind)
 
 
 class Proving:

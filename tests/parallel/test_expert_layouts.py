@@ -13,6 +13,7 @@ import pytest
 from ingot.config.sections.training import OptimizerSettings
 from ingot.verify.layout.modes import EXPERT_MODES, layout
 from tests.parallel.proving import Proving, recipe_of
+from tests.parallel.proving import check as holds
 from tests.parallel.test_layouts import OPTIMIZERS
 from tests.small import copy_of
 
@@ -93,9 +94,7 @@ def check(
     losses = {} if model.endswith("-lora") else BIAS if model in CORRECTED else LOSSES
     reference = proving.reference(recipe_of(texts, model, **losses), optimizer)
     found = proving.prover.finding(reference, layout(**knobs))
-    if found.trace:
-        pytest.fail(f"{found.summary}\n{found.trace}")
-    assert found.holds, found.summary
+    holds(found)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from ingot.config.models.family import sizes
 from ingot.verify.layout.modes import layout
-from tests.parallel.proving import FAMILIES, Proving, recipe_of
+from tests.parallel.proving import EVERY, Proving, check, recipe_of
 from tests.small import copy_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ run."""
             if (family, way) in SHORT
             else [pytest.mark.drawn(f"families over {way.partition('-')[0]}")],
         )
-        for family, config in FAMILIES.items()
+        for family, config in EVERY.items()
         for way, degrees in LAYOUTS.items()
     ],
 )
@@ -65,8 +65,6 @@ def test_a_family_over_ranks_equals_one_process(
     family: str, way: str, proving: Proving, texts: Path
 ) -> None:
     reference = proving.reference(recipe_of(texts, family))
-    shared = {"expert": LAYOUTS[way].get("tensor", 1)} if is_sparse(FAMILIES[family]) else {}
+    shared = {"expert": LAYOUTS[way].get("tensor", 1)} if is_sparse(EVERY[family]) else {}
     found = proving.prover.finding(reference, layout(**LAYOUTS[way], **shared))
-    if found.trace:
-        pytest.fail(f"{found.summary}\n{found.trace}")
-    assert found.holds, found.summary
+    check(found)

@@ -10,13 +10,13 @@ import pytest
 from ingot.train.trainer import train
 from ingot.verify.export import proof as export
 from ingot.verify.export.proof import verify_export
-from tests.parallel.proving import FAMILIES, recipe_of
+from tests.parallel.proving import EVERY, recipe_of
 from tests.small import copy_of, small_recipe
 from tests.verify.serving import served_here
 
 
 @pytest.mark.drawn("the export of a family")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_the_export_is_the_trained_model(
     family: str, prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,11 +16,13 @@ from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import load_adapter, read_adapter_config, save_adapter
 from ingot.models.hf.folder import load_model
 from tests import tolerances
+from tests.measured import largest, measured
 from tests.models.adapters.test_lora import excite, logits, relative
 from tests.models.adapters.test_peft import reference, their_logits, theirs
 from tests.models.hf.tiny import CPU
 from tests.models.tiny import make_member
 
+FIRST = ["llama2", "mistral", "qwen2", "qwen3"]
 MEMBERS = [
     "gemma3",
     "olmo2",
@@ -34,11 +36,14 @@ MEMBERS = [
     "seed_oss",
     "ministral3",
 ]
-MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss"]
+MIXTURES = ["mixtral", "olmoe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss"]
 SOME: dict[str, Any] = {"rank": 2, "alpha": 3.0, "targets": ["v_proj", "up_proj", "o_proj"]}
 
 
-@pytest.mark.parametrize("case", MEMBERS)
+@pytest.mark.parametrize(
+    "case",
+    [*MEMBERS, *(pytest.param(case, marks=pytest.mark.drawn("first families")) for case in FIRST)],
+)
 def test_both_ways(case: str, tmp_path: Path) -> None:
     """Ours opens in PEFT, and here again with the ranks that it had; PEFT's opens here."""
     from peft import PeftModel
@@ -52,9 +57,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
         save_adapter(excite(model), folder, base=str(base), kind="decoder")
         opened = PeftModel.from_pretrained(reference(base), str(folder)).eval()
         assert relative(logits(model), plain) > 0.05
-        torch.testing.assert_close(
-            logits(model), their_logits(opened), atol=tolerances.LOGITS_FP32, rtol=0
-        )
+        assert largest(logits(model), their_logits(opened), "out") <= tolerances.LOGITS_FP32
         again = load_model(base, device=CPU)
         add_lora(again, Lora(**knobs), 1)
         load_adapter(again, folder)
@@ -67,10 +70,10 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     )
     ours = load_model(base, device=CPU)
     load_adapter(ours, tmp_path / "theirs")
-    torch.testing.assert_close(logits(ours), expected, atol=tolerances.LOGITS_FP32, rtol=0)
+    assert largest(logits(ours), expected, "in") <= tolerances.LOGITS_FP32
     merged = load_model(base, device=CPU)
     load_adapter(merged, tmp_path / "theirs", merge=True)
-    assert relative(logits(merged), expected) < tolerances.MERGED_FP32
+    assert measured(relative(logits(merged), expected), "merged") < tolerances.MERGED_FP32
 
 
 @pytest.mark.parametrize(
@@ -90,12 +93,15 @@ def test_attention_of_a_mixture(case: str, tmp_path: Path) -> None:
     save_adapter(excite(model), folder, base=str(base), kind="decoder")
     opened = PeftModel.from_pretrained(reference(base), str(folder)).eval()
     assert relative(logits(model), plain) > 0.05
-    torch.testing.assert_close(
-        logits(model), their_logits(opened), atol=tolerances.LOGITS_FP32, rtol=0
-    )
+    assert largest(logits(model), their_logits(opened), "out") <= tolerances.LOGITS_FP32
     merged = load_model(base, device=CPU)
     load_adapter(merged, folder, merge=True)
-    assert relative(logits(merged), logits(model)) < tolerances.MERGED_FP32
+    assert measured(relative(logits(merged), logits(model)), "merged") < tolerances.MERGED_FP32
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    expected = their_logits(theirs(reference(base), tmp_path / "theirs", target_modules=attention))
+    ours = load_model(base, device=CPU)
+    load_adapter(ours, tmp_path / "theirs")
+    assert largest(logits(ours), expected, "in") <= tolerances.LOGITS_FP32
     with pytest.raises(WrongInput, match="attention alone is adapted, since PEFT has one"):
         add_lora(load_model(base, device=CPU), Lora(targets=["up_proj"]), 0)
 

@@ -31,6 +31,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.native.rope import inverse_frequencies
 from tests import tolerances
 from tests.cli.commands import ingot
+from tests.measured import largest, measured
 from tests.models.native.test_decoder import negative_log_likelihood, tokens_and_positions
 from tests.models.tiny import FAMILY, WINDOW, make_member
 from tests.tokenizers.small import chatty
@@ -81,7 +82,7 @@ def assert_equal(ours: Decoder, theirs: PreTrainedModel, vocab: int = VOCAB) -> 
     with torch.no_grad():
         wanted = theirs(tokens).logits
     assert wanted.std() > 0.3, "the reference must say something for equality to mean something"
-    torch.testing.assert_close(logits(ours, tokens), wanted, atol=tolerances.LOGITS_FP32, rtol=0)
+    assert largest(logits(ours, tokens), wanted) <= tolerances.LOGITS_FP32
 
 
 def test_logits_equal_transformers(both: Both) -> None:
@@ -114,7 +115,7 @@ def test_gradients_equal_transformers(both: Both) -> None:
         difference = (gradient - wanted[name]).norm() / max(
             float(wanted[name].norm()), 1e-2 * scale
         )
-        assert difference < tolerances.GRADIENTS_FP32, name
+        assert measured(float(difference)) < tolerances.GRADIENTS_FP32, name
 
 
 @pytest.mark.drawn(keep=12)
@@ -197,9 +198,8 @@ def test_packed_documents_give_what_they_give_alone(both: Both) -> None:
         together = both[0].logits(both[0].hidden(tokens, positions, segments))
     for number in range(3):
         here = segments[0] == number
-        torch.testing.assert_close(
-            together[:, here], logits(both[0], tokens[:, here]), atol=tolerances.PACKED, rtol=0
-        )
+        alone = logits(both[0], tokens[:, here])
+        assert largest(together[:, here], alone) <= tolerances.PACKED
 
 
 def zeroed(part: str) -> Callable[[Decoder], None]:
