@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from ingot.base.errors import Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.models.hf.folder import load_model
 from ingot.models.quantized import Quantization
 from ingot.models.quantized_experts import STACKS
+from ingot.train import step as loop
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.models.tiny import FAMILY, make_reference
@@ -80,6 +84,69 @@ def test_it_learns_and_begins_at_its_reference(way: str, ready: Path, tmp_path: 
         # A reward of 0 has half of each answer's weight.
         assert abs(logged(recipe, "train/rewards/margin")[0]) < tolerances.LOGPROB
     assert_merged_into_the_rounded_base(recipe, "model.layers.0.mlp.up_proj")
+
+
+def rounded_source(source: Path, target: Path) -> Path:
+    """A model folder whose linear layers are the numbers that their four bits stand for."""
+    shutil.copytree(source, target)
+    (target / "ingot.json").unlink()
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = Quantization("nf4").rounded(tensor.float())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.drawn("preferences over a base in few bits")
+@pytest.mark.parametrize("kind", ["ipo", "simpo", "orpo"])
+def test_it_begins_as_the_rounded_base_does_and_resumes_bit_for_bit(
+    kind: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_way(ready, "dpo-lora")
+    teacher = ready / "runs" / "teacher" / "model"
+    plain = rounded_source(teacher, tmp_path / "rounded")
+
+    def made(place: str, **knobs: Any) -> Recipe:
+        given = {
+            "objective": {"kind": kind},
+            "output": str(tmp_path / place),
+            "checkpoint__every": 3,
+        }
+        recipe = recipe_of(ready, "dpo-lora", **{**KNOBS, **given, **knobs})
+        ingest(recipe)
+        prepare(recipe)
+        return recipe
+
+    whole = made("whole")
+    train(whole)
+    own = {
+        "model__source": str(plain),
+        "tokenizer__source": str(plain),
+        "tokenizer__vocab_size": None,
+        "model__config": None,
+    }
+    dense = made("dense", **own, model__quantize=None)
+    train(dense)
+    losses = logged(whole, "train/loss")
+    # IPO begins with the same number whatever the base is: its second one tells.
+    assert losses[:2] == pytest.approx(logged(dense, "train/loss")[:2], rel=tolerances.LOSS_FP32)
+    assert losses[-1] < losses[0]
+    broken, original = made("broken"), loop.run_steps
+
+    def stop_at(context: loop.StepContext, first: int, last: int) -> loop.LoopEnd:
+        original(context, first, 4)
+        raise Stopped("as if killed", signum=9, committed=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.trainer.run_steps", stop_at)
+        with pytest.raises(Stopped):
+            train(broken)
+    train(broken)
+    assert logged(broken, "train/loss") == losses
+    name = "adapter_model.safetensors"
+    found, wanted = (load_file(one.folder.adapter / name) for one in (broken, whole))
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.drawn("ways over a base in few bits")
