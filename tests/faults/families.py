@@ -197,4 +197,12 @@ FAULTS = [
         "the adapter of a fused module lands on other parts of it",
         by="tests/models/adapters/test_families.py",
     ),
+    Fault(
+        "switch-of-another-value",
+        "ingot/config/models/family.py",
+        "        if config.get(key) not in (True, False, None):",
+        "        if config.get(key) is KeyError:",
+        "a switch of a configuration that is neither on nor off is taken for on",
+        by="tests/models/native/test_family.py",
+    ),
 ]

@@ -154,9 +154,16 @@ no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values is_llama
 transformers.js_config model_name name unsloth_fixed unsloth_version attn_implementation
 """
 
+SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "attention_out_bias"),
+    *("use_sliding_window", "norm_topk_prob", "use_qk_norm"),
+)
+"""Keys that are true or false. Anything else would be taken for true: `"false"`, too."""
+
 
 def refuse_unknown_keys(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a key that this code does not know: it may change what the model computes.
+    """Refuse a key that this code does not know, since it may change what the model computes, and a
+    switch that is neither on nor off.
 
     A key that is null or false is taken to be off. Raises WrongInput.
     """
@@ -173,6 +180,9 @@ def refuse_unknown_keys(config: Mapping[str, Any], where: str) -> None:
             f" `{config.get('model_type')}` and may change what the model computes; set"
             f" model.config.{key}=null if it does not, or choose another model"
         )
+    for key in SWITCHES:
+        if config.get(key) not in (True, False, None):
+            raise WrongInput(f"{where}: {key} {config[key]!r} is neither true nor false; set it")
 
 
 @dataclass(frozen=True)

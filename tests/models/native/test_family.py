@@ -403,6 +403,9 @@ READ_WITH_OTHERS = {
         ("qwen3", {"model_type": "qwen3_5_text"}, "gated delta rule"),
         ("qwen3", {"model_type": "gemma4_text"}, "norm of values"),
         ("llama2", {"model_type": "deepseek_v3"}, "multi-head latent attention"),
+        ("llama2", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' is neither"),
+        ("qwen3_moe", {"norm_topk_prob": "no"}, "norm_topk_prob 'no' is neither true nor false"),
+        ("qwen2-window", {"use_sliding_window": 7}, "use_sliding_window 7 is neither"),
         ("llama2", {"attention_sinks": 4}, "`attention_sinks` (4) is not known"),
         (
             "llama2",
