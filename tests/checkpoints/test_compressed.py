@@ -12,16 +12,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.runlog import read_lines
 from ingot.checkpoints import compressed
 from ingot.checkpoints.compressed import KINDS, export_compressed
 from ingot.cli.carry import write_compressed
 from ingot.config.models.content import read_lineage
+from ingot.evaluate.held_out import held_out_loss
 from ingot.models.hf.compressed import Scheme, pack, unpack, values
 from ingot.models.hf.folder import load_model
+from ingot.train.trainer import train
 from tests.lazy import lazy
 from tests.models.tiny import FAMILY, make_member, make_reference
+from tests.objectives.ways import TINY_MODEL, make_ready, recipe_of
 from tests.serve.tiny import make_folder
-from tests.tolerances import LOGPROB
+from tests.tolerances import BF16_LOSS, LOGPROB
 
 torch = lazy("torch")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
@@ -164,3 +168,21 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "14 matrices in w4a16, read back and compared" in err
     assert "it is another model than" in err
     assert "a model folder has no held-out documents; give its run folder" in err
+
+
+def test_the_loss_on_the_documents_of_a_run(tmp_path: Path) -> None:
+    """Before and after; of all held-out tokens where they are few, as an evaluation counts them."""
+    ready = make_ready(tmp_path / "root", ("sft",))
+    sizes = {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 96}
+    recipe = recipe_of(ready, "sft", model__config=sizes, train__steps=4, train__evaluate_every=4)
+    train(recipe)
+    measure, _ = held_out_loss(recipe)
+    target = tmp_path / "few"
+    made, far = export_compressed(
+        recipe.folder.model, target, "w4a16", overwrite=False, measure=measure
+    )
+    loss = made[compressed.COMPRESSED]["held_out_loss"]
+    assert far.loss == (loss["before"], loss["after"])
+    logged = [line for line in read_lines(recipe.folder.metrics) if "validation/loss" in line]
+    assert loss["before"] == pytest.approx(logged[-1]["validation/loss"], rel=BF16_LOSS)
+    assert 0 < abs(loss["after"] - loss["before"]) < 0.1
