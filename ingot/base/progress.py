@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PLAIN_EVERY_S = 5.0
+BAR_WIDTH = 20
 
 
 def say(message: str) -> None:
@@ -42,32 +44,28 @@ class Progress:
         self, title: str, total: int | None, unit: str, *, done: int = 0, quiet: bool = False
     ) -> None:
         self.title, self.total, self.unit, self.done, self.quiet = title, total, unit, done, quiet
-        self._first, self._began, self._said = done, time.monotonic(), time.monotonic()
+        self._first, self._began = done, time.monotonic()
+        self._said = self._moved = self._began
         self._bar: Bar | None = None
 
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
-            # Imported here: it takes 40 ms, which a rank that only prints lines need not spend.
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)
+            self._bar = _bar(self._count, self._left)
             self._bar.start()
             self._task = self._bar.add_task(
                 self.title, total=self.total, completed=self.done, note=""
             )
         return self
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a line on a terminal shows each `update`."""
+        return self._bar is not None
+
     def update(self, done: int, **fields: str) -> None:
         """`done` counts from zero over the whole step; `fields` are shown beside it."""
+        if done > self.done:
+            self._moved = time.monotonic()
         self.done = done
         if self.quiet:
             return
@@ -76,15 +74,20 @@ class Progress:
             self._bar.update(self._task, completed=done, note=note)
         elif time.monotonic() - self._said >= PLAIN_EVERY_S:
             self._said = time.monotonic()
-            of = f"/{self.total:,}" if self.total is not None else ""
-            say(f"{self.title} {done:,}{of} {self.unit}{'  ' + note if note else ''}{self._left()}")
+            parts = (f"{self.title} {self._count()}", note, self._left())
+            say("  ".join(part for part in parts if part))
+
+    def _count(self) -> str:
+        of = f"/{self.total:,}" if self.total is not None else ""
+        return f"{self.done:,}{of} {self.unit}"
 
     def _left(self) -> str:
+        """From the mean pace until the last update; what has passed since then is taken off."""
         made = self.done - self._first
         if self.total is None or made <= 0:
             return ""
-        seconds = (time.monotonic() - self._began) / made * (self.total - self.done)
-        return f"  {duration(seconds)} left"
+        whole = (self._moved - self._began) / made * (self.total - self.done)
+        return f"{duration(whole - (time.monotonic() - self._moved))} left"
 
     def __exit__(
         self,
@@ -94,3 +97,31 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _bar(count: Callable[[], str], left: Callable[[], str]) -> Bar:
+    """A line on stderr that a thread draws, so that the time goes on while a step takes long;
+    `count` and `left` are asked for with each drawing.
+    """
+    # Imported here: it takes 40 ms, which a rank that only prints lines need not spend.
+    from rich.console import Console
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class Asked(ProgressColumn):
+        def __init__(self, ask: Callable[[], str]) -> None:
+            super().__init__()
+            self._ask = ask
+
+        def render(self, task: Task) -> Text:
+            return Text(self._ask(), no_wrap=True)
+
+    columns = (
+        TextColumn("{task.description}"),
+        Asked(count),
+        BarColumn(bar_width=BAR_WIDTH),
+        TextColumn("{task.fields[note]}", markup=False),
+        Asked(left),
+    )
+    return Bar(*columns, console=Console(file=sys.stderr), transient=True)

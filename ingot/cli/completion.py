@@ -18,10 +18,17 @@ KNOBS = Path(__file__).resolve().parents[1] / "config" / "knobs.txt"
 
 _BASH = """\
 _ingot_completion() {
-    local IFS=$'\\n'
-    COMPREPLY=( $(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \\
+    # Bash takes key=value apart; here a word is what stands between spaces.
+    local words line="${COMP_LINE:0:COMP_POINT}"
+    read -ra words <<< "$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    local last=$((${#words[@]} - 1)) IFS=$'\\n'
+    COMPREPLY=( $(COMP_WORDS="${words[*]}" COMP_CWORD=$last \\
         _INGOT_COMPLETE=complete_bash "$1" 2>/dev/null) )
     [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+    if [[ ${words[last]} == *=* && $COMP_WORDBREAKS == *=* ]]; then
+        COMPREPLY=( "${COMPREPLY[@]#*=}" )
+    fi
 }
 complete -o default -F _ingot_completion ingot
 """
@@ -52,15 +59,10 @@ def completion(
     return 0
 
 
-def complete_arguments(args: list[str], incomplete: str) -> list[str]:
+def complete_arguments(incomplete: str) -> list[str]:
     """What may stand in the place of `incomplete`: recipe files and names of ingot's own, knobs, or
-    a knob's values. Bash hands over the parts of `key=value` as words of their own.
+    a knob's values.
     """
-    words = [*args, incomplete]
-    if incomplete == "=" and args:
-        return _values(args[-1])
-    if len(words) > 2 and words[-2] == "=":
-        return [each for each in _values(words[-3]) if each.startswith(incomplete)]
     key, equals, value = incomplete.partition("=")
     if equals:
         return [f"{key}={each}" for each in _values(key) if each.startswith(value)]

@@ -42,7 +42,7 @@ from ingot.launch.run_job import job_of, run_job
 from ingot.launch.supervisor.supervise import supervise
 from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
 from ingot.pipeline.steps import STEPS, PipelineStep
-from ingot.report.formatting import keeps_paths_whole
+from ingot.report.formatting import keeps_paths_whole, paths_of_run
 from ingot.report.living import show_page
 
 
@@ -262,7 +262,10 @@ def print_summary(recipe: Recipe, done: PipelineResult) -> None:
         console.width = PLAIN_WIDTH
     if any(record.step == "serve" for record in done.records):
         console.print(_answer_panel(recipe.folder.reports / "predict.json"))
-    console.print(_steps_table(recipe, done))
+    where, within = paths_of_run([record.where for record in done.records], recipe.folder.root)
+    console.print(_steps_table(recipe, done, where))
+    if within:
+        console.print(f"Paths are seen from {recipe.folder.root}", soft_wrap=True, highlight=False)
     if len(done.skipped) == len(done.records):
         console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
     console.print(
@@ -292,16 +295,15 @@ def _answer_panel(path: Path) -> Panel:
     return Panel(answer, title="the served model's answer", title_align="left", expand=False)
 
 
-def _steps_table(recipe: Recipe, done: PipelineResult) -> Table:
+def _steps_table(recipe: Recipe, done: PipelineResult, where: Sequence[str]) -> Table:
     table = Table(title=recipe.name, title_justify="left")
     table.add_column("step")
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("result")
-    whole = keeps_paths_whole(record.where for record in done.records)
-    table.add_column("look at", overflow="fold", no_wrap=whole)
-    for record in done.records:
+    table.add_column("look at", overflow="fold", no_wrap=keeps_paths_whole(where))
+    for record, path in zip(done.records, where, strict=True):
         seconds = "unchanged" if record.step in done.skipped else f"{record.seconds:.1f}"
-        table.add_row(record.step, seconds, Text(record.result), Text(record.where))
+        table.add_row(record.step, seconds, Text(record.result), Text(path))
     for step in STEPS[len(done.records) :]:
         table.add_row(step.verb, "", "not done: the gate keeps the live model", "")
     return table

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 # Characters of the longest path of a table that fits 80 columns beside its other columns.
 WHOLE_PATH = 40
@@ -130,3 +132,12 @@ def keeps_paths_whole(paths: Iterable[str]) -> bool:
     other columns room to be read; longer ones are folded.
     """
     return max(map(len, paths), default=0) <= WHOLE_PATH
+
+
+def paths_of_run(paths: Sequence[str], root: Path) -> tuple[list[str], bool]:
+    """The paths of a run's table as they are where they stay whole, else as seen from the run
+    folder; and whether that was needed.
+    """
+    if keeps_paths_whole(paths):
+        return list(paths), False
+    return [path if "://" in path else os.path.relpath(path, root) for path in paths], True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ class LogHook:
         )
         self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.tensor(skipped)
         self._notes: dict[str, str] = {}
+        self._shown_at = 0.0
         self._measured_peak = MeasuredPeak(mesh.device, work.compute)
 
     def after_step(self, info: StepInfo) -> bool:
@@ -95,8 +97,18 @@ class LogHook:
         self._skipped = self._skipped + info.outcome.skipped.to(self._skipped.device)
         if info.step % self.every == 0 or info.step in (1, self.last):
             self._write(info)
+        if self.progress.is_watched:
+            self._notes |= self._newest(info)
         self.progress.update(info.step, **self._notes)
         return False
+
+    def _newest(self, info: StepInfo) -> dict[str, str]:
+        """Loss and pace for a terminal, twice a second. Not of a GPU, which would be waited for."""
+        now = time.monotonic()
+        if info.outcome.loss.is_cuda or now - self._shown_at < 0.5 or not self._tokens:
+            return {}
+        self._shown_at, pace = now, self._tokens / max(self._seconds, 1e-9)
+        return {"loss": f"{float(info.outcome.loss):.3f}", "tokens/s": f"{pace:,.0f}"}
 
     def _write(self, info: StepInfo) -> None:
         usage = self._usage()

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -56,17 +59,42 @@ def test_an_unknown_end_shows_no_time_left_and_quiet_shows_nothing(
     assert capsys.readouterr().err == ""
 
 
-def test_on_a_terminal_a_bar_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def shown_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, draw: Callable[[Progress], None], **given: Any
+) -> str:
+    """What 80 columns of a terminal are sent, without its control sequences."""
     leader, follower = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     with os.fdopen(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with Progress("train", total=10, unit="steps") as progress:
-            progress.update(5, loss="3.20")
-            time.sleep(0.3)
+        with Progress("train", unit="steps", **given) as progress:
+            draw(progress)
     shown = os.read(leader, 65536).decode()
     os.close(leader)
-    assert "train" in shown
-    assert "50%" in shown
-    assert "loss 3.20" in shown
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+
+
+def test_on_a_terminal_a_bar_moves_and_the_time_left_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def draw(progress: Progress) -> None:
+        time.sleep(0.5)
+        progress.update(500, loss="3.201", **{"tokens/s": "1,234,567"})
+        progress._began -= 500  # so that each of these took a second
+        time.sleep(1.5)
+
+    shown = shown_on_a_terminal(monkeypatch, draw, total=1000)
+    assert re.search(r"train 500/1,000 steps ━.* loss 3\.201  tokens/s 1,234,567 8m", shown)
+    left = [int(found) for found in re.findall(r"8m (\d\d)s left", shown)]
+    assert max(left) - min(left) >= 1
+
+
+def test_on_a_terminal_without_an_end_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(progress: Progress) -> None:
+        progress.update(12_345)
+        time.sleep(0.2)
+
+    shown = shown_on_a_terminal(monkeypatch, draw, total=None)
+    assert "train 12,345 steps" in shown
+    assert "left" not in shown
