@@ -154,7 +154,12 @@ def sparse_layers(values: Mapping[str, Any], keys: ExpertKeys, where: str) -> tu
     if keys.dense_until is not None:
         return tuple(layer >= int(values[keys.dense_until]) for layer in range(layers))
     dense = set(values.get("mlp_only_layers") or ())
-    step = int(values.get("decoder_sparse_step") or 1)
+    step = values.get("decoder_sparse_step", 1)
+    if not isinstance(step, int) or step < 1:
+        raise WrongInput(
+            f"{where}: decoder_sparse_step is {step!r}; it must be a whole number from 1 on, as"
+            " every so many layers have experts"
+        )
     if unknown := sorted(layer for layer in dense if not 0 <= layer < layers):
         raise WrongInput(
             f"{where}: mlp_only_layers names {unknown}, num_hidden_layers is {layers}; give both in"

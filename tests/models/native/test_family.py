@@ -447,6 +447,8 @@ READ_WITH_OTHERS = {
         ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 is more than the experts"),
         ("mixtral", {"num_experts": 4}, "num_experts 4 and num_local_experts 5 contradict"),
         ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers names [4]"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0.5}, "decoder_sparse_step is 0.5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "`shared_expert_intermediate_size`"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "width of the experts is 0"),
         ("minimax_m2", {"rotary_dim": 24}, "rotary_dim 24 of head_dim 24"),
