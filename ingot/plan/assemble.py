@@ -19,6 +19,7 @@ from ingot.config.shape import flops_per_token
 from ingot.plan.checks import PlanFinding, all_judgements
 from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
+from ingot.plan.loading import judge_loading, loading_seconds
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import PreparationCost, RunCost, RunInputs, cost_of, preparation_cost
@@ -116,7 +117,7 @@ def make_plan(
         size,
         preparation_cost(recipe, None if known_sample is None else known_sample.text_bytes),
         cost,
-        [*_judge_memory(recipe, place, memory), *judged],
+        [*_judge_memory(recipe, place, memory), *judge_loading(step), *judged],
     )
 
 
@@ -256,6 +257,7 @@ def timed(
         zero_bubble=parallel.schedule == "zero_bubble",
         compiled=recipe.train.compile,
         attended=_attended(recipe, place, sample),
+        loading=loading_seconds(recipe, place, coefficients, sample),
     )
     return step_seconds([rank.trace for rank in memory], coefficients, layout)
 

@@ -4,7 +4,8 @@ for that. Every part is a range. Imports no torch.
 Time of a kernel: its launch, and FLOPs over the rate at which the device computes or bytes over
 the rate at which it reads and writes, whichever is longer. Time of a collective: a latency, and the
 bytes that a rank sends over the link of its group. Communication of sharded weights and of
-gradients may go on while the rank computes; all other communication waits.
+gradients may go on while the rank computes; all other communication waits. A thread makes the rows
+of the next step meanwhile, which bounds a step that takes less.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class StepLayout:
     ranks_per_node: ranks with neighbouring numbers that share a node. zero_bubble: whether the
     pipeline's schedule is that one. compiled: whether `train.compile` is set. attended: how much of
     causal attention's time attention takes, where documents that share a row do not see each other.
+    loading: seconds in which a thread of each rank makes the rows of its next step.
     """
 
     ranks_per_node: int = 1
@@ -64,6 +66,7 @@ class StepLayout:
     zero_bubble: bool = False
     compiled: bool = False
     attended: Range = NOTHING + 1.0
+    loading: Range = NOTHING
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class StepSeconds:
     within, between: collectives within a node and between nodes, hidden or not.
     hidden: of these, what goes on while the rank computes.
     bubble: waiting for other stages of the pipeline.
-    total: all of it without `hidden`.
+    loading: making the rows of the next step meanwhile.
+    total: all of it without `hidden`, or `loading` where that takes longer.
     flops: of matrix products and attention on this rank.
     """
 
@@ -85,6 +89,7 @@ class StepSeconds:
     between: Range
     hidden: Range
     bubble: Range
+    loading: Range
     total: Range
     flops: float
 
@@ -135,7 +140,7 @@ def _rank_seconds(rank: RankTrace, coefficients: Coefficients, layout: StepLayou
     waiting = again.waiting * steps + once.waiting
     exposed = _exposed(computing, background, coefficients.exposed)
     bubble = (again.computing + again.waiting) * _bubble(layout)
-    total = computing + waiting + exposed + bubble
+    total = _beside(computing + waiting + exposed + bubble, layout.loading)
     hidden = Range(
         0,
         max(0.0, background.likely - exposed.likely),
@@ -146,6 +151,7 @@ def _rank_seconds(rank: RankTrace, coefficients: Coefficients, layout: StepLayou
         **parts,
         hidden=hidden,
         bubble=bubble,
+        loading=layout.loading,
         total=total,
         flops=again.flops * steps + once.flops,
     )
@@ -225,6 +231,19 @@ def _exposed(computing: Range, background: Range, share: Range) -> Range:
         left(background.likely, computing.likely, share.likely),
         max(background.high * share.high, left(background.likely, computing.likely, share.likely)),
         worst((background.origin, share.origin)) if background.high else "measured",
+    )
+
+
+def _beside(step: Range, loading: Range) -> Range:
+    """The time of a step and of what goes on beside it, whichever is longer; both at the worst,
+    where the thread takes the processor or the interpreter from the one that calls kernels.
+    """
+    binds = loading.likely > step.likely
+    return Range(
+        max(step.low, loading.low),
+        max(step.likely, loading.likely),
+        step.high + loading.high,
+        worst((step.origin, loading.origin)) if binds else step.origin,
     )
 
 

@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "loading-of-all-ranks",
+        "ingot/plan/loading.py",
+        "rows = batch_plan(recipe.train, recipe.parallel, place.world).per_rank",
+        "rows = batch_plan(recipe.train, recipe.parallel, place.world).global_batch",
+        "each rank's thread is told to make the rows of all ranks, which then bound the step",
+        "tests/plan/test_loading.py",
+    ),
+    Fault(
+        "loading-bounds-nothing",
+        "ingot/plan/seconds.py",
+        "max(step.likely, loading.likely),",
+        "max(step.likely, 0.0),",
+        "steps that wait for their rows are planned as if these were there",
+        "tests/plan/test_loading.py",
+    ),
+    Fault(
         "auto-forgets-the-experts",
         "ingot/config/automatic.py",
         'update={**asdict(degrees), "degrees": "given"}',

@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Any:
 
 
 def _step(total: Range) -> StepSeconds:
-    return StepSeconds(*[NOTHING] * 7, total, 0.0)
+    return StepSeconds(*[NOTHING] * 8, total, 0.0)
 
 
 def _seconds(recipe: Any, world: int, memory: tuple[RankMemory, ...]) -> StepSeconds:

@@ -14,6 +14,7 @@ from ingot.plan.assemble import COMPARED_WITH_GPU, RunPlan
 from ingot.plan.choose import Choice
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunCost
+from ingot.plan.seconds import StepSeconds
 from ingot.plan.tracing.memory import RankMemory
 from ingot.plan.tracing.records import ROLES, Role
 from ingot.plan.unknown import Estimate, Unknown
@@ -186,6 +187,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, Estimate, Show]]:
     yield from (("steps", cost.steps, _whole), ("epochs", cost.epochs, _figure))
     yield "tokens", cost.tokens, _count
     yield "seconds a step", cost.step_s, "{:.3g}".format
+    yield from _parts_of_step(plan.step)
     yield "tokens a second", cost.tokens_per_s, _whole
     yield "share of the device's peak", cost.share_of_peak, "{:.1%}".format
     yield from _pauses(cost)
@@ -204,6 +206,22 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, Estimate, Show]]:
         has = plan.place.disk_bytes
         free = f", {_bytes(has)} free" if "together" in space.what and has is not None else ""
         yield f"{space.what} ({space.where}{free})", space.bytes, _bytes
+
+
+def _parts_of_step(step: StepSeconds | Unknown) -> Iterator[tuple[str, Estimate, Show]]:
+    """What of a step is not computing, and what goes on beside it."""
+    if isinstance(step, Unknown):
+        return
+    sent, some = step.within + step.between, "{:.2g}".format
+    if sent.high:
+        yield "in it, collectives", sent, some
+        yield "of these, while it computes", step.hidden, some
+    if step.bubble.high:
+        yield "in it, waiting for other stages", step.bubble, some
+    if step.loading.high:
+        bounds = step.loading.likely >= step.total.likely
+        name = "making its rows, which bounds it" if bounds else "making its rows, meanwhile"
+        yield name, step.loading, some
 
 
 def _pauses(cost: RunCost) -> Iterator[tuple[str, Estimate, Show]]:

@@ -34,6 +34,7 @@ from ingot.plan.devices.timed import (
     KernelTimer,
     TimedStep,
     draw_curves,
+    loading_curves,
     now,
     rising,
     spread,
@@ -94,6 +95,7 @@ def calibrate(
                 steps.append(_timed(shape, compute, mesh))
                 pieces.append(_timed_pieces(shape, DTYPES[compute], mesh.device))
         found = draw_curves([*steps, *pieces], min(step.call_s for step in steps))
+        found |= loading_curves(COUNTED)
         if mesh.world > 1:
             found |= _collectives(mesh)
         return _named(mesh, found)

@@ -91,7 +91,7 @@ class Coefficients:
         FLOPs, or bytes read and written; `narrow` products are known by bytes, and measured
         attention by `attending`, seconds for each byte against FLOPs for each; `within` and
         `between` nodes collectives (`within reduce`, `gather`, `send`), against bytes that a rank
-        sends.
+        sends; `loading` of texts, chats and samples one row, against its tokens.
     hop_s: seconds for each further rank of a ring.
     exposed: share of sharding's communication that computing does not hide.
     compiled: share of the bytes of memory-bound kernels that a compiled step has left.
@@ -312,7 +312,9 @@ def _corrected(found: Coefficients, basis: str) -> Coefficients:
         )
 
     curves = {
-        name: Curve(tuple((work, narrowed(*took)) for work, took in curve.points), "learned")
+        name: curve
+        if name.startswith("loading")  # beside the steps that it was learned from
+        else Curve(tuple((work, narrowed(*took)) for work, took in curve.points), "learned")
         for name, curve in found.curves.items()
     }
     return replace(

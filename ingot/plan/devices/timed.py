@@ -1,21 +1,44 @@
-"""Times the kernels that torch runs, and draws from them the curves of `coefficients`."""
+"""Times the kernels that torch runs and the loader, which makes rows from prepared columns as in
+training, and draws from them the curves of `coefficients`.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ingot.base.markers import entry_of
+from ingot.base.progress import Progress
+from ingot.config.sections.objective import Documents
+from ingot.data.batches.loader import BatchBuffers, fixed_batches
+from ingot.data.batches.order import SampleOrder
+from ingot.data.batches.rows import open_rows
+from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
+from ingot.data.columns.manifest import (
+    ColumnPart,
+    PreparedData,
+    PreparedSource,
+    column_dtype,
+    read_prepared,
+    write_prepared,
+)
+from ingot.data.engines.local import LocalEngine
+from ingot.data.packing.tables import pack
 from ingot.plan.devices.coefficients import Curve, is_narrow
+from ingot.plan.loading import DOCUMENT
 from ingot.plan.tracing.meter import COLLECTIVES, describe
 from ingot.plan.tracing.records import Operator
 
@@ -175,3 +198,85 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             (first, w1, n1), (second, w2, n2) = runs[-2:]
             runs[-2:] = [((first * w1 + second * w2) / (w1 + w2), w1 + w2, n1 + n2)]
     return [value for value, _, count in runs for _ in range(count)]
+
+
+VOCAB = 30_000
+LENGTHS = (128, 1024, 8192)
+"""Tokens in a row."""
+SHORT = 32
+"""Tokens of a document, of which many lie in a row."""
+TOKENS = 400_000
+"""In a column: enough for some steps, and written in a hundredth of a second."""
+ROWS, MICRO_BATCH = 32, 4
+"""Of a measured step."""
+COLUMNS: dict[str, tuple[Documents, tuple[str, ...]]] = {
+    "loading text": ("text", ("tokens",)),
+    "loading chat": ("chat", ("tokens", "mask")),
+    "loading samples": (
+        "preference",
+        ("chosen", "chosen_mask", "rejected", "rejected_mask"),
+    ),
+}
+
+
+def loading_curves(counted: int) -> dict[str, Curve]:
+    """Seconds of one row of each kind against its tokens, a row being one document, and of each
+    further document in it; `counted` steps each.
+    """
+    curves = {}
+    for name, (documents, columns) in COLUMNS.items():
+        sides = 2 if documents == "preference" else 1
+        times = [_row_seconds(documents, columns, T, T, counted) for T in LENGTHS]
+        low, likely, high = (rising([one[at] for one in times], [1.0] * 3) for at in range(3))
+        points = zip(
+            (float(sides * T) for T in LENGTHS), zip(low, likely, high, strict=True), strict=True
+        )
+        # A short row takes no longer than the shortest that was measured.
+        curves[name] = Curve(((0.0, (0.0, likely[0], high[0])), *points), "measured")
+    longest = LENGTHS[-1]
+    alone = curves["loading text"].seconds(longest).likely
+    many = _row_seconds(*COLUMNS["loading text"], longest, SHORT, counted)
+    first, middle, last = (max(0.0, one - alone) / (longest / SHORT - 1) for one in many)
+    curves[DOCUMENT] = Curve(tuple((at, (first, middle, last)) for at in (0.0, 1.0)), "measured")
+    return curves
+
+
+def _row_seconds(
+    documents: Documents, columns: Sequence[str], seq_len: int, length: int, counted: int
+) -> Seconds:
+    """Seconds of the processor for a row of `seq_len` tokens, of documents of `length` tokens."""
+    with tempfile.TemporaryDirectory(prefix="ingot-load-") as name:
+        folder = Path(name)
+        _write(folder, documents, columns, length)
+        how = "none" if documents == "preference" else "best_fit"
+        quiet = Progress("pack", None, "MB", quiet=True)
+        pack(folder, read_prepared(folder), seq_len, how, LocalEngine(1), quiet)
+        rows = open_rows(folder, "train", seq_len, pack=how, pad_last=False)
+        order, memory, times = SampleOrder(rows.sizes, 0), BatchBuffers(), []
+        for step in range(counted + 1):
+            began = time.thread_time()
+            indices = order.rows(step * ROWS, ROWS).tolist()
+            for _ in fixed_batches(rows, indices, MICRO_BATCH, memory):
+                pass
+            times.append((time.thread_time() - began) / ROWS)
+        return spread(times[1:])
+
+
+def _write(folder: Path, documents: Documents, columns: Sequence[str], length: int) -> None:
+    """Columns of documents of random tokens, all of which are trained."""
+    random, count, entries, kinds = np.random.default_rng(0), max(64, TOKENS // length), [], []
+    for name in columns:
+        dtype = column_dtype(name, VOCAB)
+        below = (1, 2) if name.endswith("mask") else (1, VOCAB)
+        prefix = column_prefix(folder, "train", name, 0)
+        with ColumnWriter(prefix, dtype) as writer:
+            writer.append(random.integers(*below, count * length), np.full(count, length, np.int64))
+        entries += [entry_of(folder, path.name) for path in (bin_path(prefix), idx_path(prefix))]
+        kinds.append({"name": name, "dtype": dtype.name})
+    tokens = count * length
+    part = ColumnPart(0, count, tokens, 0, "0")
+    source = PreparedSource("random", 1.0, count, tokens, 0, [part])
+    made = PreparedData(
+        documents, kinds, {"train": [source]}, "none", None, VOCAB, "random", {"train": "random"}
+    )
+    write_prepared(folder, made, {}, entries)

@@ -89,9 +89,8 @@ def test_this_device_is_measured_and_read_again(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(room, "COUNTED", 2)
     found = calibrate(TINY)
-    assert {"matmul", "narrow", "attending", "memory", "special", "softmax", "random"} >= {
-        name.split()[0] for name in found.curves
-    }
+    kinds = {"matmul", "narrow", "attending", "memory", "special", "softmax", "random", "loading"}
+    assert kinds >= {name.split()[0] for name in found.curves}
     assert {"memory bfloat16", "narrow float32", "attending bfloat16"} <= set(found.curves)
     assert found.peak_flops["float32"] > 1e8
     assert found.torch == torch.__version__
