@@ -103,9 +103,11 @@ class LogHook:
         return False
 
     def _newest(self, info: StepInfo) -> dict[str, str]:
-        """Loss and pace for a terminal, twice a second. Not of a GPU, which would be waited for."""
+        """Loss and pace for a terminal. Reading the loss waits for a GPU, which is idle for a
+        moment then, and so is asked less often.
+        """
         now = time.monotonic()
-        if info.outcome.loss.is_cuda or now - self._shown_at < 0.5 or not self._tokens:
+        if now - self._shown_at < (1.0 if info.outcome.loss.is_cuda else 0.5) or not self._tokens:
             return {}
         self._shown_at, pace = now, self._tokens / max(self._seconds, 1e-9)
         return {"loss": f"{float(info.outcome.loss):.3f}", "tokens/s": f"{pace:,.0f}"}

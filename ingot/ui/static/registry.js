@@ -22,6 +22,7 @@ export async function registryView(root) {
 
 function draw(root, { names, acts }, act) {
   fill(root, h("div", { class: "title" }, h("h1", {}, "Registry"), h("span", { class: "soft" }, acts ? "" : "read-only; start with --allow-actions to promote and roll back")),
+    h("p", { class: "soft" }, "The registry of this folder; versions in Vertex AI are listed by Google's console."),
     names.length ? names.map((name) => card(name, acts, act)) : h("div", { class: "card empty" }, h("b", {}, "Nothing is registered yet"), "A run's model gets here by", h("br"), h("code", {}, "ingot register RECIPE")));
 }
 

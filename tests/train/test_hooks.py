@@ -1,0 +1,47 @@
+"""What a terminal shows between two logged steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.base.environment import Ranks
+from ingot.base.progress import Progress
+from ingot.base.runlog import JsonLines
+from ingot.parallel.mesh import Mesh
+from ingot.train.hooks import LogHook, Workload
+from ingot.train.step import StepInfo, StepOutcome
+
+
+class Watched(Progress):
+    """As on a terminal, whose lines are kept."""
+
+    is_watched = True
+
+    def __init__(self) -> None:
+        super().__init__("train", 100, "steps")
+        self.seen: list[dict[str, str]] = []
+
+    def update(self, done: int, **fields: str) -> None:
+        self.seen.append(fields)
+
+
+def test_loss_and_pace_move_between_logged_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("ingot.train.hooks.time.monotonic", lambda: clock[0])
+    progress, mesh = Watched(), Mesh(Ranks(), torch.device("cpu"))
+    sinks = [JsonLines(tmp_path / "metrics.jsonl")]
+    hook = LogHook(sinks, progress, 50, 100, Workload(None, None, "fp32"), mesh, gpu=False)
+    for step in range(1, 9):
+        clock[0] += 0.2
+        loss, zero = torch.tensor(5.0 - step), torch.tensor(0.0)
+        hook.after_step(StepInfo(step, 4, 400, StepOutcome(loss, zero, zero), 0.1, 0.2))
+    hook.close()
+    losses = [fields["loss"] for fields in progress.seen]
+    # The first step is logged; then a line is renewed each half second, and stays between.
+    assert losses == ["4.000", "3.000", "3.000", "3.000", "0.000", "0.000", "0.000", "-3.000"]
+    assert progress.seen[-1]["tokens/s"] == "2,000"
