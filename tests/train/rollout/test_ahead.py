@@ -51,7 +51,6 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return recipe
 
 
-@pytest.mark.drawn("answers sampled ahead")
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_answers_are_of_the_weights_that_many_rollouts_before(
     staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +88,6 @@ def test_answers_are_of_the_weights_that_many_rollouts_before(
     assert moved[0] < tolerances.FIRST_RATIO < 0.01 * min(moved[1:])
 
 
-@pytest.mark.drawn("answers sampled ahead")
 @pytest.mark.parametrize("every", [3, 4])
 def test_what_was_killed_goes_on_with_the_answers_that_were_under_way(
     every: int, ready: Path, whole: Recipe, tmp_path: Path

@@ -74,7 +74,6 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained() -> None:
     assert mismatch(answers, np.array([], np.int64), cap=2.0) == {}
 
 
-@pytest.mark.drawn("between sampler and trainer")
 def test_what_was_killed_goes_on_with_the_trainers_own(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +97,6 @@ def test_what_was_killed_goes_on_with_the_trainers_own(
         assert logged(broken, key) == logged(whole, key)
 
 
-@pytest.mark.drawn("between sampler and trainer")
 @pytest.mark.parametrize("old", ["sampler", "recomputed"])
 def test_a_sampler_of_another_temperature_is_seen(
     old: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
