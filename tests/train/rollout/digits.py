@@ -51,11 +51,13 @@ def odd(answer: str) -> float:
 def odd_known() -> Iterator[None]:
     """The kind `odd` is known to this process."""
     kinds = BUILT_IN["reward"]
+    before = dict(kinds)
     kinds["odd"] = "tests.train.rollout.digits:OddReward"
     try:
         yield
     finally:
-        del kinds["odd"]
+        kinds.clear()
+        kinds.update(before)
         _all_knobs.cache_clear()
 
 

@@ -4,7 +4,7 @@ faster; and what was killed goes on with the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ingot.train.rollout.sampling import AnswerSampler, SampleTask
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known
+from tests.train.rollout.digits import apart, digits_recipe, odd_known
 from tests.train.rollout.test_layouts import KL, UNEVEN, on_ranks, same_as
 from tests.train.rollout.test_rollout import logged, told, weights
 from tests.train.stopping import train_until
@@ -29,18 +29,6 @@ from tests.train.stopping import train_until
 FAST = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__schedule": "{kind: constant}"}
 AHEAD = {"staleness": 2, "updates": 2}
 LONG: dict[str, Any] = {"train__steps": 9, "checkpoint__every": 9, "track__every": 1}
-
-
-@pytest.fixture(autouse=True)
-def _odd() -> Iterator[None]:
-    with odd_known():
-        yield
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with odd_known():
-        return made_ready(tmp_path_factory.mktemp("digits") / "root")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests import tolerances
 from tests.objectives.test_every_way import distance, logged, weights
 from tests.parallel.proving import MODELS
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known, write_pairs
+from tests.train.rollout.digits import apart, digits_recipe, odd_known, write_pairs
 from tests.train.stopping import train_until
 
 UNEVEN = {
@@ -48,18 +47,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard and tensor": (4, {"parallel__shard": 2, "parallel__tensor": 2}),
     "pipeline and shard": (4, {"parallel__pipeline": 2, "parallel__shard": 2}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _odd() -> Iterator[None]:
-    with odd_known():
-        yield
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with odd_known():
-        return made_ready(tmp_path_factory.mktemp("digits") / "root")
 
 
 @pytest.fixture(scope="module")

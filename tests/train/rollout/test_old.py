@@ -4,7 +4,6 @@ kill, and every layout has the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,12 @@ from ingot.train.rollout.scored import mismatch
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known
+from tests.train.rollout.digits import apart, digits_recipe, odd_known
 from tests.train.rollout.test_layouts import KL, LAYOUTS, UNEVEN, on_ranks, same_as
 from tests.train.rollout.test_rollout import logged, weights
 from tests.train.stopping import train_until
 
 RECOMPUTED = {"old_logprobs": "recomputed"}
-
-
-@pytest.fixture(autouse=True)
-def _odd() -> Iterator[None]:
-    with odd_known():
-        yield
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with odd_known():
-        return made_ready(tmp_path_factory.mktemp("digits") / "root")
 
 
 def sampler_of_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:

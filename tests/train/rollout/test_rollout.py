@@ -5,7 +5,6 @@ gives one number, and what was killed goes on bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,13 @@ from ingot.train.rollout.prompts import PromptReader
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd, odd_known
+from tests.train.rollout.digits import apart, digits_recipe, odd, odd_known
 from tests.train.stopping import train_until
 
 SGD = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__clip_norm": None}
 UNEVEN = {**SGD, "train__global_batch": 20}
 """Five prompts, which two ranks do not share evenly."""
 RATIO = tolerances.FIRST_RATIO
-
-
-@pytest.fixture(autouse=True)
-def _odd() -> Iterator[None]:
-    with odd_known():
-        yield
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with odd_known():
-        return made_ready(tmp_path_factory.mktemp("digits") / "root")
 
 
 def logged(recipe: Recipe, key: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import free_port
 from tests.small import TINY_MODEL
-from tests.train.rollout.digits import apart, digits_recipe, made_ready, odd_known
+from tests.train.rollout.digits import apart, digits_recipe, made_ready
 
 TINY = {
     "model_type": "llama",
@@ -37,12 +36,6 @@ TINY = {
     "hidden_act": "silu",
     "initializer_range": 0.5,
 }
-
-
-@pytest.fixture(autouse=True)
-def _odd() -> Iterator[None]:
-    with odd_known():
-        yield
 
 
 def test_answers_are_scored_as_our_own_sampler_scores_them() -> None:
