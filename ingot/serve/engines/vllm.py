@@ -32,6 +32,7 @@ from ingot.serve.http.listen import (
     bound_socket,
     fetched_model_folder,
     free_port,
+    kept_port,
     listen_address,
     read_api_key,
     url_host,
@@ -60,14 +61,14 @@ def serve_vllm(target: Path, settings: Serve, name: str) -> None:
         checked = check_decoder_folder(folder, "vllm", any_template=settings.any_template)
         check_content(folder)
         if "AIP_HTTP_PORT" not in os.environ:
-            own = free_port(host, port)
+            own = free_port(host, port) if port else kept_port(host)
             run_server_process(
                 vllm_command(python, folder, settings, name, host, own, key),
                 f"serving {name} at http://{url_host(host)}:{own}",
             )
             return
         listener = stack.enter_context(bound_socket(host, port))
-        inside = free_port(LOOPBACK, 0)
+        inside = kept_port(LOOPBACK)
         run_server_process(
             vllm_command(python, folder, settings, name, LOOPBACK, inside, None),
             f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}",

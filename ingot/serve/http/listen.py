@@ -78,6 +78,19 @@ def free_port(host: str, port: int) -> int:
         return int(listener.getsockname()[1])
 
 
+def kept_port(host: str) -> int:
+    """A free port that the system gives to nobody who asks for any one, for about a minute: a
+    connection to it has just ended. Only a server that asks for it by number, with SO_REUSEADDR as
+    vLLM does, can have it meanwhile.
+    """
+    with bound_socket(host, 0) as listener:
+        listener.listen(1)
+        with socket.create_connection(listener.getsockname()[:2]):
+            # The side that ends first is the one that waits (TIME_WAIT), and ours has the port.
+            listener.accept()[0].close()
+            return int(listener.getsockname()[1])
+
+
 def url_host(host: str) -> str:
     """A host as written in a URL."""
     return f"[{host}]" if ":" in host else host

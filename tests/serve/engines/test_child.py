@@ -30,7 +30,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.child import GRACE_S, ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.bodies import PromptBounds
-from ingot.serve.http.listen import bound_socket
+from ingot.serve.http.listen import bound_socket, kept_port
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment, ingot
@@ -414,3 +414,13 @@ def test_a_dry_run_prints_the_command_and_no_key(
         == f"# nothing is started: this process would serve model, a decoder in {folder}, at"
         " http://127.0.0.1:8080\n"
     )
+
+
+def test_a_port_for_a_child_is_given_to_nobody_else_meanwhile() -> None:
+    port = kept_port("127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
