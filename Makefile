@@ -20,9 +20,13 @@ BEAM ?= .venv-beam
 TRACKERS ?= .venv-trackers
 VLLM ?= .venv-vllm
 TRITON ?= .venv-triton
+LOWEST ?= .venv-lowest
+LOWEST_TORCH ?=
+GPU_PYTHON ?= python3
+WHEELS ?= build/gpu-wheels
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-changed test-all times chaos faults lint site bench peers gpu beam engines trackers clean
+.PHONY: help setup run test test-changed test-all times chaos faults lint site bench peers gpu gpu-wheels lowest beam engines trackers clean
 
 help:
 	@echo "make run       from raw text to a served model on this machine (RECIPE=$(RECIPE))"
@@ -35,6 +39,8 @@ help:
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
 	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
 	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
+	@echo "make gpu-wheels  the few wheels that a GPU machine without a network lacks, into $(WHEELS)"
+	@echo "make lowest    an environment of the lowest versions that pyproject.toml allows in $(LOWEST), and tests with it"
 	@echo "make beam      an environment for prepare on Apache Beam in $(BEAM)"
 	@echo "make trackers  an environment for MLflow and Trackio in $(TRACKERS), and the tests with both"
 	@echo "make engines   environments for vLLM (CPU) and Triton in $(VLLM) and $(TRITON), and the tests with both (ARGS=...)"
@@ -79,9 +85,18 @@ bench: $(WORK)
 peers: $(WORK)
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
-gpu: $(WORK)
-	@$(BIN)/python -m pytest -q -m gpu tests
-	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+# The machine's own Python where it has all that is needed, as a machine without a network must; else an environment.
+gpu:
+	@if $(GPU_PYTHON) -m benchmarks.gpu.packages --ready; then python=$(GPU_PYTHON); else \
+		$(MAKE) --no-print-directory $(WORK) && python=$(BIN)/python; fi && \
+	$$python -m pytest -q -m gpu $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); $$python -m benchmarks.gpu $(ARGS)
+
+gpu-wheels: $(USE)
+	@$(BIN)/python -m benchmarks.gpu.packages $(WHEELS)
+
+lowest: $(LOWEST)/.ingot-lowest
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest -q -n 2 \
+		-m "not slow" $$($(LOWEST)/bin/python -m tests.lowest --tests) $(ARGS)
 
 beam: $(BEAM)/.ingot-beam
 
@@ -93,7 +108,7 @@ engines: $(WORK) $(VLLM)/.ingot-vllm $(TRITON)/.ingot-triton
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo "$(VENV) is not a virtual environment; not removed"; exit 1; }
-	rm -rf $(VENV) $(BEAM) $(VLLM) $(TRITON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BEAM) $(VLLM) $(TRITON) $(LOWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What running needs.
@@ -122,6 +137,15 @@ $(TRACKERS)/.ingot-trackers: constraints-trackers.txt
 	@echo "setting up $(TRACKERS), once"
 	@$(TRACKERS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(TRACKERS)
 	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check -r constraints-trackers.txt
+	@touch $@
+
+# Each package at its lowest; LOWEST_TORCH=VERSION takes another torch, where that one has no build for this machine.
+$(LOWEST)/.ingot-lowest: pyproject.toml tests/lowest.py
+	@echo "setting up $(LOWEST), once"
+	@$(LOWEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/python -m tests.lowest --torch=$(LOWEST_TORCH) > $(LOWEST)/requirements.txt
+	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check $$(grep '^torch==' $(LOWEST)/requirements.txt)
+	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -r $(LOWEST)/requirements.txt
 	@touch $@
 
 # Apache Beam holds back packages that the rest is newer than, so it has an environment of its own.

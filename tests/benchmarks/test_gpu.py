@@ -1,75 +1,234 @@
-"""The program for a GPU refuses a machine without one; what it does there is run here in
-miniature.
+"""The program for a GPU, without one: what it does with its minutes and its results, and every row
+in miniature.
 """
 
 from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import attention, packages, results, runner, table, training
+from benchmarks.gpu.record import Asked, Record
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.rows import ROWS, Row
+from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.steps import flops_of
+
+HERE = Asked(torch.device("cpu"), tiny=True, steps=2)
+HEAD = {"device": "a GPU", "commit": "abc"}
+SCRIPT = """
+import json, pathlib, sys, time
+row, into = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--into") + 1])
+def say(**line):
+    with into.open("a") as stream: stream.write(json.dumps(line) + "\\n")
+say(check="first", holds=True, detail="")
+if row == "1B full, 8 rows": say(status="out of memory", reason="none left")
+elif row == "raises": sys.exit("no such kernel")
+elif row == "hangs": time.sleep(60)
+else:
+    say(figures={"tokens_per_s": 1000.0, "step_s": 2.0, "allocated_bytes": 3e9, "flops_per_token": 5e9})
+    say(status="measured", reason="")
+"""
 
 
-def test_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch sees none here"):
-        gpu.main()
+@pytest.fixture
+def script(tmp_path: Path) -> Sequence[str]:
+    (tmp_path / "row.py").write_text(SCRIPT)
+    return sys.executable, "-SE", str(tmp_path / "row.py")
 
 
-def test_what_a_gpu_is_asked() -> None:
-    rows = gpu.rows_of()
-    assert {(row.preset, row.seq_len) for row in rows} == {("llama-1b", 4096), ("llama-8b", 4096)}
-    assert sum(row.trainer for row in rows) == 8
-    assert {row.float8 for row in rows if row.config} == {"none", "tensorwise", "rowwise"}
-    full, adapted = gpu.Row("", "llama-8b", 1), gpu.Row("", "llama-8b", 1, lora=True)
-    # Gradients of weights that are kept: 2 of 6 operations a weight; those of attention remain.
-    assert adapted.flops == pytest.approx(full.flops * 2 / 3, rel=0.05)
-    assert adapted.flops > full.flops * 2 / 3
+def rows(*names: str) -> list[Row]:
+    return [one for one in ROWS if one.name in names]
 
 
-def test_of_the_numbers_of_layers_the_most_that_fit_are_measured(
-    monkeypatch: pytest.MonkeyPatch,
+def made(folder: Path, script: Sequence[str], minutes: float = 10.0, **head: str) -> Runner:
+    known = Results(folder / "gpu.jsonl", {**HEAD, **head}, planned="h100")
+    ends = time.monotonic() + 60 * minutes
+    return Runner(known, "cuda", tiny=False, ends=ends, command=script)
+
+
+def test_rows_are_told_apart_and_follow_what_they_hang_on() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    for row in ROWS:
+        assert importlib.util.find_spec(f"benchmarks.gpu.{row.program}") is not None
+        if row.unless_measured:
+            assert names.index(row.unless_measured) < names.index(row.name)
+    # A call lasts ten minutes, and the most valuable rows begin in it.
+    assert all(row.estimate_s <= 180 for row in ROWS)
+    checks = [row for row in ROWS if row.kind == "correct"]
+    assert sum(row.estimate_s for row in checks[:4]) < 600
+
+
+def test_a_smaller_row_follows_where_memory_ran_out_and_nothing_is_done_twice(
+    tmp_path: Path, script: Sequence[str]
 ) -> None:
-    tried = []
+    ladder = rows("1B full, 8 rows", "1B full, 4 rows", "1B full, 2 rows")
+    told = made(tmp_path, script).run(ladder)
+    kept = {line["row"]: line["status"] for line in read(tmp_path)}
+    assert kept == {"1B full, 8 rows": "out of memory", "1B full, 4 rows": "measured"}
+    assert [line.partition(":")[0] for line in told] == ["1B full, 2 rows"]
+    again = made(tmp_path, script)
+    again.run(ladder)
+    assert len(read(tmp_path)) == 2
+    made(tmp_path, script, commit="another").run(ladder)
+    assert len(read(tmp_path)) == 4
+    made(tmp_path, script, device="another").run(ladder)
+    assert len(read(tmp_path)) == 6
 
-    def ours(row: gpu.Row, steps: int, folder: object) -> dict[str, object]:
-        tried.append((dict(row.config)["num_hidden_layers"], row.float8))
-        if tried[-1][0] == 24:
-            return {"status": "out of memory", "reason": "none left"}
-        return {
-            "status": "measured",
-            "tokens_per_s": 100.0,
-            "peak_flops": 1e15,
-            "process_memory_bytes": 1,
-        }
 
-    monkeypatch.setattr(gpu, "ours", ours)
-    found = gpu.measure([row for row in gpu.rows_of() if row.config], 1, "cpu")
-    assert tried == [
-        (24, "none"),
-        (24, "tensorwise"),
-        (24, "rowwise"),
-        (16, "none"),
-        (16, "tensorwise"),
-        (16, "rowwise"),
-    ]
-    assert [row["status"] for row in found] == ["out of memory"] * 3 + ["measured"] * 3
-    assert found[-1]["share_of_peak"] == pytest.approx(
-        100 * gpu.Row("", "llama-8b", 1, config=(("num_hidden_layers", 16),)).flops / 1e15
+def test_a_failure_is_a_row_with_its_reason_and_what_it_had(
+    tmp_path: Path, script: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RESERVE_S", 0.0)
+    raises, hangs = (Row(name, "correct", "attention", 0.5) for name in ("raises", "hangs"))
+    doing = made(tmp_path, script, minutes=2 / 60)
+    doing.run([raises, hangs])
+    one, other = read(tmp_path)
+    assert (one["status"], one["reason"]) == ("failed", "no such kernel")
+    assert other["status"] == "cut off"
+    assert [line["checks"][0]["holds"] for line in (one, other)] == [True, True]
+    # What was cut off is tried again, given more time; what failed is not.
+    assert doing.results.is_done(raises)
+    assert not doing.results.is_done(hangs)
+    assert doing.results.estimate_s(hangs) > hangs.estimate_s
+    assert table.show(doing.results, Console(file=(tmp_path / "out").open("w"))) == 0, (
+        "rows that the table does not know are not its own"
     )
+
+
+def test_no_row_begins_that_would_not_end(tmp_path: Path, script: Sequence[str]) -> None:
+    told = made(tmp_path, script, minutes=1.0).run(rows("attention", "ceilings"))
+    assert [line["row"] for line in read(tmp_path)] == ["ceilings"]
+    assert told[0].startswith("attention: takes about")
+
+
+def test_plans_of_another_machine_stand_beside_what_came(
+    tmp_path: Path, script: Sequence[str]
+) -> None:
+    plan = rows("plan: 1B full, 4 rows")[0]
+    here = Results(tmp_path / "gpu.jsonl", {**HEAD, "device": "CPU"}, planned="h100")
+    planned = {"allocated_bytes": 3.3e9, "step_s": {"likely": 1.5}}
+    done = {"seconds": 9.0, "status": "measured", "reason": "", "checks": []}
+    here.add(plan, {**done, "figures": planned})
+    doing = made(tmp_path, script)
+    doing.run([*rows("1B full, 8 rows", "1B full, 4 rows"), plan])
+    assert len(read(tmp_path)) == 3
+    with (tmp_path / "shown").open("w") as stream:
+        table.show(doing.results, Console(file=stream, width=150))
+    shown = (tmp_path / "shown").read_text()
+    assert "+10%" in shown
+    assert "-25%" in shown
+    assert "out of memory: none left" in shown
+
+
+def test_a_fault_is_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    was = attention.make_attn_fns
+
+    def one_key_more(positions: Any, segments: Any, windows: Sequence[int | None]) -> Any:
+        wide = was(positions, segments, [window and window + 1 for window in windows])
+        return dict(zip(windows, wide.values(), strict=True))
+
+    monkeypatch.setattr(attention, "make_attn_fns", one_key_more)
+    record = Record()
+    attention.run(HERE, record)
+    failed = {line["check"].partition(",")[0] for line in record.lines if not line["holds"]}
+    windowed = [name for name, case in attention.CASES.items() if case.window]
+    assert failed == {name.partition(",")[0] for name in windowed}
+
+
+def test_a_part_that_raises_is_a_fault_and_the_rest_is_done() -> None:
+    record = Record()
+    with record.trying("part"):
+        raise ValueError("of no kind\nthat is known")
+    record.within("difference", float("nan"), 1.0)
+    assert [line["holds"] for line in record.lines] == [False, False]
+    assert record.lines[0]["detail"].startswith("ValueError: of no kind (test_gpu.py:")
+    with pytest.raises(torch.OutOfMemoryError), record.trying("memory"):
+        raise torch.OutOfMemoryError
+
+
+def test_gradients_of_kept_weights_are_not_counted() -> None:
+    full, adapted = (flops_of(tiny=False, preset="llama-8b", lora=lora) for lora in (False, True))
+    # 2 of 6 operations a weight; those of attention remain.
+    assert adapted == pytest.approx(full * 2 / 3, rel=0.05)
+    assert adapted > full * 2 / 3
+
+
+def test_it_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packages.missing() == []
+    assert set(packages.WHEELS) > {"pydantic", "pydantic-core", "torchao"}
+    assert all("==" in one for one in packages.versions())
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    monkeypatch.setattr(program, "nvidia", dict)
+    with pytest.raises(SystemExit, match="names none here"):
+        program.main()
+    monkeypatch.setattr(program, "missing", lambda: ["orjson"])
+    with pytest.raises(SystemExit, match="lacks orjson"):
+        program.main()
+
+
+def test_files_without_a_commit_have_a_hash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    (tmp_path / "ingot").mkdir()
+    (tmp_path / "ingot" / "a.py").write_text("1")
+    one = results.source_id()
+    (tmp_path / "ingot" / "a.py").write_text("2")
+    assert one.startswith("files-")
+    assert one != results.source_id()
+
+
+LIGHT: dict[str, dict[str, Any]] = {
+    "ceilings": {},
+    "attention": {},
+    "families": {},
+    "generation": {"preset": "llama-1b"},
+    "kernels": {"preset": "llama-1b", "micro_batch": 4, "compiled": False},
+}
+
+
+@pytest.mark.drawn("the program for a GPU in miniature")
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_row_in_miniature(name: str) -> None:
+    record = Record()
+    importlib.import_module(f"benchmarks.gpu.{name}").run(HERE, record, **LIGHT[name])
+    assert record.lines
+    assert all(line.get("holds") is not False for line in record.lines), record.lines
+
+
+@pytest.mark.drawn("the program for a GPU in miniature")
+@pytest.mark.parametrize("what", training.BESIDE_CPU)
+def test_training_in_miniature(what: str) -> None:
+    record = Record()
+    training.beside_cpu(what, training.BESIDE_CPU[what], 1, HERE, record)
+    assert all(line["holds"] for line in record.lines)
 
 
 @pytest.mark.slow
-def test_all_rows_in_miniature() -> None:
-    rows = gpu.rows_of(one_gpu=False)
-    found = gpu.measure(rows, 1, "cpu")
-    console = Console(record=True, width=150)
-    gpu.show(found, console)
-    said = console.export_text()
-    refused = [row for row in found if row["status"] != "measured"]
-    assert {row["name"] for row in refused} <= {row.name for row in rows if row.float8 != "none"}, (
-        said
-    )
-    assert all(0 < row["share_of_peak"] < 1 for row in found if row["status"] == "measured")
+@pytest.mark.timeout(1800)
+def test_all_rows_in_miniature(tmp_path: Path) -> None:
+    """Each by its own process, as on a GPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"]
+    options = ["--minutes", "30", "--results", str(tmp_path / "gpu.jsonl")]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    assert {line["row"] for line in read(tmp_path)} == {row.name for row in ROWS}
+    assert {line["status"] for line in read(tmp_path)} == {"measured"}, ended.stdout[-6000:]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
+    return [line for line in lines if "row" in line]

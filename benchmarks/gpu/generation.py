@@ -1,0 +1,95 @@
+"""Greedy generation by 1, 8 and 64 requests at once, bf16 weights, beside transformers' `generate`:
+tokens a second, and the time to the first token of a long prompt.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.ceilings import wait
+from benchmarks.gpu.record import Asked, Record
+from benchmarks.gpu.steps import model_values
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.models.parameters import init_weights
+
+TOGETHER, PROMPT, NEW_TOKENS, LONG = (1, 8, 64), 128, 128, 1000
+TINY_TOGETHER, TINY_PROMPT, TINY_NEW_TOKENS = (1, 2), 4, 3
+
+
+def run(asked: Asked, record: Record, *, preset: str) -> None:
+    values = model_values(preset, None, tiny=asked.tiny)
+    for name, make in (("ingot", ours), ("transformers", theirs)):
+        with record.trying(name):
+            work = make(values, asked)
+            measure(name, work, values["vocab_size"], asked, record)
+            del work
+        gc.collect()
+        if asked.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+Work = Callable[[list[list[int]], int], None]
+"""Continues prompts of equal length by so many tokens."""
+
+
+def measure(name: str, work: Work, vocabulary: int, asked: Asked, record: Record) -> None:
+    sizes = TINY_TOGETHER if asked.tiny else TOGETHER
+    length, tokens = (TINY_PROMPT, TINY_NEW_TOKENS) if asked.tiny else (PROMPT, NEW_TOKENS)
+    longest = TINY_PROMPT if asked.tiny else LONG
+    draw = torch.Generator().manual_seed(0)
+
+    def seconds(together: int, length: int, tokens: int) -> float:
+        prompts = torch.randint(0, vocabulary, (together, length), generator=draw).tolist()
+        wait(asked.device)
+        began = time.perf_counter()
+        work(prompts, tokens)
+        wait(asked.device)
+        return time.perf_counter() - began
+
+    for together in sizes:
+        seconds(together, length, 4)
+        rate = together * tokens / seconds(together, length, tokens)
+        record.figures(**{f"{name}_{together}_tokens_per_s": rate})
+    seconds(1, longest, 1)
+    record.figures(**{f"{name}_first_token_s": seconds(1, longest, 1)})
+    if asked.cuda:
+        record.figures(**{f"{name}_allocated_bytes": torch.cuda.max_memory_allocated()})
+
+
+def ours(values: dict[str, Any], asked: Asked) -> Work:
+    model = Decoder(DecoderConfig.from_hf(values)).to(asked.device)
+    init_weights(model, 0)
+    model = model.to(torch.bfloat16).eval()
+
+    def work(prompts: list[list[int]], tokens: int) -> None:
+        requests = [Request(prompt, tokens, ignore_eos=True) for prompt in prompts]
+        Generator(model, max_rows=len(prompts)).run(requests)
+
+    return work
+
+
+def theirs(values: dict[str, Any], asked: Asked) -> Work:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {name: value for name, value in values.items() if name != "architectures"}
+    config = AutoConfig.for_model(**given, pad_token_id=0)
+    config.eos_token_id = None
+    with asked.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+    @torch.no_grad()
+    def work(prompts: list[list[int]], tokens: int) -> None:
+        ids = torch.tensor(prompts, device=asked.device)
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
+
+    return work

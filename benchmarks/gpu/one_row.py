@@ -1,0 +1,56 @@
+"""The process of one row: `python -m benchmarks.gpu.one_row NAME --device cuda --into FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.rows import named
+
+MEASURED, FAILED, MEMORY, REFUSED = "measured", "failed", "out of memory", "not run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.one_row")
+    parser.add_argument("row")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--into", type=Path, required=True)
+    asked = parser.parse_args()
+    row = named(asked.row)
+    if row.beside or asked.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if row.beside:
+        os.nice(10)
+    import torch
+
+    from benchmarks.gpu.record import Asked, Record, Refused, is_out_of_memory, reason_of
+
+    device = torch.device(asked.device if asked.device == "cpu" else "cuda:0")
+    record = Record(asked.into)
+    status, reason = MEASURED, ""
+    try:
+        program = importlib.import_module(f"benchmarks.gpu.{row.program}")
+        program.run(Asked(device, asked.tiny, 2 if asked.tiny else 10), record, **row.knobs)
+    except Refused as refused:
+        status, reason = REFUSED, str(refused)
+    except Exception as error:
+        status, reason = (MEMORY if is_out_of_memory(error) else FAILED), reason_of(error)
+        if status == FAILED:
+            import traceback
+
+            traceback.print_exc()
+    with asked.into.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"status": status, "reason": reason}) + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries must not hold the end up: what counts is written.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What a GPU is asked, in the order of its worth. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CORRECT, SPEED, PLANNED = "correct", "speed", "planned"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the results, done by a process of its own.
+
+    program: the module of `benchmarks.gpu` whose `run` does it, with `knobs`.
+    estimate_s: what it takes on an H100, its start included; it is not begun where less is left.
+    unless_measured: it is tried only where that row was not measured, for want of memory.
+    beside: on the host's processor alone, while the device does other rows.
+    """
+
+    name: str
+    kind: str
+    program: str
+    estimate_s: float
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    unless_measured: str | None = None
+    beside: bool = False
+
+    @property
+    def about(self) -> str:
+        """What tells rows of one name apart that ask for something else."""
+        return json.dumps([self.program, dict(self.knobs)], sort_keys=True)
+
+
+def training(name: str, estimate_s: float, smaller: str | None = None, **knobs: Any) -> Row:
+    """A row of `ingot bench`: `preset`, `micro_batch`, and knobs of `steps.StepsAsked`."""
+    return Row(name, SPEED, "steps", estimate_s, knobs, unless_measured=smaller)
+
+
+def trainer(name: str, estimate_s: float, smaller: str | None = None, **knobs: Any) -> Row:
+    return Row(name, SPEED, "trainer", estimate_s, knobs, unless_measured=smaller)
+
+
+CHECKS = (
+    Row("ceilings", SPEED, "ceilings", 30),
+    Row("attention", CORRECT, "attention", 150),
+    Row("training", CORRECT, "training", 150),
+    Row("families", CORRECT, "families", 120),
+    Row("resume", CORRECT, "resume", 90),
+    Row("serving", CORRECT, "serving", 80),
+    Row("memory", CORRECT, "memory", 120),
+)
+B1, B8 = {"preset": "llama-1b"}, {"preset": "llama-8b"}
+SPEEDS = (
+    training("1B full, 8 rows", 120, **B1, micro_batch=8),
+    training("1B full, 4 rows", 120, "1B full, 8 rows", **B1, micro_batch=4),
+    training("1B full, 2 rows", 120, "1B full, 4 rows", **B1, micro_batch=2),
+    trainer("1B full, Trainer compiled, 4 rows", 130, **B1, micro_batch=4, compiled=True),
+    trainer(
+        "1B full, Trainer compiled, 2 rows",
+        130,
+        "1B full, Trainer compiled, 4 rows",
+        **B1,
+        micro_batch=2,
+        compiled=True,
+    ),
+    trainer(
+        "1B full, Trainer compiled, 1 row",
+        130,
+        "1B full, Trainer compiled, 2 rows",
+        **B1,
+        micro_batch=1,
+        compiled=True,
+    ),
+    training("8B LoRA, 4 rows", 130, **B8, micro_batch=4, lora=True),
+    training("8B LoRA, 2 rows", 130, "8B LoRA, 4 rows", **B8, micro_batch=2, lora=True),
+    Row("1B serving", SPEED, "generation", 120, B1),
+    Row("1B kernels", SPEED, "kernels", 110, {**B1, "micro_batch": 4}),
+    training("8B, 10 layers, bf16", 100, **B8, layers=10, micro_batch=2),
+    training(
+        "8B, 10 layers, float8 rowwise", 130, **B8, layers=10, micro_batch=2, float8="rowwise"
+    ),
+    training(
+        "8B, 10 layers, float8 tensorwise", 130, **B8, layers=10, micro_batch=2, float8="tensorwise"
+    ),
+    training("8B, 6 layers, bf16", 100, "8B, 10 layers, bf16", **B8, layers=6, micro_batch=2),
+    training(
+        "8B, 6 layers, float8 rowwise",
+        130,
+        "8B, 10 layers, float8 rowwise",
+        **B8,
+        layers=6,
+        micro_batch=2,
+        float8="rowwise",
+    ),
+    training("mixture, 4 rows", 120, preset="mixture", micro_batch=4),
+    training("mixture, 2 rows", 120, "mixture, 4 rows", preset="mixture", micro_batch=2),
+    training("1B full, packed, 4 rows", 130, **B1, micro_batch=4, packed=True),
+    training("1B full, not compiled, 4 rows", 80, **B1, micro_batch=4, compiled=False),
+    trainer("1B full, Trainer, 2 rows", 80, **B1, micro_batch=2, compiled=False),
+)
+PLANS = tuple(
+    Row(f"plan: {row.name}", PLANNED, "planned", 60, row.knobs, beside=True)
+    for row in SPEEDS
+    if row.program == "steps"
+)
+ROWS = (*CHECKS[:1], *PLANS, *CHECKS[1:], *SPEEDS)
+
+
+def named(name: str) -> Row:
+    return next(row for row in ROWS if row.name == name)

@@ -1,0 +1,233 @@
+"""Training steps on the device: the same numbers as on the CPU, twice the same bits, and what each
+way to save memory or time changes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.attention import relative
+from benchmarks.gpu.record import Asked, Record
+from benchmarks.gpu.steps import emulating
+from ingot.base.environment import Ranks
+from ingot.config.load import load_recipe
+from ingot.config.recipe import Recipe
+from ingot.models.parameters import local_tensor
+from ingot.parallel.mesh import Mesh
+from ingot.train.micro_batch.memory import forget_peak
+from ingot.train.micro_batch.trial import let_go, made_up_plan, open_trial
+from ingot.train.optim.optimizers import Noise, round_to_bf16
+from tests import tolerances
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "model.source": "preset:llama-6m",
+    "tokenizer.source": "train",
+    "tokenizer.vocab_size": 512,
+    "data.train": [{"source": "builtin:stdlib"}],
+    "data.seq_len": 96,
+    "data.pack": "none",
+    "train.steps": 100,
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+    "train.optimizer.lr": 1e-3,
+    "precision.compute": "fp32",
+}
+SGD = {"train.optimizer": {"kind": "sgd", "lr": 0.1}}
+BF16 = {"precision.compute": "bf16"}
+BESIDE_CPU: dict[str, dict[str, Any]] = {
+    "full": SGD,
+    "packed": {**SGD, "data.pack": "best_fit"},
+    "LoRA": {**SGD, "model.lora": {"rank": 4}},
+    "adamw": {},
+    "muon": {"train.optimizer": {"kind": "muon"}},
+    "T5": {**SGD, "model.source": "preset:t5-mini", "objective.kind": "seq2seq"},
+    "BERT": {
+        **SGD,
+        "model.source": "preset:bert-mini",
+        "objective": {"kind": "classify", "labels": ["a", "b"]},
+    },
+    "DPO": {**SGD, "objective.kind": "dpo"},
+}
+"""Float32 on the device against the CPU."""
+SAME_BITS: dict[str, dict[str, Any]] = {
+    "twice the same": {},
+    "full recomputation": {"memory.recompute.kind": "full"},
+    "selective recomputation": {"memory.recompute.kind": "selective"},
+    "activations offloaded": {"memory.offload.activations": True},
+    "half of the optimizer offloaded": {"memory.offload.optimizer": 0.5},
+    "the optimizer offloaded": {"memory.offload.optimizer": 1.0},
+}
+"""Against the plain step of the same device, in float32 and in bf16."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of the steps; trained weights after them and before, on the CPU."""
+
+    losses: list[float]
+    weights: Mapping[str, Tensor]
+    before: Mapping[str, Tensor]
+    step_s: float
+    peak_bytes: int
+
+    def moved_from(self, other: Trained) -> float:
+        """The difference of the updates, relative, in norm over all weights."""
+        moved = [self.weights[name] - self.before[name] for name in sorted(self.weights)]
+        wanted = [other.weights[name] - other.before[name] for name in sorted(other.weights)]
+        return relative(flat(moved), flat(wanted))
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def recipe_of(folder: Path, knobs: Mapping[str, Any]) -> Recipe:
+    given = {"name": "gpu", "output": str(folder), **SMALL, **knobs}
+    lines = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+    return load_recipe((), lines, environ={}, dotenv=None).at("train")
+
+
+def train(knobs: Mapping[str, Any], device: torch.device, steps: int) -> Trained:
+    """So many steps of real training on random rows, the same on every device."""
+    mesh = Mesh(Ranks(), device)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(Path(folder), knobs)
+        losses, times = [], []
+        plan = made_up_plan(recipe, mesh)
+        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+            before = weights_of(trial.train_state.masters)
+            for step in range(steps):
+                if step == steps // 2:
+                    forget_peak(device)
+                began = time.perf_counter()
+                losses.append(float(take(step).loss))
+                times.append(time.perf_counter() - began)
+            after = weights_of(trial.train_state.masters)
+            cuda = device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+        del trial, take
+    gc.collect()
+    let_go(compiled=recipe.train.compile)
+    return Trained(losses, after, before, min(times), peak)
+
+
+def weights_of(masters: Any) -> dict[str, Tensor]:
+    return {
+        master.name: local_tensor(master.tensor).detach().float().cpu().clone()
+        for master in masters
+    }
+
+
+def run(asked: Asked, record: Record) -> None:
+    steps = 2 if asked.tiny else 4
+    for what, knobs in BESIDE_CPU.items():
+        with record.trying(what):
+            beside_cpu(what, knobs, steps, asked, record)
+    for form, knobs in {"float32": {}, "bf16": BF16}.items():
+        with record.trying(form):
+            same_bits(form, knobs, steps, asked, record)
+    with record.trying("nearly the same"):
+        nearly(steps, asked, record)
+    with record.trying("stochastic rounding in the mean"):
+        rounding(asked, record)
+    offloaded_weights(record)
+
+
+def beside_cpu(
+    what: str, knobs: Mapping[str, Any], steps: int, asked: Asked, record: Record
+) -> None:
+    here, there = train(knobs, CPU, steps), train(knobs, asked.device, steps)
+    difference = max(abs(a - b) for a, b in zip(here.losses, there.losses, strict=True))
+    record.within(f"{what} beside the CPU: losses", difference, tolerances.SPLIT_LOSS)
+    if knobs.get("train.optimizer") == SGD["train.optimizer"]:
+        # Optimizers that divide by a gradient's size turn rounding of almost none into a step.
+        record.within(
+            f"{what} beside the CPU: updates", there.moved_from(here), tolerances.GRADIENTS_FP32
+        )
+
+
+def same_bits(
+    form: str, knobs: Mapping[str, Any], steps: int, asked: Asked, record: Record
+) -> None:
+    plain = train(knobs, asked.device, steps)
+    for what, more in SAME_BITS.items():
+        with record.trying(f"{form}, {what}"):
+            other = train({**knobs, **more}, asked.device, steps)
+            differ = [
+                name
+                for name, tensor in plain.weights.items()
+                if not torch.equal(tensor, other.weights[name])
+            ]
+            told = f"losses equal: {plain.losses == other.losses}"
+            if differ:
+                told += f"; {len(differ)} of {len(plain.weights)} weights differ, {differ[0]};"
+                told += f" updates by {other.moved_from(plain):.1e}"
+            same = not differ and plain.losses == other.losses
+            record.holds(f"{form}, {what}: bits", same, told)
+
+
+def nearly(steps: int, asked: Asked, record: Record) -> None:
+    """What rounds otherwise: compiled steps, stochastic rounding, float8."""
+    exact, half = train({}, asked.device, steps), train(BF16, asked.device, steps)
+    pairs: dict[str, tuple[Trained, dict[str, Any], float]] = {
+        "bf16 beside float32": (exact, BF16, tolerances.BF16_LOSS),
+        "compiled, float32": (exact, {"train.compile": True}, tolerances.SPLIT_LOSS),
+        "compiled, bf16": (half, {**BF16, "train.compile": True}, tolerances.BF16_LOSS),
+        "stochastic rounding": (
+            half,
+            {**BF16, "precision.master": "stochastic"},
+            tolerances.BF16_LOSS,
+        ),
+        "float8 tensorwise": (
+            half,
+            {**BF16, "precision.float8": "tensorwise"},
+            tolerances.FLOAT8_LOSS * exact.losses[0],
+        ),
+        "float8 rowwise": (
+            half,
+            {**BF16, "precision.float8": "rowwise"},
+            tolerances.FLOAT8_LOSS * exact.losses[0],
+        ),
+    }
+    for what, (plain, knobs, bound) in pairs.items():
+        with record.trying(what), emulating(asked):
+            other = train(knobs, asked.device, steps)
+            difference = max(abs(a - b) for a, b in zip(plain.losses, other.losses, strict=True))
+            record.within(f"{what}: losses", difference, bound)
+            if "precision.master" in knobs:
+                again = train(knobs, asked.device, steps)
+                same = all(
+                    torch.equal(tensor, again.weights[name])
+                    for name, tensor in other.weights.items()
+                )
+                record.holds(f"{what}: twice the same bits", same)
+
+
+def rounding(asked: Asked, record: Record) -> None:
+    """Float32 numbers rounded to bf16 at random: always a neighbour, and right in the mean."""
+    device, times = asked.device, 2**16
+    values = torch.tensor([1.0, 1.001, -1.003, 3.14159, 1e-30, -2.7e20], device=device)
+    noise = Noise(7).bits(torch.tensor(1.0, device=device), slice(0, times), len(values))
+    many = round_to_bf16(values.repeat(times, 1), noise).double()
+    down = (values.view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    up = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double()
+    record.holds("stochastic rounding: neighbours", bool(((many == down) | (many == up)).all()))
+    # Five standard errors, of which one is at most half the distance by the root of the count.
+    errors = (many.mean(0) - values.double()).abs() / ((up - down).abs() / 2 / times**0.5)
+    record.within("stochastic rounding: mean, in standard errors", float(errors.max()), 5.0)
+
+
+def offloaded_weights(record: Record) -> None:
+    """Weights are offloaded from shards, and two ranks cannot share a device."""
+    record.not_run("weights offloaded: bits", "needs two GPUs: offloaded weights are shards")
