@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
     from ingot.config.values import Findings, Values
     from ingot.plan.assemble import ModelKnown, RunPlan
-    from ingot.plan.checks import PlanFinding
+    from ingot.plan.checks.finding import PlanFinding
     from ingot.plan.place import PlannedPlace
 
 Arguments = Annotated[
@@ -167,8 +167,9 @@ def _planned(
     from ingot.cli.check.recipe import findings, read_checked
     from ingot.plan.assemble import make_plan
     from ingot.plan.automatic import planned_layout
-    from ingot.plan.checks import PlanFinding
+    from ingot.plan.checks.finding import PlanFinding
     from ingot.plan.place import place_of
+    from ingot.plan.unknown import Unknown
 
     recipe, values = read_checked(arguments, "train")
     found = findings(recipe, values)
@@ -181,6 +182,8 @@ def _planned(
         found.ask(_refuse, error)
         found.wrong = list(dict.fromkeys(found.wrong))
         return recipe, found, None
+    if isinstance(made.sample, Unknown) and made.sample.wrong and not found.wrong:
+        found.wrong.append(made.sample.needs)
     more = ask_cloud(recipe, place, ask=cloud)
     if told:
         more.insert(0, PlanFinding("known", "parallel", told))
@@ -239,7 +242,7 @@ def _model(recipe: Recipe, values: Values) -> ModelKnown:
 def ask_cloud(recipe: Recipe, place: PlannedPlace, *, ask: bool) -> list[PlanFinding]:
     """Whether the project may have the machines, if the cloud may be asked."""
     from ingot.base.errors import IngotError
-    from ingot.plan.checks import PlanFinding
+    from ingot.plan.checks.finding import PlanFinding
 
     about = "launch.machine"
     if not place.rented:
@@ -266,7 +269,8 @@ def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep
     from ingot.base.progress import say
     from ingot.base.storage import write_atomic
     from ingot.cli.views.plan_table import show_plan
-    from ingot.plan.assemble import RECORDED, plan_json
+    from ingot.plan.as_json import plan_json
+    from ingot.plan.assemble import RECORDED
 
     content = plan_json(made)
     content["knobs"] = recipe.select(RECORDED)

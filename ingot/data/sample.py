@@ -4,6 +4,7 @@ directly from sources on this machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
 from ingot.data.documents.kinds import DocumentExtractor
-from ingot.data.documents.records import ParsedDocument
+from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.raw.ranges import ranges, read_range
 from ingot.data.raw.store import MANIFEST, open_raw
 from ingot.data.sources.find import find_source, is_local, records_of
@@ -20,6 +21,15 @@ from ingot.data.sources.local_files import STDLIB
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, SourceFile
 from ingot.data.splits import Shares
+
+MOST_BAD = 8
+"""A sample of a file ends after so many times as many bad records as documents were asked for: a
+large file may hold nothing that can be read.
+"""
+
+
+class NotHere(WrongInput):
+    """A source cannot be looked at on this machine, and was not ingested."""
 
 
 def training_texts(recipe: Recipe) -> Iterator[str]:
@@ -45,7 +55,9 @@ def training_texts(recipe: Recipe) -> Iterator[str]:
         return
     for files, extractor in _local_sources(recipe):
         for file in files:
-            yield from _documents(file, extractor)
+            yield from (
+                item.text for item in _items(file, extractor) if isinstance(item, ParsedDocument)
+            )
 
 
 @dataclass
@@ -63,16 +75,52 @@ class TextSample:
     compressed: bool = False
     only_text: bool = True
     """Whether the files hold nothing but the texts."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """How many records cannot be read, by reason."""
+    example: str = ""
+    """Where the first of them is."""
+
+    @property
+    def why_bad(self) -> str:
+        """The reasons, for people."""
+        told = ", ".join(f"{reason} ({count:,})" for reason, count in self.bad.most_common(3))
+        return f"{told}; the first is {self.example}"
+
+    def _note(self, file: SourceFile, record: BadRecord) -> None:
+        self.example = self.example or f"{file.path}:{record.row}"
+        self.bad[record.reason] += 1
+
+    def take(self, file: SourceFile, extractor: DocumentExtractor, most: int, room: int) -> None:
+        """Up to `most` documents of a file, of `room` characters or a little more."""
+        taken = bad = 0
+        self.files += 1
+        for item in _items(file, extractor):
+            if taken == most or room <= 0 or bad > MOST_BAD * most:
+                self.whole = False
+                return
+            if isinstance(item, BadRecord):
+                self._note(file, item)
+                bad += 1
+                continue
+            self.texts.append(item.text)
+            taken, room = taken + 1, room - len(item.text)
 
 
 def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
-    """At most `most` documents of at most about `most_bytes` of text, directly from the sources:
-    the first ones of evenly spread files.
+    """At most `most` documents of at most about `most_bytes` of text: the first ones of evenly
+    spread files, directly from the sources; of those that are not here, as ingested.
 
     Raises:
-        WrongInput: a source is not on this machine, or has no documents that can be read.
+        NotHere: a source is not on this machine, and nothing is ingested.
+        WrongInput: a source is missing, or lacks a column.
     """
-    sample, sources = TextSample(), _local_sources(recipe)
+    try:
+        sources = _local_sources(recipe)
+    except NotHere:
+        if read_marker(recipe.folder.raw, MANIFEST) is None:
+            raise
+        return _ingested(recipe, most, most_bytes)
+    sample = TextSample()
     share, room = max(1, most // len(sources)), most_bytes // len(sources)
     for files, extractor in sources:
         known = sample.file_bytes is not None and all("bytes" in file.stamp for file in files)
@@ -86,14 +134,30 @@ def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
         each = -(-share // len(chosen))
         sample.whole &= len(chosen) == len(files)
         for file in chosen:
-            left = room // len(chosen)
-            for number, text in enumerate(_documents(file, extractor)):
-                if number == each or left <= 0:
-                    sample.whole = False
-                    break
-                sample.texts.append(text)
-                left -= len(text)
-            sample.files += 1
+            sample.take(file, extractor, each, room // len(chosen))
+    return sample
+
+
+def _ingested(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
+    """The first documents of evenly spread ranges of what was ingested."""
+    raw = open_raw(recipe)
+    tasks = [one for one in ranges(raw) if one.split == "train" and one.kind != "tokens"]
+    chosen = tasks[:: -(-len(tasks) // max(1, min(most, len(tasks))))]
+    sample = TextSample(file_bytes=None)
+    for task in chosen:
+        left, room = most // len(chosen), most_bytes // len(chosen)
+        sample.files += 1
+        texts = (
+            text
+            for batch in read_range(raw.folder, task)
+            for text in batch.column("text").to_pylist()
+        )
+        for text in texts:
+            if left <= 0 or room <= 0:
+                break
+            sample.texts.append(text)
+            left, room = left - 1, room - len(text)
+    sample.whole = len(sample.texts) == sum(task.documents for task in tasks)
     return sample
 
 
@@ -107,7 +171,7 @@ def _local_sources(recipe: Recipe) -> list[tuple[list[SourceFile], DocumentExtra
     for number, source in enumerate(recipe.data.train):
         here = is_local(source) or source.source == STDLIB
         if not here or source.source.startswith("megatron:"):
-            raise WrongInput(
+            raise NotHere(
                 f"data.train[{number}] {source.source} is not a file here; run `ingot ingest` first"
             )
         extractor = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
@@ -115,13 +179,10 @@ def _local_sources(recipe: Recipe) -> list[tuple[list[SourceFile], DocumentExtra
     return found
 
 
-def _documents(file: SourceFile, extractor: DocumentExtractor) -> Iterator[str]:
+def _items(file: SourceFile, extractor: DocumentExtractor) -> Iterator[ParsedDocument | BadRecord]:
     kind = records_of(file)
     if kind is not None:
-        read = kind.read(file, extractor)
-        yield from (item.text for item in read if isinstance(item, ParsedDocument))
+        yield from kind.read(file, extractor)
         return
     with open_read(file.path) as stream:
-        for item in parse_file(stream, file.path, file.format, extractor):
-            if isinstance(item, ParsedDocument):
-                yield item.text
+        yield from parse_file(stream, file.path, file.format, extractor)

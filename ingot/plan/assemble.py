@@ -1,5 +1,5 @@
 """A plan: the memory of each kind of rank, the time of a step, what the whole run comes to, and
-what is to be said of it; as one value and as JSON. No torch: ranks are traced in processes.
+what is to be said of it. No torch: ranks are traced in processes.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
@@ -16,7 +16,9 @@ from ingot.config.degrees import degrees_of
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
-from ingot.plan.checks import PlanFinding, all_judgements
+from ingot.data.sample import NotHere
+from ingot.plan.checks.finding import PlanFinding
+from ingot.plan.checks.recipe import all_judgements
 from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
 from ingot.plan.loading import judge_loading, loading_seconds
@@ -28,7 +30,6 @@ from ingot.plan.storage import ModelSize, formula_memory, model_size
 from ingot.plan.tracing.memory import RankMemory, plan_memory
 from ingot.plan.unknown import Estimate, Unknown
 
-SCHEMA = 1
 COMPARED_WITH_GPU = False
 """Whether a plan for a GPU was ever held against one."""
 CALIBRATE = "`ingot bench --calibrate` there"
@@ -124,8 +125,10 @@ def make_plan(
 def data_sample(recipe: Recipe, *, quick: bool) -> LengthSample | Unknown:
     try:
         return look_at_data(recipe, quick=quick)
-    except (WrongInput, Failed) as error:
+    except (NotHere, Failed) as error:
         return Unknown(f"lengths of documents: {error}")
+    except WrongInput as error:
+        return Unknown(str(error), wrong=True)
 
 
 def with_vocabulary(
@@ -303,81 +306,11 @@ def _judge_memory(
     for rank in memory:
         fit = rank.fit(has)
         if fit != "fits":
-            message = f"{rank.ranks}: a step {fit} into {place.device_name}"
+            sizes = f"{rank.peak.text(_gib)} GiB of {has.text(_gib)}"
+            message = f"{rank.ranks}: a step {fit} into {place.device_name}: {sizes}"
             found.append(PlanFinding("warning", "memory", message))
     return found
 
 
-def plan_json(plan: RunPlan) -> dict[str, Any]:
-    """The plan as plain values. A range is `{low, likely, high, origin}`; what is not known is
-    `{unknown: what would tell it}`. Bytes, seconds, US dollars, kWh.
-    """
-    place = {
-        name: plain(value)
-        for name, value in (
-            (each.name, getattr(plan.place, each.name)) for each in fields(plan.place)
-        )
-        if name != "device"
-    }
-    place["device"] = None if plan.place.device is None else plan.place.device.name
-    memory: Any = plain(plan.memory)
-    if not isinstance(plan.memory, Unknown):
-        memory = [_rank_json(rank, plan.place.device_bytes) for rank in plan.memory]
-    cost = {each.name: plain(getattr(plan.cost, each.name)) for each in fields(plan.cost)}
-    return {
-        "schema": SCHEMA,
-        "name": plan.recipe.name,
-        "knobs": plan.recipe.select(RECORDED),
-        "place": place | {"world": plan.place.world},
-        "coefficients": _coefficients_json(plan.place),
-        "compared_with_gpu": COMPARED_WITH_GPU,
-        "weights": plain(plan.size),
-        "memory": memory,
-        "formula_bytes": plain(plan.formula),
-        "step": plain(plan.step),
-        "data": plain(plan.sample),
-        "preparation": plain(plan.preparation),
-        "run": cost,
-        "findings": [asdict(finding) for finding in plan.findings],
-    }
-
-
-def _coefficients_json(place: PlannedPlace) -> dict[str, Any] | None:
-    """By what the times are told, so that a training can correct it."""
-    known = known_coefficients(place)
-    if known is None:
-        return None
-    return {
-        "name": known.name,
-        "origin": known.origin,
-        "date": known.date,
-        "basis": known.basis,
-        "learned": plain(known.learned),
-    }
-
-
-def _rank_json(rank: RankMemory, has: Range | None) -> dict[str, Any]:
-    return {
-        "ranks": rank.ranks,
-        "rank": rank.rank,
-        "layers": rank.trace.layers,
-        "micro_steps": rank.trace.micro_steps,
-        "bytes": dict(rank.trace.peak.bytes),
-        "other": plain(rank.other),
-        "peak": plain(rank.peak),
-        "between_steps": rank.trace.between.total,
-        "loading": rank.trace.build.total,
-        "fit": "unknown" if has is None else rank.fit(has),
-    }
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, Unknown):
-        return {"unknown": value.needs}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return value
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f}"

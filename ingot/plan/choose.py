@@ -10,10 +10,10 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
+from ingot.plan.as_json import plain
 from ingot.plan.assemble import (
     ModelKnown,
     data_sample,
-    plain,
     timed,
     traceable,
     with_vocabulary,

@@ -154,6 +154,9 @@ class LengthSample:
     trained on included.
     """
     vocab_size: int
+    unreadable: float = 0.0
+    """Share of the records that cannot be read, which ingesting leaves out."""
+    why_unreadable: str = ""
 
 
 def look_at_data(recipe: Recipe, *, quick: bool = False) -> LengthSample:
@@ -223,10 +226,8 @@ def _lengths(folder: Path, name: str, number: int) -> Lengths:
 def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
     sample = sample_sources(recipe, MOST_DOCUMENTS // smaller, MOST_BYTES // smaller)
     if not sample.texts:
-        raise WrongInput(
-            "the sources of data.train hold no document that can be read; run `ingot ingest`, which"
-            " says why"
-        )
+        why = f"of its first records {sample.why_bad}" if sample.bad else "they are empty"
+        raise WrongInput(f"the sources of data.train hold no document that can be read: {why}")
     tokenizer, is_own = _tokenizer(recipe, sample.texts)
     records = encode_records(
         recipe.documents, tokenizer, tokenizer.encode_batch, sample.texts, prefix_of(recipe)
@@ -264,6 +265,8 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         tokens,
         text,
         tokenizer.vocab_size if is_own else recipe.tokenizer.vocab_size,
+        sample.bad.total() / (sample.bad.total() + count),
+        sample.why_bad if sample.bad else "",
     )
 
 

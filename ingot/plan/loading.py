@@ -14,7 +14,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.shape import batch_plan
 from ingot.data.columns.column import token_dtype
-from ingot.plan.checks import PlanFinding
+from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.data_sample import LengthSample
 from ingot.plan.devices.coefficients import Coefficients, Curve
 from ingot.plan.place import PlannedPlace

@@ -16,7 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import LocalEngineSettings
+from ingot.config.sections.data import LocalEngineSettings, ValidationShare
 from ingot.config.sections.loop import Every, seconds_of
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.config.shape import total_steps
@@ -149,7 +149,8 @@ def cost_of(inputs: RunInputs) -> RunCost:
     evaluations = occurrences(every, steps, inputs.rows, rows_a_step, work_s) if every else none
     checkpoint = checkpoint_bytes(recipe, inputs.size)
     waits_s, save_s = saving(recipe, place, checkpoint, _gap(work_s, saves))
-    evaluation_s = times(step_s, evaluation_share(recipe, place.world))
+    held_out = held_out_rows(recipe, inputs.rows)
+    evaluation_s = times(step_s, evaluation_share(recipe, place.world, held_out))
     per_rank = rank_costs(place, checkpoint)
     start_s = _start(recipe, place, per_rank)
     pause_s = plus(times(saves, waits_s), times(evaluations, evaluation_s))
@@ -191,7 +192,7 @@ def planned_steps(recipe: Recipe, rows: Range | None) -> Estimate:
     train, seq_len = recipe.train, recipe.data.seq_len
     if train.steps is not None or train.tokens is not None:
         return Range.exactly(float(total_steps(train, 0, seq_len)), "measured")
-    if rows is None:
+    if rows is None or not rows.low:
         return Unknown("`ingot prepare`, or train.steps: epochs depend on the number of rows")
     low, likely, high = (
         float(total_steps(train, max(1, round(count)), seq_len))
@@ -203,6 +204,8 @@ def planned_steps(recipe: Recipe, rows: Range | None) -> Estimate:
 def _epochs(steps: Estimate, rows: Range | None, batch: int) -> Estimate:
     if isinstance(steps, Unknown) or rows is None:
         return Unknown("`ingot prepare`, which counts the rows")
+    if not rows.low:
+        return Unknown("documents of which rows can be made")
     if steps.low == steps.high:
         return steps * float(batch) / rows
     # Steps follow from the rows: the bounds of both belong together.
@@ -222,15 +225,24 @@ def occurrences(
     return times(work_s, Range.exactly(1.0 / (seconds_of(every) or 1.0)))
 
 
-def evaluation_share(recipe: Recipe, world: int) -> Range:
+def held_out_rows(recipe: Recipe, rows: Range | None) -> float | None:
+    """How many rows of validation a share of the documents comes to; None if that is not known."""
+    validation = recipe.data.validation
+    if rows is None or not isinstance(validation, ValidationShare):
+        return None
+    return rows.likely * validation.fraction / (1.0 - validation.fraction)
+
+
+def evaluation_share(recipe: Recipe, world: int, held_out: float | None = None) -> Range:
     """The time of one evaluation while training, in steps: forward passes over the validation rows,
-    and a guess for tasks.
+    of which there are `held_out` if that is known, and a guess for tasks.
     """
     try:
         ranks = degrees_of(recipe.parallel, world).data
     except WrongInput:  # which the checks report
         ranks = 1
-    own = math.ceil(recipe.train.evaluate_rows / ranks)
+    rows = recipe.train.evaluate_rows
+    own = math.ceil((rows if held_out is None else min(rows, max(1.0, held_out))) / ranks)
     passes = FORWARD_SHARE * (own / math.ceil(recipe.train.global_batch / ranks))
     found = passes if recipe.data.holds_out else Range.exactly(0.0)
     return found + passes * TASKS * float(len(recipe.train.evaluate_tasks))

@@ -54,9 +54,9 @@ SAVE_WAITS_S, SAVE_S = Range(0.002, 0.03, 0.8, "guessed"), Range(0.2, 1.5, 9.0, 
 """What any save takes beside its bytes: agreeing, naming tensors, waiting for the disk; the upper
 ends are those of a first save on a machine under load.
 """
-RENDEZVOUS = "notes that each node reads to meet"
-LISTED = "files that the marker of a checkpoint lists"
-VERIFIED = "files that rank 0 verifies to resume"
+RENDEZVOUS = "notes of nodes that meet"
+LISTED = "files listed by a save"
+VERIFIED = "files verified to resume"
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ class Space:
     what: str
     bytes: Estimate
     where: str
+    together: bool = False
+    """Whether it is the sum of others."""
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,11 @@ def spaces(
         Space("data", data, disk),
         checkpoints,
         exported,
-        Space("on the disk together", together, disk),
+        Space("together on the disk", together, disk, together=True),
     ]
     if place.rented or recipe.checkpoint.upload:
         in_bucket = together if place.rented else checkpoints.bytes
-        found.append(Space("in the bucket", in_bucket, "bucket"))
+        found.append(Space("in the bucket", in_bucket, "bucket", together=True))
     return tuple(found)
 
 

@@ -10,9 +10,12 @@ from ingot.plan.ranges import Range
 
 @dataclass(frozen=True)
 class Unknown:
-    """In place of a number: what would tell it."""
+    """In place of a number: what would tell it. `wrong`: it never will, for what the recipe asks
+    for cannot be had.
+    """
 
     needs: str
+    wrong: bool = False
 
 
 Estimate = Range | Unknown

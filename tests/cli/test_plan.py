@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.plan_memory import measured
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.plan import _planned, ask_cloud
+from ingot.cli.views import plan_table
 from ingot.cli.views.plan_table import short_plan, show_plan
 from ingot.cloud.doctor import context
 from ingot.cloud.doctor.context import CloudFinding
 from ingot.config.recipe import Recipe
 from ingot.plan import assemble
-from ingot.plan.assemble import ModelKnown, RunPlan, make_plan, plan_json
+from ingot.plan.as_json import plan_json
+from ingot.plan.assemble import ModelKnown, RunPlan, make_plan
 from ingot.plan.place import place_of
 from ingot.plan.ranges import Range
 from ingot.plan.tracing.memory import RankMemory
@@ -148,6 +153,28 @@ def test_the_table_tells_whether_it_fits(
     assert "steps │ 6 │ │ the recipe" in out
     assert "tokens │ 768 │ │ modelled" in out
     assert (f"a step {fit} into" in out) == (fit != "fits")
+
+
+def test_every_line_fits_into_a_terminal_of_80(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = made_up(tmp_path, monkeypatch)
+    kinds = ("first stage", "stages between", "last stage")
+    memory = tuple(
+        replace(one, ranks=kind)
+        for kind in kinds
+        for one in plan.memory  # type: ignore[union-attr]
+    )
+    out = Console(width=80, force_terminal=True, no_color=True, file=io.StringIO())
+    monkeypatch.setattr(plan_table, "console", lambda: out)
+    show_plan(replace(plan, memory=memory))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.file.getvalue())  # type: ignore[attr-defined]
+    tables = [line for line in text.splitlines() if line[:1] in "│┃┡└┏├" and line]
+    assert max(map(len, tables)) <= 80
+    assert "…" not in text
+    whole = " ".join(text.split())
+    for name in (*kinds, "activations", "the whole training", "US dollars spot"):
+        assert name in whole
 
 
 def test_unknown_places_leave_memory_and_say_what_would_tell_the_rest(

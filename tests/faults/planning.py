@@ -63,11 +63,19 @@ FAULTS = [
     ),
     Fault(
         "limits-against-the-likely-end",
-        "ingot/plan/checks.py",
+        "ingot/plan/checks/machines.py",
         "elif cost.total_s.high > limit_s:",
         "elif cost.total_s.likely > limit_s:",
         "a budget is held against what is likely, and ends a training that took a little longer",
         "tests/plan/test_checks.py",
+    ),
+    Fault(
+        "unreadable-data-is-not-checked",
+        "ingot/plan/assemble.py",
+        "return Unknown(str(error), wrong=True)",
+        "return Unknown(str(error))",
+        "sources of which no record can be read are told as something that was not checked",
+        "tests/plan/test_data_sample.py",
     ),
     Fault(
         "one-checkpoint-too-few",

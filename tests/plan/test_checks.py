@@ -11,18 +11,15 @@ import pytest
 from ingot.config.load import read_recipe
 from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
-from ingot.plan.checks import (
-    PlanFinding,
-    all_judgements,
-    judge_data,
+from ingot.plan.checks.finding import PlanFinding
+from ingot.plan.checks.machines import (
     judge_length,
     judge_pauses,
     judge_place,
-    judge_rate,
     judge_sampling,
     judge_server,
-    published_rates,
 )
+from ingot.plan.checks.recipe import all_judgements, judge_data, judge_rate, published_rates
 from ingot.plan.data_sample import ColumnLengths, LengthSample
 from ingot.plan.ranges import Range
 from ingot.plan.storage import ModelSize
@@ -266,3 +263,27 @@ def test_what_is_unknown_is_not_checked_and_never_passed(tmp_path: Path) -> None
     about = {one.about for one in found}
     assert about >= {"data", "train", "train.optimizer.lr", "checkpoint.keep", "serve.machine"}
     assert "cloud.max_run" in about
+
+
+def test_checkpoints_alone_are_held_against_the_disk_where_the_data_is_not_known(
+    tmp_path: Path,
+) -> None:
+    recipe = small_recipe(tmp_path)
+    place, unknown = replace(PLACE, disk_bytes=1e6), Unknown("`ingot ingest`")
+    told = list(judge_place(recipe, place, cost(recipe, data_bytes=unknown)))
+    assert "checkpoints and model alone do not fit" in told[0].message
+    assert ("not checked", "checkpoint.keep") in [(one.kind, one.about) for one in told]
+    assert "whether data fits" in told[1].message
+
+
+def test_evaluations_see_no_more_rows_than_are_held_out(tmp_path: Path) -> None:
+    recipe = small_recipe(
+        tmp_path,
+        data__validation={"fraction": 0.1},
+        train__evaluate_every=1,
+        train__evaluate_rows=10_000,
+    )
+    many, few = (cost(recipe, rows=Range.exactly(rows)).evaluation_s for rows in (90_000.0, 90.0))
+    assert isinstance(many, Range)
+    assert isinstance(few, Range)
+    assert many.likely == pytest.approx(1000 * few.likely, rel=0.1)

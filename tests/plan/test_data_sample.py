@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.data import sample
 from ingot.data.columns.manifest import prepared_for
 from ingot.data.ingest import ingest
 from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import prepare
-from ingot.data.sample import sample_sources
+from ingot.data.sample import NotHere, sample_sources
+from ingot.plan.assemble import data_sample
+from ingot.plan.checks.recipe import judge_data, judge_unknown
 from ingot.plan.data_sample import ColumnLengths, data_bytes, look_at_data
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import PreparationCost, preparation_cost
 from ingot.plan.unknown import Unknown
+from tests.plan.test_run_cost import cost
 from tests.small import small_recipe, write_documents
 
 WORDS = [
@@ -202,3 +206,62 @@ def test_one_document_a_row_attends_to_all_of_it() -> None:
     assert ColumnLengths.of(np.full(9, 1024), 512).attended == 1.0
     two = ColumnLengths.of(np.full(9, 512), 1024).attended
     assert 20 / 36 < two <= 28 / 36, "blocks of 128, wherever documents begin"
+
+
+def test_records_that_cannot_be_read_are_counted_and_told_with_their_place(tmp_path: Path) -> None:
+    mixed = [{"text": f"copper {number}"} for number in range(30)] + [{"text": 7}] * 10
+    path = write_jsonl(tmp_path / "mixed.jsonl", mixed)
+    recipe = small_recipe(tmp_path, data__train=[{"source": str(path)}])
+    found = look_at_data(recipe)
+    assert found.unreadable == pytest.approx(0.25)
+    assert f"(10); the first is {path}:31" in found.why_unreadable
+    assert any(
+        one.kind == "warning" and "25.0% of the records" in one.message
+        for one in judge_data(recipe, found)
+    )
+
+
+def test_a_source_without_a_readable_record_is_wrong_and_read_no_further(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"text": 7}] * 50_000)
+    recipe = small_recipe(tmp_path, data__train=[{"source": str(path)}])
+    assert sample_sources(recipe, 10, 10_000).bad.total() < 200
+    with pytest.raises(WrongInput, match="no document that can be read: of its first records"):
+        look_at_data(recipe)
+    found = data_sample(recipe, quick=False)
+    assert isinstance(found, Unknown)
+    assert found.wrong
+    assert judge_unknown(found).kind == "warning"
+
+
+def test_sources_elsewhere_are_sampled_from_what_was_ingested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "text", 120)
+    recipe = small_recipe(tmp_path)
+    before = look_at_data(recipe)
+    monkeypatch.setattr(sample, "is_local", lambda source: False)
+    with pytest.raises(NotHere):
+        look_at_data(recipe)
+    assert judge_unknown(data_sample(recipe, quick=False)).kind == "not checked"  # type: ignore[arg-type]
+    ingest(recipe)
+    after = look_at_data(recipe)
+    assert after.rows is not None
+    assert before.rows is not None
+    assert after.rows.low <= before.rows.likely <= after.rows.high
+
+
+def test_chats_of_which_no_row_can_be_made_are_planned_nevertheless(tmp_path: Path) -> None:
+    """Every answer lies beyond the row."""
+    long = {"role": "user", "content": " ".join(WORDS * 20)}
+    chats = [{"messages": [long, {"role": "assistant", "content": "yes"}]}] * 40
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
+    recipe = small_recipe(
+        tmp_path,
+        data__train=[{"source": str(path)}],
+        objective__kind="sft",
+        tokenizer__template="chatml",
+    )
+    found = look_at_data(recipe)
+    assert found.left_out == 1.0
+    assert found.rows == Range.exactly(0.0)
+    assert isinstance(cost(recipe, rows=found.rows).epochs, Unknown)

@@ -14,7 +14,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
-from ingot.plan.assemble import RECORDED, plain
+from ingot.plan.as_json import plain
+from ingot.plan.assemble import RECORDED
 from ingot.plan.devices.coefficients import (
     UNMEASURED,
     Coefficients,

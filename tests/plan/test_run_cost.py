@@ -252,7 +252,7 @@ def test_the_disk_has_an_adapters_checkpoints_and_the_merged_model(tmp_path: Pat
         size = model_size(recipe, config)
         assert size is not None
         found = spaces(recipe, PLACE, size, Range.exactly(0.0), checkpoint_bytes(recipe, size))
-        together = next(one.bytes for one in found if one.what == "on the disk together")
+        together = next(one.bytes for one in found if one.what == "together on the disk")
         assert likely(together) == size.weights * each + 3 * 12 * size.trained
     named = small_recipe(tmp_path, model__lora={"rank": 8, "targets": ["q_proj"]})
     some = checkpoint_bytes(named, size)

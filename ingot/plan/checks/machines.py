@@ -1,19 +1,13 @@
-"""What of a training can be judged before it starts: data beside the rows, length, warm-up,
-learning rate, evaluations, saves, limits of money and time, the server. No torch; asks nobody.
-
-Nothing here is an error: what can never work is refused by the checks of a recipe and by training.
+"""The length of a training, its pauses, the limits of its place, and what needs memory beside its
+steps: sampling answers, and serving the model.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import psutil
-import yaml
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
@@ -24,9 +18,7 @@ from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.sections.launch import Machine
-from ingot.config.sections.objective import TWO_ROWS
-from ingot.config.sections.training import AdamSettings
-from ingot.plan.data_sample import LengthSample
+from ingot.plan.checks.finding import PlanFinding, figure, gigabytes
 from ingot.plan.devices.types import device_of_machine
 from ingot.plan.place import GIB, PlannedPlace, installed_gpus
 from ingot.plan.ranges import Range
@@ -35,8 +27,7 @@ from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown, times
 from ingot.train.optim.schedules import warmup_steps
 
-FindingKind = Literal["warning", "known", "not checked"]
-MUCH_LOST, MUCH_PADDED, MUCH_EVALUATED, MUCH_REPEATED = 0.01, 0.5, 0.1, 0.2
+MUCH_EVALUATED, MUCH_REPEATED = 0.1, 0.2
 """Shares from which on a finding is a warning."""
 MUCH_S = 60.0
 """Less time than this is never much."""
@@ -45,62 +36,7 @@ MANY_EPOCHS = 4.0
 Data-Constrained Language Models, https://arxiv.org/abs/2305.16264).
 """
 LONG_WARMUP = 0.2
-ABOVE, BELOW = 5.0, 20.0
-"""How far a learning rate may lie above and below all published ones."""
-REACH, REACH_OF = 10.0, {"pretrain": 4.0, "lora": 1e3, "lora_dpo": 1e3, "classify": 1e3}
-"""A published training is compared with models up to this many times larger or smaller."""
 MUCH_HOST = 0.6
-
-
-@dataclass(frozen=True)
-class PlanFinding:
-    """One judgement; `about` is the knob or thing that it concerns."""
-
-    kind: FindingKind
-    about: str
-    message: str
-
-
-def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
-    """How documents fit into the rows."""
-    name, own = next(iter(sample.columns.items()))
-    each = "document" if name == "tokens" else name
-    yield PlanFinding(
-        "known",
-        "data",
-        f"{sample.about}; a {each} has {own.median:,.0f} tokens in the median,"
-        f" {own.high:,.0f} at 90 % and {own.longest:,} at most; {own.longer:.1%} are longer"
-        f" than {own.limit:,}",
-    )
-    if sample.truncated or (sample.lost_targets or 0.0) > 0.0:
-        lost, message = (
-            sample.lost_targets,
-            f"{sample.truncated:.1%} of the documents lose their end",
-        )
-        if lost is not None:
-            message += f", and {lost:.1%} of the trained tokens are cut away"
-        much = max(sample.truncated if lost is None else lost, 0.0) > MUCH_LOST
-        way = "; raise data.seq_len, or drop long documents" if much else ""
-        if much and recipe.documents == "pair":
-            way = "; raise data.seq_len or data.target_len"
-        yield PlanFinding("warning" if much else "known", "data.seq_len", message + way)
-    if sample.left_out > 0.0:
-        much = sample.left_out > MUCH_LOST
-        yield PlanFinding(
-            "warning" if much else "known",
-            "data.seq_len",
-            f"{sample.left_out:.1%} of the documents are left out, since nothing that is trained"
-            " remains of them",
-        )
-    if sample.padding > 0.0:
-        much = sample.padding > MUCH_PADDED
-        message = f"{sample.padding:.1%} of the positions are padding"
-        if trained_kind(recipe) != "decoder" or recipe.documents in TWO_ROWS:
-            message += " at most: batches are only as long as their longest document"
-            much = False
-        else:
-            message += "; lower data.seq_len, or set data.pack to best_fit" if much else ""
-        yield PlanFinding("warning" if much else "known", "data.pack", message)
 
 
 def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[PlanFinding]:
@@ -115,12 +51,12 @@ def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[
     if isinstance(cost.steps, Unknown):
         yield PlanFinding("not checked", "train", f"number of steps: {cost.steps.needs}")
         return
-    repeated = not isinstance(cost.epochs, Unknown) and cost.epochs.low > MANY_EPOCHS
-    if repeated and recipe.objective.kind == "pretrain":
+    passes, pretrains = cost.epochs, recipe.objective.kind == "pretrain"
+    if pretrains and not isinstance(passes, Unknown) and passes.low > MANY_EPOCHS:
         yield PlanFinding(
             "warning",
             "train",
-            f"more than {MANY_EPOCHS:g} passes over the same texts; up to so many are nearly as"
+            f"{passes.text(figure)} passes over the same texts; up to {MANY_EPOCHS:g} are nearly as"
             " good as new ones (Muennighoff et al. 2023)",
         )
     steps = round(cost.steps.likely)
@@ -140,59 +76,6 @@ def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[
         )
     else:
         yield PlanFinding("known", "train", f"{steps:,} steps, {warmup:,} of them warm-up")
-
-
-@functools.cache
-def published_rates() -> dict[str, Any]:
-    """The table of published learning rates, with their sources."""
-    text = importlib.resources.files("ingot.plan").joinpath("learning_rates.yaml")
-    found: dict[str, Any] = yaml.safe_load(text.read_text(encoding="utf-8"))
-    return found
-
-
-def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanFinding:
-    """The learning rate beside those of published trainings of the same way and a similar size."""
-    knob, optimizer = "train.optimizer.lr", recipe.train.optimizer
-    if not isinstance(optimizer, AdamSettings):
-        return PlanFinding("not checked", knob, f"no published ones are known for {optimizer.kind}")
-    if size is None:
-        return PlanFinding("not checked", knob, "the model's size is not known")
-    way = _way(recipe, random=random)
-    table, reach = published_rates(), REACH_OF.get(way, REACH)
-    near = [
-        (rate, source)
-        for weights, rate, source in table.get(way, ())
-        if 1 / reach <= size.weights / weights <= reach
-    ]
-    if not near:
-        of = f"{size.weights / 1e6:,.3g} M weights"
-        return PlanFinding("not checked", knob, f"no published ones are known for {way} of {of}")
-    low, high = min(near), max(near)
-    between = f"{low[0]:g}" if low[0] == high[0] else f"{low[0]:g} to {high[0]:g}"
-    message = (
-        f"{optimizer.lr:g}; published for {way} of about this size: {between}"
-        f" ({_sources(source for _, source in near)})"
-    )
-    if low[0] / BELOW <= optimizer.lr <= high[0] * ABOVE:
-        return PlanFinding("known", knob, message)
-    side = "above" if optimizer.lr > high[0] else "below"
-    return PlanFinding("warning", knob, f"{message}; this one is far {side} them")
-
-
-def _way(recipe: Recipe, *, random: bool) -> str:
-    kind = recipe.objective.kind
-    if kind in ("seq2seq", "classify"):
-        return kind
-    if recipe.model.lora is not None:
-        return "lora_dpo" if kind == "dpo" else "lora"
-    if kind == "pretrain" and not random:
-        return "continue"
-    return kind
-
-
-def _sources(names: Iterable[str]) -> str:
-    known = published_rates()["sources"]
-    return "; ".join(known[name]["title"] for name in dict.fromkeys(names))
 
 
 def judge_pauses(recipe: Recipe, cost: RunCost) -> Iterator[PlanFinding]:
@@ -228,7 +111,9 @@ def judge_pauses(recipe: Recipe, cost: RunCost) -> Iterator[PlanFinding]:
 def _much(spent_s: float, of_s: float, knob: str, what: str, of: str) -> Iterator[PlanFinding]:
     limit = MUCH_REPEATED if of == "the run" else MUCH_EVALUATED
     if spent_s > max(limit * of_s, MUCH_S):
-        message = f"{what} comes to {spent_s / of_s:.0%} of the time of {of}"
+        share = spent_s / of_s
+        told = f"{share:.0%} of" if share < 2 else f"{share:,.0f} times"
+        message = f"{what} comes to {told} the time of {of}; raise {knob}"
         yield PlanFinding("warning", knob, message)
 
 
@@ -240,29 +125,43 @@ def judge_place(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[
             "launch.processes",
             f"{place.processes} processes a node, which has {place.devices} x {place.device_name}",
         )
-    together = next(each.bytes for each in cost.spaces if each.what.startswith("on the disk"))
-    if isinstance(together, Unknown) or place.disk_bytes is None:
-        need = together.needs if isinstance(together, Unknown) else "a look at the disk there"
-        yield PlanFinding("not checked", "checkpoint.keep", f"room on the disk: {need}")
-    elif together.high > place.disk_bytes:
-        surely = "do" if together.low > place.disk_bytes else "may"
-        yield PlanFinding(
-            "warning",
-            "checkpoint.keep",
-            f"data, checkpoints and model {surely} not fit on the disk:"
-            f" {together.text(_gb)} GB of {_gb(place.disk_bytes)} GB; lower checkpoint.keep, or"
-            " take a larger disk",
-        )
+    yield from _room(place, cost)
     copy = cost.host_copy_bytes
     host = place.host_bytes
     if not isinstance(copy, Unknown) and host is not None and copy.likely > MUCH_HOST * host:
         yield PlanFinding(
             "warning",
             "checkpoint.asynchronous",
-            f"the copy of the state takes {copy.text(_gb)} GB of a node's {_gb(host)} GB of memory;"
-            " set checkpoint.asynchronous to false",
+            f"the copy of the state takes {copy.text(gigabytes)} GB of a node's"
+            f" {gigabytes(host)} GB of memory; set checkpoint.asynchronous to false",
         )
     yield from _limits(recipe, place, cost)
+
+
+def _room(place: PlannedPlace, cost: RunCost) -> Iterator[PlanFinding]:
+    """Data, checkpoints and models beside what the disk has; what is known of them alone, where
+    the rest is not.
+    """
+    spaces = [one for one in cost.spaces if one.where.startswith("disk") and not one.together]
+    known = [one.bytes for one in spaces if isinstance(one.bytes, Range)]
+    missing = {one.bytes.needs: one.what for one in spaces if isinstance(one.bytes, Unknown)}
+    needed = sum(known, Range.exactly(0.0))
+    if place.disk_bytes is None:
+        message = "whether data, checkpoints and model fit on the disk: needs a look at it there"
+        yield PlanFinding("not checked", "checkpoint.keep", message)
+        return
+    if needed.high > place.disk_bytes:
+        surely = "do" if needed.low > place.disk_bytes else "may"
+        what = "checkpoints and model alone" if missing else "data, checkpoints and model"
+        yield PlanFinding(
+            "warning",
+            "checkpoint.keep",
+            f"{what} {surely} not fit on the disk: {needed.text(gigabytes)} GB of"
+            f" {gigabytes(place.disk_bytes)} GB; lower checkpoint.keep, or take a larger disk",
+        )
+    for needs, what in missing.items():
+        message = f"whether {what} fits on the disk with the rest: needs {needs}"
+        yield PlanFinding("not checked", "checkpoint.keep", message)
 
 
 def _limits(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[PlanFinding]:
@@ -304,10 +203,10 @@ def judge_sampling(
         spread = any(getattr(layout, axis) != 1 for axis in axes)
         copies = objective.staleness or int(spread)
         copy = 2 * wide * size.weights * copies
-        message += f": up to {_gb(held)} GB on a rank for the answers that it samples at once"
+        message += f": up to {gigabytes(held)} GB on a rank for the answers that it samples at once"
         if copies:
             times = "a whole copy" if copies == 1 else f"up to {copies} whole copies"
-            message += f", and {_gb(copy)} GB for {times} of the policy"
+            message += f", and {gigabytes(copy)} GB for {times} of the policy"
         message += ", beside a step's memory" if objective.staleness else ""
     if objective.sampler is not None:
         message = "a plan knows nothing of the time, memory and devices of objective.sampler"
@@ -327,8 +226,8 @@ def judge_server(
     each = 4 if recipe.precision.export == "fp32" else 2
     needed = Range(1.0, 1.1, 1.4, "modelled") * float(size.weights * each)
     needed = needed + _cache_bytes(recipe, config) * float(recipe.serve.max_batch)
-    message = f"{needed.text(_gb)} GB of {where}'s {_gb(memory)} GB, with {recipe.serve.max_batch}"
-    message += " requests at once"
+    sizes = f"{needed.text(gigabytes)} GB of {where}'s {gigabytes(memory)} GB"
+    message = f"{sizes}, with {recipe.serve.max_batch} requests at once"
     if needed.low > memory:
         return PlanFinding("warning", knob, f"the model does not fit: {message}")
     if needed.high > memory:
@@ -367,34 +266,3 @@ def _cache_bytes(recipe: Recipe, config: Mapping[str, Any]) -> Range:
     row = min(recipe.data.seq_len, read.positions)
     lengths = (min(row, 64), row, max(row, min(read.positions, 4 * row)))
     return Range.of([token * length for length in lengths], "modelled")
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.1f}" if size >= 1e8 else f"{size / 1e9:,.3f}"
-
-
-def all_judgements(
-    recipe: Recipe,
-    place: PlannedPlace,
-    cost: RunCost,
-    sample: LengthSample | Unknown,
-    config: Mapping[str, Any] | None,
-    size: ModelSize | None,
-    *,
-    random: bool,
-) -> list[PlanFinding]:
-    """All of the above, warnings first."""
-    found: list[PlanFinding] = []
-    rows = None
-    if isinstance(sample, Unknown):
-        found.append(PlanFinding("not checked", "data", sample.needs))
-    else:
-        rows = sample.rows
-        found += judge_data(recipe, sample)
-    found += judge_length(recipe, cost, rows)
-    found.append(judge_rate(recipe, size, random=random))
-    found += [*judge_pauses(recipe, cost), *judge_place(recipe, place, cost)]
-    found += judge_sampling(recipe, config, size)
-    found.append(judge_server(recipe, config, size))
-    order = ("warning", "known", "not checked")
-    return sorted(found, key=lambda finding: order.index(finding.kind))
