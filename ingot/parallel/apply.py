@@ -25,6 +25,7 @@ from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.experts import Router
 from ingot.parallel.context import context_attention
 from ingot.parallel.float8 import use_float8
 from ingot.parallel.masters import Masters
@@ -89,6 +90,8 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
     spread = mesh.weights
     if how.precision.master == "stochastic":
         cast_weights(model, torch.bfloat16)
+    elif isinstance(model, Decoder):
+        narrow_frozen(model, TYPES[how.compute])
     if how.precision.float8 != "none":
         use_float8(model, how.precision.float8, tensor=mesh.tensor.world, loud=mesh.is_main)
     if isinstance(model, Decoder):
@@ -126,6 +129,23 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def narrow_frozen(model: Decoder, dtype: torch.dtype) -> None:
+    """Keep frozen weights in the dtype that they are computed in: nothing is ever added to them,
+    and a product reads them rounded to it in any case. Routers that were taken out of training
+    stay as they are, since checkpoints hold them.
+    """
+    held = {
+        id(parameter)
+        for router in model.modules()
+        if isinstance(router, Router) and router.is_frozen
+        for parameter in router.parameters()
+    }
+    for parameter in model.parameters():
+        is_weight = parameter.is_floating_point()  # matrices in few bits are bytes
+        if is_weight and not parameter.requires_grad and id(parameter) not in held:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _is_sharded(model: nn.Module, mesh: Mesh, how: WrapSettings) -> bool:

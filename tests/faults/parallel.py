@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "frozen-weights-stay-wide",
+        "ingot/parallel/apply.py",
+        "        narrow_frozen(model, TYPES[how.compute])",
+        "        narrow_frozen(model, torch.float32)",
+        "ranks that share the weights of an adapted model hold each of them in four bytes",
+        by="tests/parallel/test_frozen.py",
+    ),
+    Fault(
+        "frozen-routers-are-rounded",
+        "ingot/parallel/apply.py",
+        "if isinstance(router, Router) and router.is_frozen",
+        "if False",
+        "routers that were taken out of training are rounded, and checkpoints and models with them",
+        by="tests/parallel/test_frozen.py",
+    ),
+    Fault(
         "expert-gradients-times-degree",
         "ingot/parallel/shard.py",
         "            module.set_gradient_divide_factor(1.0)",

@@ -60,6 +60,8 @@ class Case:
     compute: Compute = "fp32"
     compiled: bool = False
     lora: bool = False
+    dropout: float = 0.3
+    """Of the adapter; 0 with `tensor`, which training refuses with it."""
     noise: float | None = None
     adam: bool = False
     micro_batch: int = 2
@@ -95,7 +97,7 @@ def run_case(case: Case) -> Result:
         spec = ModelSpec("decoder", DecoderConfig.from_hf(case.model), None, True)
         model = create_model(spec, 0)
         if case.lora:
-            add_lora(model, Lora(rank=4, dropout=0.3), 0)
+            add_lora(model, Lora(rank=4, dropout=case.dropout), 0)
         if case.noise is not None:
             model.noise = EmbeddingNoise(case.noise, 0)  # type: ignore[assignment, union-attr]
         model = apply_wrappers(model, mesh, case.how)
