@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from ingot.base.errors import Failed, WrongInput
 
 CHUNK_BYTES = 1 << 20
@@ -33,8 +31,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def _remote() -> Any:
     """fsspec, with gcsfs told that buckets are of the usual kind: it would otherwise probe each
-    bucket through an API that not every endpoint supports, and warn.
+    bucket through an API that not every endpoint supports, and warn. Imported here: a command that
+    reads no bucket starts without it.
     """
+    import fsspec
+
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     return fsspec
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
+from ingot.base.imports import importing
 from ingot.base.markers import fingerprint
 from ingot.base.reports import VerbOutcome
 from ingot.cli.arguments import with_paths
@@ -159,19 +160,22 @@ def do_all(
 
 
 def _ingest(recipe: Recipe, again: bool) -> VerbOutcome:
-    from ingot.data.ingest import ingest
+    with importing():
+        from ingot.data.ingest import ingest
 
     return ingest(recipe)
 
 
 def _prepare(recipe: Recipe, again: bool) -> VerbOutcome:
-    from ingot.data.prepare import prepare
+    with importing():
+        from ingot.data.prepare import prepare
 
     return prepare(recipe)
 
 
 def _train(recipe: Recipe, again: bool) -> VerbOutcome:
-    from ingot.train.trainer import train
+    with importing():
+        from ingot.train.trainer import train
 
     if recipe.parallel.degrees == "given" and recipe.train.micro_batch != "auto":
         return train(recipe, fresh=again)
@@ -181,7 +185,8 @@ def _train(recipe: Recipe, again: bool) -> VerbOutcome:
 
 
 def _evaluate(recipe: Recipe, again: bool) -> VerbOutcome:
-    from ingot.evaluate.evaluate import evaluate
+    with importing():
+        from ingot.evaluate.evaluate import evaluate
 
     return evaluate(recipe)
 

@@ -4,8 +4,11 @@ those of a recipe that are not at their defaults.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
+import inspect
+import itertools
 import sys
 import types
 import typing
@@ -49,7 +52,7 @@ def knobs(
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         default = "required" if field.default is PydanticUndefined else _show(field.default)
-        doc = " ".join((field.description or "").split())
+        doc = " ".join((field.description or knob_doc(section, name)).split())
         names = [each for each in field.metadata if isinstance(each, KindName)]
         type_name = _type_name(field.annotation)
         yield Knob(path, _kind_names(names[0]) if names else type_name, default, doc)
@@ -57,6 +60,51 @@ def knobs(
         found = _of_kinds(by_kind[0], installed) if by_kind else None
         for suffix, inner in found or _sections(field.annotation, installed):
             yield from knobs(inner, f"{path}{suffix}.", installed=installed)
+
+
+def knob_doc(section: type[BaseModel], name: str) -> str:
+    """The docstring under a knob where its class, or one that it inherits from, defines it; "" for
+    none.
+    """
+    for owner in section.__mro__:
+        if found := _docs_in(owner.__module__).get((owner.__qualname__, name)):
+            return found
+    return ""
+
+
+@functools.cache
+def _docs_in(module: str) -> dict[tuple[str, str], str]:
+    """The strings under the annotated names of all classes of a module, by (class, name); a module
+    without source, such as a prompt's, has none.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    return dict(_docs_below(tree, ""))
+
+
+def _docs_below(node: ast.AST, within: str) -> Iterator[tuple[tuple[str, str], str]]:
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.ClassDef):
+            yield from _docs_of(inner, within + inner.name)
+            yield from _docs_below(inner, f"{within}{inner.name}.")
+        elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docs_below(inner, f"{within}{inner.name}.<locals>.")
+        else:
+            yield from _docs_below(inner, within)
+
+
+def _docs_of(section: ast.ClassDef, name: str) -> Iterator[tuple[tuple[str, str], str]]:
+    for statement, after in itertools.pairwise(section.body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            yield (name, statement.target.id), after.value.value
 
 
 def all_knobs() -> tuple[Knob, ...]:

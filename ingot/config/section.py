@@ -28,14 +28,19 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """A group of knobs. The docstring under a knob is what `ingot explain` prints."""
+    """A group of knobs. The docstring under a knob is what `ingot explain` prints.
+
+    Every command reads a recipe, so that sections are made cheaply: Pydantic would parse the source
+    of each for its docstrings, which `knob_docs` does when somebody asks, and build a validator
+    for each, though most are parts of another's.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        defer_build=True,
     )
 
     @field_validator("*", mode="before")

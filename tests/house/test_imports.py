@@ -97,6 +97,7 @@ LAZY_OWNERS = {
     "trackio": {"ingot.base.trackers"},
     "pynvml": {"ingot.models.device"},
     "psutil": {"ingot.base.processes"},
+    "fsspec": {"ingot.base.storage"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.
     "torch": {

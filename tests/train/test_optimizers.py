@@ -16,6 +16,7 @@ from ingot.config.sections.training import SGD, AdamW
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.optim import optimizers
+from ingot.train.optim.eager import EagerAdamW, EagerSGD
 from ingot.train.optim.optimizers import StochasticAdamW, check_groups, make_optimizer
 
 LR, DECAY, EPS, BETAS, STEPS = 0.05, 0.3, 0.4, (0.8, 0.95), 3
@@ -89,6 +90,38 @@ def test_sgd_is_its_formula_and_norms_and_biases_do_not_decay() -> None:
             move = 0.7 * move + gradient + usual_decay(name, weight) * weight
             weight = weight - LR * move
         torch.testing.assert_close(layer.get_parameter(name).detach().double(), weight)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (EagerAdamW, torch.optim.AdamW, {"lr": LR, "betas": BETAS, "weight_decay": DECAY}),
+        (EagerSGD, torch.optim.SGD, {"lr": LR, "momentum": 0.7, "weight_decay": DECAY}),
+    ],
+)
+def test_an_eager_optimizer_is_torchs_bit_for_bit(
+    ours: Any, theirs: Any, settings: dict[str, Any]
+) -> None:
+    """Through a saved state, a second group, and a step that is skipped."""
+    made = []
+    for kind in (ours, theirs):
+        layer = Layer()
+        optimizer = kind(layer.linear.parameters(), fused=True, **settings)
+        optimizer.add_param_group({"params": [layer.norm.weight], "lr": LR / 2})
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            assert all(one.grad is None for one in layer.linear.parameters())
+            for name, gradient in gradients(step, layer).items():
+                layer.get_parameter(name).grad = gradient.requires_grad_()
+            optimizer.found_inf = torch.tensor(float(step == 1))
+            optimizer.step()
+            again = kind(optimizer.param_groups, fused=True, **settings)
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        made.append((layer.state_dict(), optimizer.state_dict()))
+    assert all(torch.equal(made[0][0][name], weight) for name, weight in made[1][0].items())
+    assert str(made[0][1]) == str(made[1][1])
+    assert not torch.equal(made[0][0]["linear.weight"], Layer().linear.weight)
 
 
 GROUPS: list[dict[str, Any]] = [

@@ -135,7 +135,7 @@ def test_the_formulas_are_those_of_torch(kind: str, monkeypatch: pytest.MonkeyPa
     optimizer = make_optimizer(KNOBS[kind], masters, 0)
     other = Masters(theirs, HERE)
     reference = make_optimizer(KNOBS[kind], other)
-    assert type(reference).__module__.startswith("torch.")
+    assert isinstance(reference, torch.optim.AdamW | torch.optim.SGD)
     take_steps(masters, optimizer, 0, 5)
     take_steps(other, reference, 0, 5)
     for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -114,8 +114,7 @@ def _hidden_keys(mask: Tensor | None, start: int, first: int, end: int) -> Tenso
     return ~mask[:, first:end, start:end]
 
 
-@torch.library.custom_op("ingot::cpu_attention", mutates_args=())
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal ->
     `[B, H, T, E]`, stored as `[B, T, H, E]`.
     """
@@ -135,8 +134,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     return out
 
 
-@torch.library.custom_op("ingot::cpu_attention_backward", mutates_args=())
-def cpu_attention_backward(
+def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Attention probabilities are recomputed, which costs less than
@@ -165,18 +163,6 @@ def cpu_attention_backward(
     return dq, dk, dv
 
 
-@cpu_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return _empty_like(q)
-
-
-@cpu_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _empty_like(k), _empty_like(v)
-
-
 def _empty_like(x: Tensor) -> Tensor:
     """An uninitialised `[B, H, T, E]` stored as `[B, T, H, E]`, so that the next product needs no
     copy.
@@ -195,7 +181,37 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *cpu_attention_backward(grad, *ctx.saved_tensors), None
 
 
-cpu_attention.register_autograd(_backward, setup_context=_save_inputs)
+def _no_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("attention in bf16 on a CPU has no second derivative")
+
+
+def _operator(
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+) -> Any:
+    """The function as one operator, whole in compiled code and in plans. As `torch.library`'s
+    decorator `custom_op` makes it, which at the first call imports the compiler.
+    """
+    name = f"ingot::cpu{function.__name__}"
+    torch.library.define(
+        name,
+        torch.library.infer_schema(function, mutates_args=()),
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    torch.library.impl(name, "default", function)
+    torch.library.register_fake(name, fake)
+    torch.library.register_autograd(name, backward, setup_context=save)
+    return getattr(torch.ops.ingot, f"cpu{function.__name__}").default
+
+
+cpu_attention_backward = _operator(
+    _attention_backward,
+    lambda grad, q, k, v, mask: tuple(map(_empty_like, (q, k, v))),
+    _no_backward,
+)
+cpu_attention = _operator(_attention, lambda q, k, v, mask: _empty_like(q), _backward, _save_inputs)
 
 
 AttnFn = Callable[..., Tensor]

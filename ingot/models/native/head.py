@@ -159,8 +159,6 @@ def apply_head(
     return torch.cat(values)
 
 
-# `torch.compiler.disable` would import the compiler at this point, which takes a second.
-@_disable_dynamo
 def _apply_summed(
     hidden: Tensor,
     weight: Tensor,
@@ -171,13 +169,30 @@ def _apply_summed(
     view: Callable[[Tensor], LogitsView],
 ) -> Tensor:
     """Excluded from compilation: the compiler cannot trace gradients taken in forward, and has
-    nothing to gain here.
+    nothing to gain here. Where nothing is compiled, the compiler is not even imported.
     """
+    apply = _excluded if torch.compiler.is_compiling() else _summed
+    return apply(hidden, weight, vocab_size, labels, token, extras, view)
+
+
+def _summed(
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    labels: Tensor,
+    token: TokenFunction,
+    extras: Tensor | None,
+    view: Callable[[Tensor], LogitsView],
+) -> Tensor:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (hidden, weight))
     values: Tensor = _Summed.apply(hidden, weight, vocab_size, labels, token, extras, view)  # type: ignore[no-untyped-call]
     return values
+
+
+# `torch.compiler.disable` would import the compiler at this point, which takes a second.
+_excluded = _disable_dynamo(_summed)
 
 
 class _Summed(torch.autograd.Function):

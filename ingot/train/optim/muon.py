@@ -23,6 +23,7 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.pipeline import local_stages
 from ingot.parallel.shard import layers
 from ingot.parallel.whole import Matrix, Place, WholeMatrices
+from ingot.train.optim.eager import EagerOptimizer
 from ingot.train.optim.optimizers import adamw, noise_of, round_to_bf16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -121,7 +122,7 @@ def muon(
     )
 
 
-class MuonOptimizer(optim.Optimizer):
+class MuonOptimizer(EagerOptimizer):
     """Muon and AdamW in one. State is float32; a step with `found_inf` 1 changes neither weights
     nor state. A matrix without a gradient has one of zeros, since all ranks that share it must take
     part.

@@ -28,6 +28,7 @@ from ingot.models.hf.tensor_names import LORA_B
 from ingot.models.parameters import shard_slices
 from ingot.parallel.masters import Masters
 from ingot.train.optim.averaging import keep_average
+from ingot.train.optim.eager import EagerAdamW, EagerOptimizer, EagerSGD
 
 SLICE = 2**20
 """Elements updated at a time, which bounds the size of temporaries."""
@@ -86,7 +87,7 @@ def _mix_(bits: Tensor) -> Tensor:
     return bits
 
 
-class Stochastic(optim.Optimizer):
+class Stochastic(EagerOptimizer):
     """The base of the AdamW and SGD variants with stochastic rounding. State is float32; a step
     with `found_inf` 1 changes neither weights nor state.
     """
@@ -290,7 +291,7 @@ def adamw(
     lr, betas, eps = settings.lr, settings.betas, settings.eps
     if masters.stochastic:
         return StochasticAdamW(groups, {"lr": lr, "betas": betas, "eps": eps}, masters, seed)
-    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return EagerAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def sgd(
@@ -300,4 +301,4 @@ def sgd(
     lr, momentum = settings.lr, settings.momentum
     if masters.stochastic:
         return StochasticSGD(groups, {"lr": lr, "momentum": momentum}, masters, seed)
-    return optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+    return EagerSGD(groups, lr=lr, momentum=momentum, fused=True)
