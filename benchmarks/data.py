@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ def write_corpus(path: Path, megabytes: float) -> Path:
     return path
 
 
-def write_tokenizer(folder: Path, megabytes: float, vocab_size: int) -> Path:
+def write_tokenizer(
+    folder: Path, megabytes: float, vocab_size: int, special: Sequence[str] = ()
+) -> Path:
     """A byte-level BPE learnt from the beginning of the corpus."""
     sizes = itertools.accumulate(len(text) for text in texts())
     shown = (
@@ -75,7 +77,7 @@ def write_tokenizer(folder: Path, megabytes: float, vocab_size: int) -> Path:
         )
     )
     folder.mkdir(parents=True)
-    train_bpe(shown, vocab_size).save(folder)
+    train_bpe(shown, vocab_size, special).save(folder)
     return folder
 
 

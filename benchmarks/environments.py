@@ -15,6 +15,13 @@ TORCH = "torch==2.13.0"
 PEERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers==5.23.0", "accelerate==1.15.0"),
     "lightning": ("lightning==2.6.6", "transformers==5.23.0"),
+    "trl": (
+        "trl==1.16.0",
+        "peft==0.21.2",
+        "transformers==5.23.0",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+    ),
     "litgpt": ("litgpt==0.5.13", "huggingface-hub<1.4"),
 }
 MARKER = "installed.json"

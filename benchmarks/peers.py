@@ -1,8 +1,8 @@
 """A training step beside the trainers that others use, each in an environment of its own. `python
 -m benchmarks.peers`.
 
-One call makes the environments, prepares the data, lets all of them take turns, and prints and
-keeps one table.
+One call makes the environments, and for each case prepares the data, lets all contenders take
+turns, and prints and keeps a table. `--profile` shows what our own step consists of.
 """
 
 from __future__ import annotations
@@ -19,72 +19,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 
 from benchmarks.comparison import machine
-from benchmarks.data import texts, write_tokenizer
 from benchmarks.environments import PEERS, make_environment
-from benchmarks.spine import random_model
-from ingot.config.load import load_recipe
-from ingot.config.models.presets import preset
-from ingot.config.sections.training import AdamW
-from ingot.config.shape import flops_per_token
-from ingot.data.batches.order import SampleOrder
-from ingot.data.batches.rows import Rows, open_rows
-from ingot.data.ingest import ingest
-from ingot.data.prepare import prepare
+from benchmarks.peer_cases import CASES, QUICK, Contender, Sizes
+from benchmarks.peer_tasks import task_of
 
 RESULTS, ROOT = Path(__file__).parent / "results", Path(__file__).parents[1]
-OURS, PEAK, SAME = "ours", "peak", 0.02
+PEAK, SAME = "peak", 0.02
+PROFILED, LEAST_SHARE = 3, 0.003
+"""Steps that are profiled, and what is too little to be shown."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 FORMULA = (
     "share of peak = tokens/s x flops per token / peak; flops per token = 6 x weights of matrices"
     " (head included, embedding not) + 12 x layers x heads x head size x seq_len / 2; peak = 2 n^3"
     " / seconds of the fastest bf16 product of two n x n matrices, n 1024 or 2048, in the turns of"
     " the same run"
 )
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A program of `benchmarks.contenders`, and in which environment it runs; None for this one."""
-
-    name: str
-    program: str
-    environment: str | None
-    compiled: bool = False
-    micro_batch: int | None = None
-    """On our side: rows that are computed at once; the step stays the same."""
-
-
-CONTENDERS = (
-    Contender("ingot", OURS, None),
-    Contender("ingot compiled", OURS, None, compiled=True),
-    Contender("ingot compiled, micro-batch 2", OURS, None, compiled=True, micro_batch=2),
-    Contender("transformers Trainer", "trainer", "transformers"),
-    Contender("transformers Trainer compiled", "trainer", "transformers", compiled=True),
-    Contender("Lightning compiled", "lightning_compiled", "lightning", compiled=True),
-    Contender("litgpt compiled", "litgpt_compiled", "litgpt", compiled=True),
-)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained."""
-
-    preset: str = "llama-56m"
-    seq_len: int = 512
-    batch: int = 8
-    vocab_size: int = 32_000
-    corpus_mb: float = 8
-    """Text in all; a document is a fourth of it, so that hardly a row meets the end of one and all
-    sides mask alike.
-    """
-
-
-QUICK = Sizes("llama-3m", 32, 2, 512, 0.4)
 
 
 @dataclass
@@ -157,79 +110,6 @@ class Player:
         self._process.wait()
         for stream in (*self._pipes(), self._said):
             stream.close()
-
-
-def task_of(root: Path, sizes: Sizes, steps: int, rounds: int) -> dict[str, Any]:
-    """Prepare the same weights and rows for all: a Hugging Face folder, prepared columns for us,
-    and their rows in our order for the others.
-    """
-    optimizer, most = AdamW(lr=1e-3), steps * (rounds + 1)
-    model, rows = root / "model", root / "rows.npy"
-    model.mkdir()
-    config = preset(sizes.preset)
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(
-        dict(random_model(sizes.preset).state_dict()),
-        model / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    write_tokenizer(root / "tokenizer", sizes.corpus_mb / 2, sizes.vocab_size)
-    _write_documents(root / "corpus.jsonl", sizes.corpus_mb)
-    (root / "held-out.jsonl").write_text(
-        json.dumps({"text": "nobody asks for it " * sizes.seq_len}) + "\n", encoding="utf-8"
-    )
-    given = {
-        "name": "peers",
-        "output": str(root / "runs"),
-        "model.source": f"preset:{sizes.preset}",
-        "model.config.vocab_size": config["vocab_size"],
-        "seed": 0,
-        "tokenizer.source": str(root / "tokenizer"),
-        "data.train": [{"source": str(root / "corpus.jsonl")}],
-        "data.validation": [{"source": str(root / "held-out.jsonl")}],
-        "data.seq_len": sizes.seq_len,
-        "precision.compute": "bf16",
-        "train.steps": most + 1,
-        "train.global_batch": sizes.batch,
-        "train.optimizer.lr": optimizer.lr,
-        "train.schedule.kind": "constant",
-        "train.schedule.warmup": 0,
-        "track.every": 1,
-        "track.tensorboard": False,
-        "checkpoint.every": most + 2,
-    }
-    knobs = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-    recipe = load_recipe((), knobs, environ={}, dotenv=None)
-    ingest(recipe)
-    prepare(recipe)
-    opened = open_rows(recipe.folder.columns, "train", sizes.seq_len, pad_last=False)
-    assert isinstance(opened, Rows)
-    order = SampleOrder(opened.sizes, recipe.seed, opened.weights).rows(0, most * sizes.batch)
-    np.save(rows, opened.batch(order.tolist()).tokens.astype(np.int32))
-    return {
-        "knobs": knobs,
-        "model": str(model),
-        "rows": str(rows),
-        "seq_len": sizes.seq_len,
-        "batch": sizes.batch,
-        "steps": steps,
-        "most": most + 1,
-        "device": "cpu",
-        "clip": recipe.train.clip_norm,
-        "flops_per_token": flops_per_token(config, sizes.seq_len),
-        **optimizer.model_dump(exclude={"kind"}),
-    }
-
-
-def _write_documents(path: Path, megabytes: float) -> None:
-    """A few long documents."""
-    source, size = texts(), int(megabytes * 1e6 / 4)
-    with path.open("w", encoding="utf-8") as stream:
-        for _ in range(4):
-            parts: list[str] = []
-            while sum(map(len, parts)) < size:
-                parts.append(next(source))
-            stream.write(json.dumps({"text": "\n".join(parts)}) + "\n")
 
 
 def compare(
@@ -330,7 +210,8 @@ def show(
     played: Sequence[Played], peak: float, task: dict[str, Any], console: Console
 ) -> list[dict[str, Any]]:
     """Print the table; answer its rows."""
-    tokens = task["steps"] * task["batch"] * task["seq_len"]
+    tokens = task["steps"] * task["tokens_per_step"]
+    flops = task["flops_per_token"]
     table = Table(
         "",
         "tokens/s",
@@ -354,7 +235,7 @@ def show(
             "tokens_per_s": rate,
             "first_over_this": [statistics.median(times), times[0], times[-1]],
             "cpu_seconds_per_step": statistics.median(one.cpu_seconds) / task["steps"],
-            "share_of_peak": rate * task["flops_per_token"] / peak,
+            "share_of_peak": None if flops is None else rate * flops / peak,
             "memory_bytes": one.memory_bytes,
             "turns": asdict(one),
         }
@@ -365,22 +246,65 @@ def show(
             f"{rate:,.0f}",
             f"{row['first_over_this'][0]:.2f} ({times[0]:.2f} to {times[-1]:.2f})",
             f"{row['cpu_seconds_per_step']:.2f}",
-            f"{row['share_of_peak']:.0%}",
+            "" if flops is None else f"{row['share_of_peak']:.0%}",
             f"{one.memory_bytes / 1e9:.2f}",
             f"{one.losses[0]:.3f}",
             f"{one.losses[-1]:.3f}",
         )
     console.print(table)
-    console.print(
-        f"peak {peak / 1e9:,.0f} GFLOP/s; {task['flops_per_token'] / 1e6:,.0f} MFLOP a token."
-        f" {FORMULA}",
-        style="dim",
-    )
+    if flops is not None:
+        console.print(
+            f"peak {peak / 1e9:,.0f} GFLOP/s; {flops / 1e6:,.0f} MFLOP a token. {FORMULA}",
+            style="dim",
+        )
     return rows
 
 
 def main() -> None:
+    asked = _arguments()
+    console = Console(highlight=False, width=150)
+    about = machine(asked.threads)
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if asked.profile:
+        _profile(asked, console)
+        return
+    kept: dict[str, Any] = {
+        "machine": about,
+        "command": " ".join(sys.argv[1:]),
+        "formula": FORMULA,
+        "cases": {},
+    }
+    for name in asked.cases:
+        case = CASES[name]
+        contenders = [one for one in case.contenders if not asked.only or one.name in asked.only]
+        if not contenders:
+            continue
+        pythons = _pythons(contenders, asked.environments)
+        console.print(f"{name}: {case.title}")
+        with tempfile.TemporaryDirectory() as root:
+            sizes = QUICK if asked.quick else Sizes()
+            task = task_of(Path(root), case, sizes, asked.steps, asked.rounds)
+            played, peak = compare(
+                contenders, pythons, task, Path(root), asked.rounds, asked.threads
+            )
+        kept["cases"][name] = {"peak_flops": peak, "rows": show(played, peak, task, console)}
+        check_losses(played)
+    if asked.write:
+        path = RESULTS / f"{asked.write}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written: {path}")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+        help="what is trained; all of it, one after the other, if none is named",
+    )
     parser.add_argument(
         "--environments",
         type=Path,
@@ -391,7 +315,7 @@ def main() -> None:
         "--only",
         nargs="+",
         metavar="NAME",
-        choices=[contender.name for contender in CONTENDERS],
+        choices=sorted({one.name for case in CASES.values() for one in case.contenders}),
         help="some of the contenders",
     )
     parser.add_argument(
@@ -402,41 +326,56 @@ def main() -> None:
         "--threads", type=int, default=os.cpu_count() or 1, help="threads of each contender"
     )
     parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="instead of comparing: what our step's time goes into, on one thread",
+    )
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="a tiny model: shows that everything runs, measures nothing",
     )
     parser.add_argument("--write", metavar="NAME", help="keep the figures as results/NAME.json")
-    asked = parser.parse_args()
-    contenders = [
-        contender for contender in CONTENDERS if not asked.only or contender.name in asked.only
-    ]
+    asked: argparse.Namespace = parser.parse_args()
+    return asked
+
+
+def _pythons(contenders: Sequence[Contender], environments: Path) -> list[str]:
+    """The interpreter of each contender, whose environment is made if need be."""
     made = {
-        name: str(make_environment(asked.environments.absolute(), name))
+        name: str(make_environment(environments.absolute(), name))
         for name in PEERS
         if name in {one.environment for one in contenders}
     }
-    pythons = [made.get(contender.environment or "", sys.executable) for contender in contenders]
-    console = Console(highlight=False, width=150)
-    about = machine(asked.threads)
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()))
-    with tempfile.TemporaryDirectory() as root:
-        task = task_of(Path(root), QUICK if asked.quick else Sizes(), asked.steps, asked.rounds)
-        played, peak = compare(contenders, pythons, task, Path(root), asked.rounds, asked.threads)
-    rows = show(played, peak, task, console)
-    check_losses(played)
-    if asked.write:
-        path = RESULTS / f"{asked.write}.json"
-        path.parent.mkdir(exist_ok=True)
-        kept = {
-            "machine": about,
-            "command": " ".join(sys.argv[1:]),
-            "formula": FORMULA,
-            "peak_flops": peak,
-            "rows": rows,
-        }
-        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written: {path}")
+    return [made.get(contender.environment or "", sys.executable) for contender in contenders]
+
+
+def _profile(asked: argparse.Namespace, console: Console) -> None:
+    """A table for each case."""
+    for name in asked.cases:
+        with tempfile.TemporaryDirectory() as root:
+            sizes = QUICK if asked.quick else Sizes()
+            task = task_of(Path(root), CASES[name], sizes, steps=1, rounds=PROFILED)
+            (ours, *_) = CASES[name].contenders
+            task = {**_task_for(ours, task, Path(root) / "0"), "profile": PROFILED}
+            player = Player(ours, sys.executable, task, Path(root) / "0", threads=1)
+            try:
+                found = player.turn()["found"]
+            finally:
+                player.close()
+        show_profile(name, found, console)
+
+
+def show_profile(name: str, found: Sequence[tuple[str, str, float, int]], console: Console) -> None:
+    """What `benchmarks.contenders.profiled` found: part, operator, seconds a step, calls."""
+    total = sum(seconds for _, _, seconds, _ in found)
+    table = Table("part", "operator", "s a step", "share", "calls", title=name)
+    for part, operator, seconds, calls in found:
+        if seconds > LEAST_SHARE * total:
+            table.add_row(part, operator, f"{seconds:.3f}", f"{seconds / total:.1%}", str(calls))
+    products = sum(seconds for _, operator, seconds, _ in found if operator in PRODUCTS)
+    table.caption = f"{total:.2f} s a step, {products / total:.1%} of it matrix products"
+    console.print(table)
 
 
 if __name__ == "__main__":

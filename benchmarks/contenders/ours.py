@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.contenders.profiled import Profiled
 from benchmarks.contenders.turnstile import Turnstile, read_task
 from ingot.config.load import load_recipe
 from ingot.train import trainer as run
@@ -32,7 +33,8 @@ def main() -> None:
 
     def in_turns(context: StepContext, first: int, last: int) -> LoopEnd:
         turnstile.wait()
-        return run_steps(replace(context, hooks=[*context.hooks, Turns(turnstile)]), first, last)
+        last_hook = Profiled(turnstile, task["profile"]) if "profile" in task else Turns(turnstile)
+        return run_steps(replace(context, hooks=[*context.hooks, last_hook]), first, last)
 
     run.run_steps = in_turns  # type: ignore[attr-defined]
     run.train(load_recipe((), [*task["knobs"]], environ={}, dotenv=None), fresh=True)

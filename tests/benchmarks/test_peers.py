@@ -14,19 +14,22 @@ import pytest
 from rich.console import Console
 
 from benchmarks import environments, peers
+from benchmarks.contenders.profiled import least
 from benchmarks.contenders.turnstile import Turnstile
-from benchmarks.peers import Contender, Played
+from benchmarks.peer_cases import CASES, QUICK, Contender, Sizes
+from benchmarks.peer_tasks import task_of
+from benchmarks.peers import Played
 from ingot.config.load import load_recipe
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Loader
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import open_rows
 
-TINY = peers.Sizes("llama-3m", 32, 2, 400, 0.2)
+TINY = Sizes("llama-3m", 32, 2, 400, 0.2)
 
 
 def test_all_get_the_same_rows_in_the_same_order(tmp_path: Path) -> None:
-    task = peers.task_of(tmp_path, TINY, steps=2, rounds=1)
+    task = task_of(tmp_path, CASES["pretrain"], TINY, steps=2, rounds=1)
     recipe = load_recipe((), task["knobs"], environ={}, dotenv=None)
     rows = open_rows(recipe.folder.columns, "train", 32, pad_last=False)
     loader = Loader(rows, SampleOrder(rows.sizes, recipe.seed, rows.weights), peers_plan(task), 0)
@@ -94,7 +97,7 @@ def test_the_table_says_what_the_formula_says() -> None:
         Played(name, {"torch": "2"}, [seconds] * 3, [4.0] * 3, [9.0], int(2e9))
         for name, seconds in (("one", 2.0), ("other", 4.0))
     )
-    task = {"steps": 2, "batch": 8, "seq_len": 512, "flops_per_token": 1e8}
+    task = {"steps": 2, "tokens_per_step": 4096, "flops_per_token": 1e8}
     rows = peers.show([one, other], 1e12, task, Console(file=io.StringIO()))
     assert [row["tokens_per_s"] for row in rows] == [4096, 2048]
     assert [row["share_of_peak"] for row in rows] == [pytest.approx(0.4096), pytest.approx(0.2048)]
@@ -113,11 +116,31 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert environments.make_environment(tmp_path, "litgpt").is_relative_to(tmp_path / "litgpt")
 
 
-@pytest.mark.slow
-def test_ours_and_the_trainer_do_the_same_work(tmp_path: Path) -> None:
+def test_a_profile_takes_the_least_of_each_call_and_names_what_is_no_product() -> None:
+    steps = [
+        {("head", "mm"): [4.0, 3.0], ("other", "copy_"): [1.0], ("other", "add"): [0.5, 0.5]},
+        {("head", "mm"): [3.0, 5.0], ("other", "copy_"): [2.0], ("other", "add"): [0.25]},
+    ]
+    found = least(steps)
+    assert found == [
+        ("head", "mm", 6.0, 2),
+        ("other", "copy_", 1.0, 1),
+        ("other", "add", 0.25, 1),
+    ]
+    said = io.StringIO()
+    peers.show_profile("one", found, Console(file=said, width=150))
+    assert "7.25 s a step, 82.8% of it matrix products" in said.getvalue()
+
+
+@pytest.mark.drawn("peers")
+@pytest.mark.parametrize("name", list(CASES))
+def test_ours_and_the_peer_do_the_same_work(name: str, tmp_path: Path) -> None:
     """In one environment here; the program makes others, from the package index."""
-    contenders = [one for one in peers.CONTENDERS if one.name in ("ingot", "transformers Trainer")]
-    task = peers.task_of(tmp_path, TINY, steps=2, rounds=1)
+    if name in ("lora", "sft", "dpo"):
+        pytest.importorskip("trl" if name != "lora" else "peft", reason="needs the dev extra")
+    contenders = [one for one in CASES[name].contenders if not one.compiled]
+    assert len(contenders) == 2
+    task = task_of(tmp_path, CASES[name], QUICK, steps=2, rounds=1)
     played, peak = peers.compare(contenders, [sys.executable] * 2, task, tmp_path, 1, 1)
     assert [len(one.losses) for one in played] == [4, 4]
     assert peak > 1e8

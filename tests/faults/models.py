@@ -133,6 +133,20 @@ FAULTS = [
         "padding has a loss and a gradient",
     ),
     Fault(
+        "first-id-is-no-target",
+        "ingot/models/native/head.py",
+        "kept = (labels != IGNORE).nonzero()[:, 0]",
+        "kept = (labels > 0).nonzero()[:, 0]",
+        "the vocabulary's first token is never learnt",
+    ),
+    Fault(
+        "batch-without-targets-has-no-gradient",
+        "ingot/models/native/head.py",
+        "return kept if len(kept) else kept.new_zeros(1)",
+        "return kept",
+        "ranks without a target in a micro-batch leave the others waiting for its gradients",
+    ),
+    Fault(
         "head-gradient-of-last-chunk",
         "ingot/models/native/head.py",
         "return total.addmm_(left, right)",

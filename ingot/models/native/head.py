@@ -16,9 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ingot.models.device import is_planned
+
 IGNORE = -100
 CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB in float32."""
+MOST_TARGETS = 0.75
+"""Share of tokens with a label from which on all are computed."""
 PIECE_LOGITS = 2**23
 """Logits that a CPU turns into values and gradients at once, so that they stay in its cache."""
 
@@ -127,8 +131,49 @@ def apply_head(
     A single chunk keeps its logits for backward; with several, each chunk recomputes its own, so
     that memory does not grow with N. If `weight` `[V, D]` is given (`project` must then multiply by
     it) and the token function is marked `summed_only`, gradients are computed in forward and
-    nothing is computed twice.
+    nothing is computed twice. On a CPU tokens without a label cost nothing.
     """
+    kept = _targets(labels)
+    if kept is None:
+        return _values(hidden, project, vocab_size, labels, token, extras, view, weight)
+    values = _values(
+        hidden[kept],
+        project,
+        vocab_size,
+        labels[kept],
+        token,
+        None if extras is None else extras[kept],
+        view,
+        weight,
+    )
+    return values.new_zeros(labels.shape).index_put((kept,), values)
+
+
+def _targets(labels: Tensor) -> Tensor | None:
+    """The places of labels that are not -100, of which there is always one; None where all tokens
+    are computed: if most are targets, so that copying them would cost more than it saves, or if it
+    could not be known without waiting for the device.
+    """
+    if labels.device.type != "cpu" or is_planned():
+        return None
+    kept = (labels != IGNORE).nonzero()[:, 0]
+    if len(kept) >= MOST_TARGETS * len(labels):
+        return None
+    # A batch without any target still gives every weight a gradient, which other ranks wait for.
+    return kept if len(kept) else kept.new_zeros(1)
+
+
+def _values(
+    hidden: Tensor,
+    project: Project,
+    vocab_size: int,
+    labels: Tensor,
+    token: TokenFunction,
+    extras: Tensor | None,
+    view: Callable[[Tensor], LogitsView],
+    weight: Tensor | None,
+) -> Tensor:
+    """`apply_head` of these tokens, whether they are targets or not."""
     if (
         weight is not None
         and getattr(token, "summed", False)

@@ -150,10 +150,9 @@ class MadeUpSamples(Samples):
             -1, self.seq_len
         )
         if self.kind in TWO_ROWS:
-            # The first half is the prompt.
+            # Prompts of one token: what no answer covers, a CPU leaves out of the head.
             labels = np.full_like(tokens, IGNORE)
-            half = self.seq_len // 2
-            labels[:, half:-1] = np.where(live[:, half:-1] == 1, tokens[:, half + 1 :], IGNORE)
+            labels[:, :-1] = np.where(live[:, :-1] == 1, tokens[:, 1:], IGNORE)
         else:
             shape = (self.target_len,) if self.kind == "pair" else ()
             labels = np.full((count, *shape), IGNORE, np.int64)

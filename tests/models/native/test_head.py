@@ -28,10 +28,17 @@ class Judge:
         return self.token(view, labels, extras)
 
 
-@pytest.fixture(autouse=True, params=[TOKENS, 5], ids=["one chunk", "chunks"])
+@pytest.fixture(
+    autouse=True,
+    params=[(TOKENS, False), (5, False), (5, True)],
+    ids=["one chunk", "chunks", "chunks of all tokens, as on a GPU"],
+)
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK_LOGITS", request.param * VOCABULARY)
+    tokens, every = request.param
+    monkeypatch.setattr(head, "CHUNK_LOGITS", tokens * VOCABULARY)
     monkeypatch.setattr(head, "PIECE_LOGITS", 2 * VOCABULARY)
+    if every:
+        monkeypatch.setattr(head, "_targets", lambda labels: None)
 
 
 def parts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +49,7 @@ def parts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, T
         for rows in (TOKENS, VOCABULARY)
     )
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    labels[::4] = IGNORE
+    labels[::3] = IGNORE
     return hidden, weight, labels, torch.rand(TOKENS, 2, generator=generator)
 
 
@@ -70,6 +77,23 @@ def both_ways(
     return found[0], found[1]
 
 
+def of_labels(labels: Tensor, *, known: bool) -> list[Tensor]:
+    """Values and gradients for these labels."""
+    hidden, weight, _, _ = parts()
+    values = apply_head(
+        hidden,
+        lambda part: functional.linear(part, weight),
+        VOCABULARY,
+        labels,
+        Judge().token if known else Judge().plainly,
+        weight=weight if known else None,
+    )
+    values.sum().backward()
+    assert hidden.grad is not None, "data parallel would wait for it"
+    assert weight.grad is not None, "data parallel would wait for it"
+    return [values.detach(), hidden.grad, weight.grad]
+
+
 def off(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
@@ -78,7 +102,7 @@ def off(one: Tensor, other: Tensor) -> float:
 def test_gradients_made_in_forward(extras: bool) -> None:
     (values, *gradients), (wanted, *others) = both_ways(torch.float32, extras=extras)
     assert off(values, wanted) < LOSS_FP32
-    assert (values[::4] == 0).all()
+    assert (values[::3] == 0).all()
     assert max(map(off, gradients, others)) < GRADIENTS_FP32
 
 
@@ -89,6 +113,25 @@ def test_in_bf16(autocast: bool) -> None:
     )
     assert [one.dtype for one in ours] == [one.dtype for one in theirs]
     assert max(map(off, ours, theirs)) < 2 * SHARED_ROWS_BF16
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_tokens_without_a_label_are_as_if_they_were_not_there(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = parts()[2]
+    labels[1] = 0  # an id like any other
+    found = of_labels(labels, known=known)
+    monkeypatch.setattr(head, "_targets", lambda labels: None)
+    for one, other in zip(found, of_labels(labels, known=known), strict=True):
+        assert off(one, other) < GRADIENTS_FP32
+    assert found[0][1] != 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_without_any_label_every_gradient_is_there_and_zero(known: bool) -> None:
+    for found in of_labels(torch.full((TOKENS,), IGNORE), known=known):
+        assert (found == 0).all()
 
 
 def test_what_wants_no_gradient_is_given_none() -> None:
@@ -123,6 +166,7 @@ def test_values_that_are_not_only_added_up_are_refused() -> None:
 
 def test_without_gradients_and_without_the_mark_nothing_is_made_ahead() -> None:
     hidden, weight, labels, _ = parts()
+    labels = labels.clamp_min(0)
     for token, grad in ((Judge().plainly, True), (Judge().token, False)):
         with torch.set_grad_enabled(grad):
             values = apply_head(
