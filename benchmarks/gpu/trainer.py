@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu.record import Asked, Record, Refused
 from benchmarks.gpu.steps import SEQ_LEN, TINY_SEQ_LEN, flops_of, model_values, threads
-from benchmarks.peers import Contender, Player
+from benchmarks.peer_cases import Contender
+from benchmarks.peers import Player
 from ingot.config.sections.training import AdamW
 
 
