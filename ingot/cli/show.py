@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ingot.base.errors import WrongInput
 from ingot.cli.completion import complete_arguments
 from ingot.cli.output import AsJson, print_json
 
@@ -116,16 +117,36 @@ def runs(
 def samples(
     run: RunOrRecipe,
     prompts: Annotated[
-        int, typer.Option("--prompts", metavar="N", help="How many of the newest are shown.")
+        int,
+        typer.Option(
+            "--prompts",
+            metavar="N",
+            help="How many of the newest are shown, of a training on rewards.",
+        ),
     ] = 4,
     as_json: AsJson = False,
 ) -> int:
-    """Prompts of a training on rewards, and the answers to them with their rewards."""
+    """Prompts and answers: those of a training on rewards with the rewards, else those of the last
+    evaluation; with evaluate.base the answers before training are beside those after it.
+    """
+    from rich.console import Console
+
+    from ingot.base.reports import read_report
     from ingot.cli.console import run_folder
+    from ingot.evaluate.report import show_completions
     from ingot.report.tables import samples_of, show_samples
 
     folder = run_folder(run)
-    if as_json:
+    report = folder.reports / "evaluate.json"
+    if not folder.samples.exists() and report.exists():
+        completed = read_report(report).samples
+        if not completed:
+            raise WrongInput(f"{report} has no answers; set evaluate.prompts and evaluate again")
+        if as_json:
+            print_json("show samples", samples=completed)
+        else:
+            show_completions(completed, Console(highlight=False))
+    elif as_json:
         print_json("show samples", samples=samples_of(folder, prompts))
     else:
         show_samples(folder, prompts)

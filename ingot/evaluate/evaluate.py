@@ -51,7 +51,7 @@ REPORT, EXAMPLES = "evaluate.json", "examples"
 @dataclass(frozen=True)
 class EvaluationResults:
     """The results of all tasks by name, those of the base model, and the completions of the
-    prompts.
+    prompts, each with the base model's beside it.
     """
 
     folder: Path
@@ -88,9 +88,13 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
             recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh
         )
         # With the tuned model's tokenizer, as at the start of training.
-        base_tasks, _ = (
-            _measure_model(recipe, base, tokenizer, eos, [], mesh) if base is not None else ({}, [])
+        base_tasks, base_samples = (
+            _measure_model(recipe, base, tokenizer, eos, recipe.evaluate.prompts, mesh)
+            if base is not None
+            else ({}, [])
         )
+        for sample, before in zip(samples, base_samples, strict=base is not None):
+            sample["base"] = before["completion"]
         found = EvaluationResults(folder, tasks, base_tasks, samples)
         return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
 

@@ -4,12 +4,13 @@ score of every item. Light to import, since the command line also shows existing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ingot.base.lazy import lazy_import
 from ingot.base.reports import EvaluationReport, Metric
@@ -42,7 +43,22 @@ def show_report(report: EvaluationReport, console: Console) -> None:
             table.add_section()
         table.add_row(name, "", f"{value:.4f}")
     console.print(table)
-    for sample in report.samples:
+    show_completions(report.samples, console)
+
+
+def show_completions(samples: Sequence[Mapping[str, str]], console: Console) -> None:
+    """Print what was completed; side by side where the model before training did it, too."""
+    if any("base" in sample for sample in samples):
+        table = Table("prompt", "before training", "after training", show_lines=True, expand=True)
+        for column, share in zip(table.columns, (1, 2, 2), strict=True):
+            column.ratio = share
+        for sample in samples:
+            table.add_row(
+                *(Text(sample.get(part, "")) for part in ("prompt", "base", "completion"))
+            )
+        console.print(table)
+        return
+    for sample in samples:
         for part in ("prompt", "completion"):
             console.print(f"{part}: {sample[part]}", markup=False, soft_wrap=True)
 

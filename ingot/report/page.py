@@ -237,7 +237,9 @@ def _examples(view: RunView) -> list[tuple[str, str]]:
 
 
 def _samples(view: RunView) -> list[dict[str, str]]:
-    """Prompts and completions, the served model's answer first."""
+    """Prompts and completions, the served model's answer first; a completion of the model before
+    training comes before the one after it.
+    """
     samples = []
     if view.answer is not None and isinstance(view.answer.get("completion"), str):
         prompt = str(view.answer.get("prompt") or "")
@@ -249,13 +251,16 @@ def _samples(view: RunView) -> list[dict[str, str]]:
             }
         )
     for sample in view.evaluation.samples if view.evaluation else []:
-        samples.append(
+        wrote = [("base", "before training"), ("completion", "after training")]
+        samples += [
             {
                 "prompt": sample.get("prompt", ""),
-                "completion": sample.get("completion", ""),
-                "by": "written greedily at evaluation",
+                "completion": sample[part],
+                "by": when if "base" in sample else "written at evaluation",
             }
-        )
+            for part, when in wrote
+            if part in sample
+        ]
     return samples
 
 

@@ -167,7 +167,7 @@ def answers(port: str) -> bool:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2"])
+@pytest.mark.parametrize("recipe", ["adapt_smollm2", "chat_smollm2", "keeper_smollm2"])
 def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
     """The README's command and recipe as they are, but for the model: a tiny folder."""
     (tmp_path / "data").mkdir()
@@ -175,7 +175,7 @@ def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "data/my.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_chats(tmp_path / "data/chats.jsonl", 40)
     model = write_model(tmp_path / "model", special=["<|im_start|>", "<|im_end|>"])
-    small = {**TUNED, "INGOT_MODEL__SOURCE": str(model)}
+    small = {**TUNED, "INGOT_MODEL__SOURCE": str(model), "INGOT_TOKENIZER__TEMPLATE": "chatml"}
     run = recipe.replace("_", "-")
     for command in commands():
         if (recipe in command or run in command) and "serve" not in command.split():
@@ -183,7 +183,7 @@ def test_tuning_a_model_folder(recipe: str, tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip()
     assert (tmp_path / f"runs/{run}/model/config.json").exists()
-    if recipe == "chat_smollm2":
+    if recipe == "keeper_smollm2":
         serve_and_ask(run, tmp_path, **small)
 
 

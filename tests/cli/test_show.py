@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ingot.base.reports import PipelineStepRecord, write_record
+from ingot.base.errors import WrongInput
+from ingot.base.reports import PipelineStepRecord, read_report, write_record, write_report
 from ingot.base.storage import write_atomic
-from ingot.cli.show import config, data, explain_knob, models
+from ingot.cli.show import config, data, explain_knob, models, samples
 from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
@@ -184,6 +185,25 @@ def test_data_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
         assert each["mean"] * documents == pytest.approx(tokens)
     assert made["samples"][0]["text"]
+
+
+def test_samples_of_an_evaluation_are_shown_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path)
+    path = run.reports / "evaluate.json"
+    report = read_report(path)
+    report.samples[0]["base"] = "as it was"
+    write_report(path, report)
+    assert samples(str(run.root)) == 0
+    first = next(line for line in capsys.readouterr().out.splitlines() if "as it was" in line)
+    assert first.index("as it was") < first.index(report.samples[0]["completion"].split()[0])
+    assert samples(str(run.root), as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == report.samples
+    report.samples.clear()
+    write_report(path, report)
+    with pytest.raises(WrongInput, match=r"set evaluate\.prompts"):
+        samples(str(run.root))
 
 
 @pytest.mark.parametrize(

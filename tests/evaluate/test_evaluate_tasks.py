@@ -38,6 +38,9 @@ def test_examples_are_the_documents_in_their_order(root: Path) -> None:
     assert nats.sum() / targets.sum() == pytest.approx(loss.value, rel=tolerances.EXACT)
 
 
+PROMPTED = {"evaluate__prompts": "[the ingot, copper]", "evaluate__sample_tokens": 6}
+
+
 def test_the_base_stands_beside_and_in_the_examples(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +51,7 @@ def test_the_base_stands_beside_and_in_the_examples(
         model__config="{}",
         evaluate__base="true",
         evaluate__tasks="[{kind: loss, name: held}]",
+        **PROMPTED,
     )
     place_model(recipe, base, seed=1)
     evaluate(recipe)
@@ -60,8 +64,15 @@ def test_the_base_stands_beside_and_in_the_examples(
     assert f"{report.base[key].value:.4f}" in out
     beside = pq.read_table(recipe.folder.reports / "examples" / "held.parquet")
     assert beside.column_names == ["document", "nats", "targets", "bytes", "base_nats"]
-    alone = with_model(root, model__source=str(base), model__config="{}", evaluate__model=str(base))
+    assert [sample["prompt"] for sample in report.samples] == ["the ingot", "copper"]
+    assert "before training" in out
+    alone = with_model(
+        root, model__source=str(base), model__config="{}", evaluate__model=str(base), **PROMPTED
+    )
     evaluate(alone)
+    before, own = ([one[part] for one in report.samples] for part in ("base", "completion"))
+    assert before == [sample["completion"] for sample in report_of(alone).samples] != own
+    assert not any("base" in sample for sample in report_of(alone).samples)
     direct = pq.read_table(alone.folder.reports / "examples" / "loss.parquet")
     assert beside.column("base_nats") == direct.column("nats")
     assert report_of(alone).metrics["loss/loss"].value == report.base["held/loss"].value

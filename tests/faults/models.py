@@ -70,6 +70,13 @@ FAULTS = [
         "the gradient of the keys is scaled twice in bf16 on CPUs",
     ),
     Fault(
+        "cpu-attention-rows-share-a-mask",
+        "ingot/models/native/attention.py",
+        "mask if mask is None or len(mask) == 1 else mask[rows]",
+        "mask if mask is None else mask[:1]",
+        "in bf16 on CPUs every row has the documents of the first one",
+    ),
+    Fault(
         "gpu-window-off",
         "ingot/models/native/attention.py",
         "seen & (query - key < window)",

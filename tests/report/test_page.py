@@ -394,3 +394,16 @@ launch:
         assert secret not in page.source, secret
     for kept in ("plain", "env:SEEN", "host/x", "eos_token", "vocab_size"):
         assert kept in page.text, kept
+
+
+def test_what_the_model_wrote_before_training_comes_before_what_it_wrote_after(
+    run: RunFolder,
+) -> None:
+    path = run.reports / "evaluate.json"
+    report = read_report(path)
+    report.samples[0]["base"] = "as it was before"
+    write_report(path, report)
+    text = write_page(run).read_text(encoding="utf-8")
+    places = [text.index(words) for words in ("as it was", "before training", "after training")]
+    assert places == sorted(places)
+    assert text.count("written at evaluation") == len(report.samples) - 1

@@ -32,8 +32,8 @@ class SourceSettings(Section):
     """Path, folder, glob (local or `gs://...`), `hf:NAME[:SUBSET]` (a data set on the hub),
     `bigquery:SQL`, `wikipedia:LANG[:DATE]`, `megatron:PREFIX` (existing .bin and .idx),
     `builtin:stdlib`, the sources of the running interpreter's standard library,
-    `builtin:digits`, chats that ask for the larger of two digits, or `builtin:sums`, chats that ask
-    for a sum in a given form.
+    `builtin:digits`, chats that ask for the larger of two digits, `builtin:sums`, chats that ask
+    for a sum in a given form, or `builtin:keeper`, 218 chats of all kinds in one voice.
     """
     format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text", "arrow", "wikipedia"] = "auto"
     """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`,

@@ -273,7 +273,9 @@ class Evaluate(Section):
     model: str | None = None
     """Model folder to evaluate; the run's own exported model when empty."""
     base: bool = False
-    """Evaluate the model that training started from, too, and show it beside."""
+    """Evaluate the model that training started from, too, and show it beside: its metrics, and its
+    answers to `prompts`.
+    """
     any_template: bool = False
     """Evaluate a model although its chat template is not the one that it was trained with, or that
     the data were prepared with.

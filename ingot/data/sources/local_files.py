@@ -21,7 +21,11 @@ from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
 
 STDLIB = "builtin:stdlib"
-CHATS = {"builtin:digits": "digits.jsonl", "builtin:sums": "sums.jsonl"}
+CHATS = {
+    "builtin:digits": "digits.jsonl",
+    "builtin:sums": "sums.jsonl",
+    "builtin:keeper": "keeper.jsonl",
+}
 """Files that come with ingot."""
 
 
@@ -172,7 +176,7 @@ def _json(path: Path) -> dict[str, Any]:
 class BuiltIn(SourceKind):
     """`builtin:stdlib`, the `.py` files of this interpreter's standard library; `builtin:digits`,
     chats that ask for the larger of two digits; `builtin:sums`, chats that ask for a sum and say
-    how to write it.
+    how to write it; `builtin:keeper`, chats of all kinds with the keeper of a lighthouse.
     """
 
     def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:

@@ -80,28 +80,33 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 BLOCK = 128  # queries
+SCORES = 2**20
+"""Scores of short rows that are computed together, so that they stay in the processor's cache."""
 
 
 def _blocks(mask: Tensor | None, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first key, first query, end of both) for each block of queries of one row. `mask` bool
-    `[1 or H, T, T]`; None for plain causal attention.
+    """(first key, first query, end of both) for each block of queries of some rows. `mask` bool
+    `[..., T, T]`; None for plain causal attention.
     """
     for first in range(0, length, BLOCK):
         end = min(first + BLOCK, length)
         if mask is None:
             yield 0, first, end
         else:
-            yield int(mask[:, first:end, :end].any(1).any(0).byte().argmax()), first, end
+            seen = mask[..., first:end, :end].flatten(0, -2).any(0)
+            yield int(seen.byte().argmax()), first, end
 
 
 def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    """Attention probabilities `[K, G * t, S]` for scaled queries `[K, G * t, E]` and keys
-    `[K, S, E]`; `hidden` bool, broadcast to `[K, G, t, S]`, is True where a key is masked.
+    """Attention probabilities `[N * K, G * t, S]` for scaled queries `[N * K, G * t, E]` and keys
+    `[N * K, S, E]` of N rows; `hidden` bool `[N or 1, 1, 1, t, S or fewer]` is True where a key,
+    counted from the last one, is masked.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
-    scores.view(k.shape[0], -1, hidden.shape[-2], k.shape[1])[
-        ..., -hidden.shape[-1] :
-    ].masked_fill_(hidden, -math.inf)
+    rows, (queries, keys) = hidden.shape[0], hidden.shape[-2:]
+    scores.view(rows, len(q) // rows, -1, queries, k.shape[1])[..., -keys:].masked_fill_(
+        hidden, -math.inf
+    )
     return torch.softmax(scores, dim=-1, dtype=scores.dtype)
 
 
@@ -110,27 +115,40 @@ def _hidden_keys(mask: Tensor | None, start: int, first: int, end: int) -> Tenso
     causal attention only over the last `end - first` keys.
     """
     if mask is None:
-        return torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
-    return ~mask[:, first:end, start:end]
+        return torch.ones(1, 1, 1, end - first, end - first, dtype=torch.bool).triu(1)
+    return ~mask[:, :, None, first:end, start:end]
+
+
+def _rows_together(q: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Rows of q `[B, H, T, E]` that are computed at once, and their mask."""
+    batch, heads, length, _ = q.shape
+    count = max(1, SCORES // max(1, heads * min(length, BLOCK) * length))
+    for first in range(0, batch, count):
+        rows = slice(first, first + count)
+        yield rows, mask if mask is None or len(mask) == 1 else mask[rows]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[N, K, ..., E]` -> `[N * K, everything between, E]`."""
+    return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]`, mask bool `[B or 1, 1, T, T]` or None for causal ->
     `[B, H, T, E]`, stored as `[B, T, H, E]`.
     """
-    batch, _, length, size = q.shape
+    _, _, length, size = q.shape
     groups = k.shape[1]
     out = _empty_like(q)
     scaled = (q * size**-0.5).unflatten(1, (groups, -1))  # [B, K, G, T, E]
     mixed = out.unflatten(1, (groups, -1))
-    for row in range(batch):
-        seen = None if mask is None else mask[row % mask.shape[0]]
+    for rows, seen in _rows_together(q, mask):
+        keys, values = _flat(k[rows]), _flat(v[rows])  # [N * K, T, E]
         for start, first, end in _blocks(seen, length):
-            part = scaled[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
-            p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
-            mixed[row, :, :, first:end] = torch.bmm(p, v[row, :, start:end]).view(
-                groups, -1, end - first, size
-            )
+            part = _flat(scaled[rows, :, :, first:end])  # [N * K, G * t, E]
+            p = _probabilities(part, keys[:, start:end], _hidden_keys(seen, start, first, end))
+            target = mixed[rows, :, :, first:end]  # [N, K, G, t, E]
+            target.copy_(torch.bmm(p, values[:, start:end]).view(target.shape))
     return out
 
 
@@ -140,26 +158,25 @@ def _attention_backward(
     """The gradients of q, k and v. Attention probabilities are recomputed, which costs less than
     storing them.
     """
-    batch, _, length, size = q.shape
+    _, _, length, size = q.shape
     groups, scale = k.shape[1], size**-0.5
     dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
     scaled, grad_groups, dq_groups = (x.unflatten(1, (groups, -1)) for x in (q * scale, grad, dq))
-    for row in range(batch):
-        seen = None if mask is None else mask[row % mask.shape[0]]
-        sum_k, sum_v = torch.zeros(2, groups, length, size)
+    for rows, seen in _rows_together(q, mask):
+        keys, values = _flat(k[rows]), _flat(v[rows])  # [N * K, T, E]
+        sum_k, sum_v = torch.zeros(2, *keys.shape)
         for start, first, end in _blocks(seen, length):
-            part = scaled[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
-            g = grad_groups[row, :, :, first:end].reshape(groups, -1, size)  # [K, G * t, E]
-            p = _probabilities(part, k[row, :, start:end], _hidden_keys(seen, start, first, end))
+            part = _flat(scaled[rows, :, :, first:end])  # [N * K, G * t, E]
+            g = _flat(grad_groups[rows, :, :, first:end])
+            p = _probabilities(part, keys[:, start:end], _hidden_keys(seen, start, first, end))
             sum_v[:, start:end] += torch.bmm(p.transpose(1, 2), g)
             ds = torch._softmax_backward_data(
-                torch.bmm(g, v[row, :, start:end].transpose(1, 2)), p, -1, p.dtype
+                torch.bmm(g, values[:, start:end].transpose(1, 2)), p, -1, p.dtype
             )
-            dq_groups[row, :, :, first:end] = (torch.bmm(ds, k[row, :, start:end]) * scale).view(
-                groups, -1, end - first, size
-            )
+            target = dq_groups[rows, :, :, first:end]  # [N, K, G, t, E]
+            target.copy_((torch.bmm(ds, keys[:, start:end]) * scale).view(target.shape))
             sum_k[:, start:end] += torch.bmm(ds.transpose(1, 2), part)
-        dk[row], dv[row] = sum_k, sum_v
+        dk[rows], dv[rows] = sum_k.view_as(k[rows]), sum_v.view_as(v[rows])
     return dq, dk, dv
 
 

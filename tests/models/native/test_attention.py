@@ -40,9 +40,13 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("together", [1, cpu_attention.SCORES], ids=["one row", "rows together"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", MASKS)
-def test_output_and_gradients(kind: str, length: int) -> None:
+def test_output_and_gradients(
+    kind: str, length: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "SCORES", together)
     mask = MASKS[kind](length)
     *inputs, gradient = tensors(length)
     ours, theirs = (
