@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-EXTRAS = ("float8",)
+EXTRAS = ("float8", "track")
 TOOLS = ("peft", "accelerate", "hypothesis", "filelock", "pytest", "pytest-timeout", "pytest-xdist")
 """Of the extra `dev`, what these tests need."""
 TESTS = (

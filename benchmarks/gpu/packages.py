@@ -31,15 +31,26 @@ WHEELS = (
     "zstandard",
     "xxhash",
     "gigatoken",
+    "awkward",
+    "awkward-cpp",
+    "lazy-importer",
+    "importlib-metadata",
     "fastokens",
     "llguidance",
     "fastapi",
     "starlette",
-    "annotated-doc",
+    "opentelemetry-api",
     "uvicorn",
     "torchao",
 )
-"""What a machine with torch, transformers and the usual libraries does not have."""
+"""What a machine with `THERE` does not have."""
+THERE = (
+    *("torch", "transformers", "tokenizers", "tiktoken", "sentencepiece", "safetensors"),
+    *("huggingface-hub", "numpy", "pyarrow", "fsspec", "pyyaml", "jinja2", "typer", "rich"),
+    *("psutil", "httpx", "prometheus-client", "tensorboard", "nvidia-ml-py", "packaging"),
+    *("typing-extensions", "annotated-doc", "anyio", "click", "h11", "zipp", "attrs"),
+)
+"""What comes with torch, transformers and the libraries that are usual beside them."""
 PLATFORM, PYTHON = "manylinux_2_{}_x86_64", "3.12"
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
 MOST_BYTES = 50e6

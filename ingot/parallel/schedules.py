@@ -75,11 +75,19 @@ class NumberedStage(PipelineStage):
             for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
                 for parameter in (
                     parameter
-                    for group in state._fsdp_param_groups
+                    for group in _parameter_groups(state)
                     for parameter in group.fsdp_params
                 ):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    """Those that FSDP gathers together; before torch 2.13 there was one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def make_schedule(

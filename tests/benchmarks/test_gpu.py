@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as program
@@ -177,6 +179,22 @@ def test_it_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "missing", lambda: ["orjson"])
     with pytest.raises(SystemExit, match="lacks orjson"):
         program.main()
+
+
+def test_the_wheels_and_what_is_there_are_all_that_is_needed() -> None:
+    there = {*packages.WHEELS, *packages.THERE}
+    needed = dict.fromkeys(packages.dependencies(), "ingot")
+    for wheel in packages.WHEELS:
+        for line in metadata.requires(wheel) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                needed[requirement.name] = wheel
+    lacking = {
+        f"{name} for {wheel}"
+        for name, wheel in needed.items()
+        if name.lower().replace("_", "-") not in there
+    }
+    assert lacking == set()
 
 
 def test_files_without_a_commit_have_a_hash(

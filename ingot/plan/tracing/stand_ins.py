@@ -117,19 +117,19 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
         replace(ExpertMatrices, "sizes", _each_as_many)
         if dist.is_initialized():
             from torch.distributed.pipelining import schedules  # slow to import
-            from torch.distributed.pipelining._utils import InferenceMode
             from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
             propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
             def agreed(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
                 for stage in stages:
-                    stage._inference_mode = InferenceMode.STATIC
+                    stage._inference_mode = schedules.InferenceMode.STATIC  # type: ignore[attr-defined]
 
             replace(
                 ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen(meter, propagate)
             )
-            replace(schedules._PipelineSchedule, "_warmup_p2p", agreed)
+            if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
+                replace(schedules._PipelineSchedule, "_warmup_p2p", agreed)
             replace(RankExchange, "travelling", _evenly(crowding))
         yield
 
