@@ -37,7 +37,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make site      the documentation, into build/site; warnings and broken links are errors"
 	@echo "make bench     speed against the usual libraries, on this machine (ARGS=...)"
-	@echo "make peers     a training step beside transformers, Lightning and litgpt, each in its own environment (ARGS=...)"
+	@echo "make peers     a training step beside transformers, Lightning, litgpt, PEFT and TRL, each in its own environment (ARGS=...)"
 	@echo "make gpu       the tests and benchmarks that need a GPU, in one call (ARGS=...)"
 	@echo "make gpu-wheels  the few wheels that a GPU machine without a network lacks, into $(WHEELS)"
 	@echo "make lowest    an environment of the lowest versions that pyproject.toml allows in $(LOWEST), and tests with it"
