@@ -21,7 +21,6 @@ from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import CleaningResult
-from ingot.data.cleaning.documents import sample
 from ingot.data.columns.column import bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import (
     MANIFEST,
@@ -33,28 +32,20 @@ from ingot.data.columns.manifest import (
     set_identity,
     write_prepared,
 )
-from ingot.data.documents.kinds import PLURALS, plain_text
+from ingot.data.documents.kinds import PLURALS
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import keep_packed, pack
-from ingot.data.raw.ranges import SMALLEST_BYTES, ranges
+from ingot.data.raw.ranges import SMALLEST_BYTES
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Shares, Split, check_held_out
-from ingot.data.tokenizing.tokenize import (
-    DONE,
-    TokenisedRange,
-    TokeniseStage,
-    inputs_of,
-    keep_finished,
-)
+from ingot.data.tokenizing.parts import tokenise
+from ingot.data.tokenizing.tokenize import DONE, TokenisedRange
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
-from ingot.tokenizers.encoders import REFERENCE, choose_encoder
-from ingot.tokenizers.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
-TRIED_BYTES = 500_000
 MOST_CONTAMINATED = 0.2
 # Smaller data have only one range.
 WARM_BYTES = SMALLEST_BYTES
@@ -98,7 +89,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
             "warning: this tokenizer has no EOS token, so a model does not learn where a document"
             " ends"
         )
-    made = _make(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine)
+    made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits)
     files = [FileEntry(**entry) for one in made for entry in one.files]
@@ -195,87 +186,6 @@ def _tell(cleaned: CleaningResult) -> None:
             "warning: so many contaminated documents mean that held-out documents share boilerplate"
             " with all others; raise data.clean.contamination.matches"
         )
-
-
-def _make(
-    recipe: Recipe,
-    raw: RawData,
-    tokenizer: Tokenizer,
-    tokenizer_folder: Path,
-    cleaned: CleaningResult,
-    engine: Engine,
-) -> list[TokenisedRange]:
-    """All tokenised ranges, in order: those already finished, and the others made now."""
-    folder, shares, documents, prefix = (
-        _being_made(recipe.folder.columns),
-        Shares.of(recipe.data),
-        recipe.documents,
-        prefix_of(recipe),
-    )
-    tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
-    kept = {
-        task: made
-        for task in tasks
-        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
-    }
-    missing = [task for task in tasks if task not in kept]
-    if not missing:
-        return [kept[task] for task in tasks]
-    if kept:
-        say(f"{len(kept)} of {len(tasks)} parts are finished already")
-    encoder = _encoder(recipe, raw, tokenizer, cleaned)
-    skip_bad = recipe.data.on_bad == "skip"
-    work = TokeniseStage(
-        raw.folder,
-        folder,
-        tokenizer_folder,
-        encoder,
-        documents,
-        prefix,
-        shares,
-        cleaned,
-        skip_bad,
-        inputs,
-    )
-    with Progress(
-        "tokenise",
-        total=-(-raw.bytes // 10**6),
-        unit="MB",
-        done=sum(task.bytes for task in kept) // 10**6,
-    ) as progress:
-        new = engine.run(work, missing, progress)
-    for made in (made for made in new if made.redone):
-        say(
-            f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
-            " was made again with the reference"
-        )
-    if refused := sum(one.refused for one in new):
-        say(
-            f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
-            f" {next(one.refusal for one in new if one.refusal)}"
-        )
-    by_range = kept | {made.range: made for made in new}
-    return [by_range[task] for task in tasks]
-
-
-def _encoder(recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult) -> str:
-    """Choose the encoder: the fastest library whose ids equal the reference's on a sample of these
-    documents.
-    """
-    if recipe.tokenizer.encoder == "reference":
-        return REFERENCE
-    texts = [
-        plain_text(recipe.documents, document.text)
-        for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)
-    ]
-    if not texts:
-        return REFERENCE
-    choice = choose_encoder(tokenizer, texts)
-    say(f"encoding with {choice.name}: {dict(choice.tried)[choice.name].removeprefix('taken: ')}")
-    for library, why in choice.tried:
-        if library not in choice.speeds:
-            say(f"{library} {why}")
-    return choice.name
 
 
 def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:

@@ -272,11 +272,24 @@ def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
 def _without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _without_defaults(item)
+            key: item if type(item) is int else _without_defaults(item)
             for key, item in value.items()
             if key != "trim_offsets" and item is not None and item != "" and item is not False
         }
-    return [_without_defaults(item) for item in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    # Merges and vocabularies are tens of thousands of short lists of texts and numbers.
+    return [
+        item if type(item) in PLAIN or _is_plain(item) else _without_defaults(item)
+        for item in value
+    ]
+
+
+PLAIN = (str, int, float)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is list and all(type(item) in PLAIN for item in value)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ingot.data.raw import ranges
 from ingot.data.tokenizing import encode as taken
 from ingot.data.tokenizing import tokenize as parts
 from ingot.tokenizers.backend import TokenBatch
-from ingot.tokenizers.encoders import EncoderChoice
+from ingot.tokenizers.encoders import REFERENCE, EncoderChoice
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe, sentences, write_jsonl
@@ -230,13 +230,16 @@ class Erring:
 def test_a_fast_encoder_that_errs_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
     right = recipe(tmp_path / "right", source, tokenizer__encoder="reference")
     ingest(right)
     expected = prepare(right).outputs
     opened = parts.open_encoder
     choice = EncoderChoice("erring 1.0", [("erring 1.0", "taken: by a fault")], {"erring 1.0": 1.0})
-    monkeypatch.setattr("ingot.data.prepare.choose_encoder", lambda tokenizer, texts: choice)
+    monkeypatch.setattr(
+        "ingot.data.tokenizing.parts.choose_encoder", lambda tokenizer, texts: choice
+    )
     monkeypatch.setattr(
         parts,
         "open_encoder",
@@ -285,3 +288,34 @@ def test_or_it_stops(tmp_path: Path) -> None:
     ingest(small)
     with pytest.raises(WrongInput, match="seven is refused"):
         prepare(small)
+
+
+def test_an_encoder_chosen_before_is_compared_on_these_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It errs in documents of which none is drawn for the usual comparison."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
+    first = recipe(tmp_path / "first", source)
+    ingest(first)
+    expected = prepare(first).outputs
+    capsys.readouterr()
+    kept = list((tmp_path / "cache" / "ingot" / "encoders").iterdir())
+    assert len(kept) == 1
+    again = recipe(tmp_path / "again", source)
+    ingest(again)
+    assert prepare(again).outputs == expected
+    assert "as chosen before for this tokenizer" in capsys.readouterr().err
+    assert kept[0].exists()
+    opened = parts.open_encoder
+    monkeypatch.setattr(
+        parts,
+        "open_encoder",
+        lambda tokenizer, name: opened(tokenizer, name) if name == REFERENCE else Erring(tokenizer),
+    )
+    monkeypatch.setattr(parts, "COMPARED", 0.0)
+    erring = recipe(tmp_path / "erring", source)
+    ingest(erring)
+    assert prepare(erring).outputs == expected
+    assert "gave other ids than the reference for a.jsonl:1" in capsys.readouterr().err
+    assert not kept[0].exists()

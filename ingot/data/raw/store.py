@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,6 +33,7 @@ GROUP_BYTES = 4_000_000
 MOST_SHOWN = 5
 GROUP_DOCUMENTS = 65_536
 PART_BYTES = 512_000_000
+MOST_BYTES = 2**31 - 1
 SCHEMA = pa.schema([("doc_id", pa.string()), ("source", pa.int32()), ("text", pa.string())])
 
 Text = tuple[str, str]
@@ -161,10 +163,28 @@ def _groups(texts: Iterable[Text]) -> Iterator[_Group]:
 
 
 def _table(source: int, group: _Group) -> pa.Table:
-    columns = [group.ids, [source] * len(group.ids), group.texts]
-    return pa.table(
-        [pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA, strict=True)],
-        schema=SCHEMA,
+    """Made of buffers: `pa.array` of a list imports pandas where that is installed, which takes
+    longer than to read 30 MB.
+    """
+    sources = pa.py_buffer(np.full(len(group.ids), source, np.int32))
+    columns = [
+        _strings([doc_id.encode() for doc_id in group.ids]),
+        pa.Array.from_buffers(pa.int32(), len(group.ids), [None, sources]),
+        _strings(group.texts),
+    ]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _strings(texts: Sequence[bytes]) -> pa.StringArray:
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
+    if offsets[-1] > MOST_BYTES:
+        raise WrongInput(
+            f"a document of {max(map(len, texts)):,} bytes is more than Arrow's strings can hold;"
+            " divide it"
+        )
+    return pa.StringArray.from_buffers(
+        len(texts), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(texts))
     )
 
 

@@ -111,9 +111,7 @@ EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
 def _texts(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
 ) -> EncodedColumns:
-    return [encode_documents(tokenizer, texts, encode_batch)], sum(
-        len(text.encode()) for text in texts
-    )
+    return [encode_documents(tokenizer, texts, encode_batch)], sum(map(_bytes_of, texts))
 
 
 def _chats(
@@ -185,6 +183,11 @@ _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], 
     "pair": _pairs,
     "labelled": _labelled,
 }
+
+
+def _bytes_of(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _spoken(messages: Sequence[Message]) -> int:

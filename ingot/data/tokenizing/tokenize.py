@@ -18,11 +18,13 @@ from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import DIGESTS, ColumnPart, column_dtype
+from ingot.data.documents.kinds import plain_text
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange, read_range
 from ingot.data.splits import Shares, Split, chosen
 from ingot.data.tokenizing.encode import TokenRecords, encode_records, existing_records, identity
-from ingot.tokenizers.encoders import REFERENCE, BatchEncoder, open_encoder
+from ingot.tokenizers.backend import split_batch
+from ingot.tokenizers.encoders import LONGEST, REFERENCE, BatchEncoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -70,6 +72,10 @@ class TokeniseStage:
     skip_bad: bool
     inputs: str
     """Fingerprint of what determines every part besides its range."""
+    compared: int = 0
+    """Characters at the beginning of every range that are also compared with the reference, whose
+    encoder was chosen on other documents.
+    """
 
     def open(self) -> Callable[[RawRange, Advance], TokenisedRange]:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -155,7 +161,10 @@ class TokeniseStage:
                 yield split, records
                 advance(records.tokens)
             return
+        compared = 0
         for split, doc_ids, texts in self._batches(task):
+            if compared < self.compared and encoder.name != REFERENCE:
+                compared += self._compare_plain(tokenizer, encoder, doc_ids, texts)
             try:
                 records = self._encode(tokenizer, encoder, texts)
             except WrongInput:
@@ -211,6 +220,32 @@ class TokeniseStage:
             kept_ids.append(doc_id)
             kept.append(text)
         return kept_ids, kept
+
+    def _compare_plain(
+        self,
+        tokenizer: Tokenizer,
+        encoder: BatchEncoder,
+        doc_ids: Sequence[str],
+        texts: Sequence[str],
+    ) -> int:
+        """Compare the first documents as plain texts, of long ones the beginning; returns the
+        characters.
+        """
+        shown, size = list[str](), 0
+        for text in texts:
+            shown.append(plain_text(self.documents, text)[:LONGEST])
+            size += len(shown[-1])
+            if size >= self.compared:
+                break
+        pairs = zip(
+            split_batch(encoder.encode_batch(shown)),
+            split_batch(tokenizer.encode_batch(shown)),
+            strict=True,
+        )
+        for doc_id, (found, wanted) in zip(doc_ids, pairs, strict=False):
+            if found != wanted:
+                raise _EncoderMismatch(doc_id)
+        return size
 
     def _compare(
         self,

@@ -1,0 +1,124 @@
+"""All parts of the columns: the ranges that are finished already are kept, the others are tokenised
+by the engine with the fastest exact encoder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ingot.base.progress import Progress, say
+from ingot.config.recipe import Recipe
+from ingot.data.cleaning.cleaned import CleaningResult
+from ingot.data.cleaning.documents import sample
+from ingot.data.columns.manifest import prefix_of
+from ingot.data.documents.kinds import PLURALS, plain_text
+from ingot.data.engines.engine import Engine
+from ingot.data.raw.ranges import ranges
+from ingot.data.raw.store import RawData
+from ingot.data.splits import Shares
+from ingot.data.tokenizing.tokenize import (
+    TokenisedRange,
+    TokeniseStage,
+    inputs_of,
+    keep_finished,
+)
+from ingot.tokenizers.encoders import REFERENCE, choose_encoder
+from ingot.tokenizers.remembered import forget_encoder, remember_encoder, remembered_encoder
+from ingot.tokenizers.tokenizer import Tokenizer
+
+TRIED_BYTES = 500_000
+"""Of the documents on which an encoder is chosen."""
+TRIED_AGAIN, LEAST_TRIED = 200_000, 10_000
+"""Characters of all ranges, and at least of each, on which one that was chosen before is compared
+with the reference.
+"""
+
+
+def tokenise(
+    recipe: Recipe,
+    raw: RawData,
+    tokenizer: Tokenizer,
+    tokenizer_folder: Path,
+    cleaned: CleaningResult,
+    engine: Engine,
+    folder: Path,
+) -> list[TokenisedRange]:
+    """All tokenised ranges in `folder`, in order: those that it or the run's columns hold already,
+    and the others made now.
+
+    Raises:
+        WrongInput: the raw documents are damaged, or the template refuses a chat.
+        Failed: the disk is full, or a worker died.
+    """
+    shares, documents, prefix = Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
+    tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
+    kept = {
+        task: made
+        for task in tasks
+        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
+    }
+    missing = [task for task in tasks if task not in kept]
+    if not missing:
+        return [kept[task] for task in tasks]
+    if kept:
+        say(f"{len(kept)} of {len(tasks)} parts are finished already")
+    encoder, tried_here = _encoder(recipe, raw, tokenizer, cleaned)
+    work = TokeniseStage(
+        raw.folder,
+        folder,
+        tokenizer_folder,
+        encoder,
+        documents,
+        prefix,
+        shares,
+        cleaned,
+        recipe.data.on_bad == "skip",
+        inputs,
+        0 if tried_here else max(TRIED_AGAIN // len(missing), LEAST_TRIED),
+    )
+    with Progress(
+        "tokenise",
+        total=-(-raw.bytes // 10**6),
+        unit="MB",
+        done=sum(task.bytes for task in kept) // 10**6,
+    ) as progress:
+        new = engine.run(work, missing, progress)
+    for made in (made for made in new if made.redone):
+        forget_encoder(tokenizer)
+        say(
+            f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
+            " was made again with the reference"
+        )
+    if refused := sum(one.refused for one in new):
+        say(
+            f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
+            f" {next(one.refusal for one in new if one.refusal)}"
+        )
+    by_range = kept | {made.range: made for made in new}
+    return [by_range[task] for task in tasks]
+
+
+def _encoder(
+    recipe: Recipe, raw: RawData, tokenizer: Tokenizer, cleaned: CleaningResult
+) -> tuple[str, bool]:
+    """The fastest library whose ids equal the reference's, and whether it was chosen on a sample of
+    these documents; else on those of an earlier run on this machine.
+    """
+    if recipe.tokenizer.encoder == "reference":
+        return REFERENCE, True
+    if name := remembered_encoder(tokenizer):
+        say(f"encoding with {name}, as chosen before for this tokenizer")
+        return name, False
+    texts = [
+        plain_text(recipe.documents, document.text)
+        for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)
+    ]
+    if not texts:
+        return REFERENCE, True
+    choice = choose_encoder(tokenizer, texts)
+    remember_encoder(tokenizer, choice.name)
+    say(f"encoding with {choice.name}: {dict(choice.tried)[choice.name].removeprefix('taken: ')}")
+    for library, why in choice.tried:
+        if library not in choice.speeds:
+            say(f"{library} {why}")
+    return choice.name, True
