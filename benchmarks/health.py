@@ -74,7 +74,7 @@ def main() -> None:
     requests = {name: requests[name] for name in asked.only or requests}
     found: dict[str, list[float]] = {name: [] for name in ("idle", *requests)}
     sent: dict[str, list[float]] = {name: [] for name in found}
-    with tempfile.TemporaryDirectory() as scratch, _served(_folder(Path(scratch))) as address:
+    with tempfile.TemporaryDirectory() as scratch, _served(tiny_folder(Path(scratch))) as address:
         for _ in range(asked.rounds):
             for name in found:
                 with _sending(address, requests.get(name)) as count:
@@ -89,7 +89,7 @@ def main() -> None:
         print(f"{name:<24}{rate:>14.1f}{p99:>12.2f}{ratio:>12.2f}")
 
 
-def _folder(folder: Path) -> Path:
+def tiny_folder(folder: Path) -> Path:
     """A random Llama of 4 layers with a tokenizer of its own."""
     tokenizer = train_bpe([WORDS * 20], 320)
     config = {

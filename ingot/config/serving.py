@@ -111,6 +111,7 @@ SERVER_ARGUMENTS = (
     "max_batch",
     "any_template",
     "pack",
+    "prefix_cache_mb",
     "tool_call_parser",
 )
 """Knobs of `serve` that our own server in a container is given as arguments."""
@@ -146,6 +147,7 @@ def vllm_arguments(
         "vllm",
         "--override-generation-config",
         most,
+        *(() if serve.prefix_cache_mb else ("--no-enable-prefix-caching",)),
         "--disable-uvicorn-access-log",
         "--shutdown-timeout",
         str(FINISH_S),
@@ -196,7 +198,14 @@ def triton_repository(
         "folder": model,
         **{
             key: str(getattr(serve, key)).lower()
-            for key in ("max_batch", "max_queue", "max_tokens", "any_template", "pack")
+            for key in (
+                "max_batch",
+                "max_queue",
+                "max_tokens",
+                "any_template",
+                "pack",
+                "prefix_cache_mb",
+            )
         },
     }
     config = _PBTXT.format(

@@ -139,7 +139,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
             say("weights are packed as float16, which changes none of them (serve.pack)")
         metrics = ServerMetrics()
         engine = ServingEngine(
-            loaded.serving_worker(settings.max_batch),
+            loaded.serving_worker(settings.max_batch, settings.prefix_cache_mb),
             metrics,
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,

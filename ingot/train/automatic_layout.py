@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
@@ -26,7 +27,6 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import device_name
 from ingot.parallel.mesh import Mesh, make_mesh
-from ingot.train.micro_batch.memory import host_memory
 
 SCHEMA = 1
 AS_MUCH = 0.05

@@ -24,12 +24,13 @@ import torch
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token, parameter_count
 from ingot.models.device import device_name, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.micro_batch.memory import forget_peak, host_memory, is_out_of_memory
+from ingot.train.micro_batch.memory import forget_peak, is_out_of_memory
 from ingot.train.micro_batch.trial import Trial, made_up_plan, open_trial
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.bench import WARM_UP

@@ -327,11 +327,27 @@ FAULTS = [
     ),
     Fault(
         "cache-window-off",
-        "ingot/models/generation/generator.py",
+        "ingot/models/generation/cache.py",
         "(distance >= 0) & (distance < window)",
         "(distance >= 0) & (distance <= window)",
         "a sliding window is one token too wide in generation",
         "tests/models/generation/test_cache.py",
+    ),
+    Fault(
+        "prefix-of-another-salt",
+        "ingot/models/generation/prefixes.py",
+        "before: object = salt\n        for number in range(most)",
+        "before: object = None\n        for number in range(most)",
+        "callers that are to be kept apart share what was computed for them",
+        "tests/models/generation/test_prefixes.py",
+    ),
+    Fault(
+        "prefix-not-restored",
+        "ingot/models/generation/cache.py",
+        "tensor[row, :, :length] = kept",
+        "tensor[row, :, 1:length] = kept[:, 1:]",
+        "the first token of a prompt that was read before is another request's",
+        "tests/models/generation/test_prefixes.py",
     ),
     Fault(
         "utf8-held-back-two",

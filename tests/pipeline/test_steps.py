@@ -66,6 +66,7 @@ CHANGES_NOTHING = {
     "serve.verify",
     "serve.cors",
     "serve.pack",
+    "serve.prefix_cache_mb",
     "serve.tool_call_parser",
 }
 

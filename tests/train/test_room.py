@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ingot.base.hostmemory import HostMemory, host_memory
 from ingot.train.micro_batch.memory import (
-    HostMemory,
     forget_peak,
-    host_memory,
     is_out_of_memory,
     peak_bytes,
     room_bytes,

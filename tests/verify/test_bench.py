@@ -15,10 +15,10 @@ import pytest
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.hostmemory import HostMemory
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import running_mesh
-from ingot.train.micro_batch.memory import HostMemory
 from ingot.train.setup import make_setup
 from ingot.verify import bench_row
 from ingot.verify.bench import (

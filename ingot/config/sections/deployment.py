@@ -163,6 +163,13 @@ class Serve(Section):
     for models that were exported in bf16: half the memory and half the time for a token. The
     computation stays in float32.
     """
+    prefix_cache_mb: Annotated[int, Field(ge=0)] = 512
+    """Memory (10^6 bytes) in which ingot's own decoders keep what they computed of prompts. One
+    that begins as an earlier or running one does is computed from where they part, with the same
+    answer. It is given back while memory is short. By the time of an answer a client can find
+    out whether others sent such a beginning: `cache_salt` in a request keeps callers apart, and 0
+    keeps nothing, and switches vLLM's off, too.
+    """
     any_template: bool = False
     """Serve a model although its chat template is not the one that it was trained with."""
     tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = None

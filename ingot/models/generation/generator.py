@@ -1,5 +1,5 @@
-"""Text generation by the native decoder with continuous batching, and its cache of keys and values:
-requests join and leave a running batch, which does not change their completions.
+"""Text generation by the native decoder with continuous batching: requests join and leave a running
+batch, which does not change their completions.
 
 One `step` prefills a share of the waiting prompts and then decodes one token for every running
 request. Knows no HTTP and no tokenizer.
@@ -10,130 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.models.generation.cache import KVCache
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
+from ingot.models.generation.prefixes import PrefixStore, in_common
 from ingot.models.generation.request import CompletionChunk, Decode, PromptToken
 from ingot.models.generation.sampling import token_logprobs
 from ingot.models.native.decoder import Decoder
-
-LEAST_LENGTH = 64
-
-
-class KVCache:
-    """Rows for up to `max_rows` requests of up to `max_length` tokens, for layers that see
-    `windows` tokens back (None: all).
-
-    Nothing is allocated before the first keys arrive: their heads, dtype and device decide, so that
-    sharded models and any number format work. Rows and lengths double when they run out. Rows in
-    use are kept contiguous, so that attention reads them in place.
-
-    Shapes: B rows of one pass, K key/value heads, T new tokens, S tokens to attend over, E head
-    size.
-    """
-
-    def __init__(self, windows: Sequence[int | None], max_rows: int, max_length: int) -> None:
-        self.windows, self.max_rows, self.max_length = windows, max_rows, max_length
-        self._rows, self._length = 0, 0
-        self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
-
-    def window(
-        self, first: int, starts: Sequence[int], time: int, device: torch.device
-    ) -> CacheWindow:
-        """The view of the cache for one forward pass: rows `first`, `first + 1`, ... each get
-        `time` tokens from position `starts[i]` on.
-        """
-        needed = max(starts) + time
-        if first + len(starts) > self.max_rows or needed > self.max_length:
-            raise ValueError(
-                f"rows {first} to {first + len(starts)} of {needed} tokens, {self.max_rows} of"
-                f" {self.max_length} fit"
-            )
-        self._rows = _grown_size(self._rows, first + len(starts), 1, self.max_rows)
-        self._length = _grown_size(self._length, needed, LEAST_LENGTH, self.max_length)
-        return CacheWindow(self, first, starts, time, device)
-
-    def store(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each `[rows, K, length, E]`, large enough for every window
-        handed out so far.
-        """
-        _, heads, _, size = like.shape
-        old = self._stores[layer]
-        if old is None or old[0].shape[0] < self._rows or old[0].shape[2] < self._length:
-            # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
-            made = tuple(like.new_zeros(self._rows, heads, self._length, size) for _ in range(2))
-            if old is not None:
-                rows, _, length, _ = old[0].shape
-                for new, had in zip(made, old, strict=True):
-                    new[:rows, :, :length] = had
-            old = self._stores[layer] = (made[0], made[1])
-        return old
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to row `target`."""
-        for store in self._stores:
-            for tensor in store or ():
-                tensor[target, :, :length] = tensor[source, :, :length]
-
-    def wipe(self, row: int) -> None:
-        """Zero a row that holds non-finite numbers, which would reach the next request in it even
-        through the mask.
-        """
-        for store in self._stores:
-            for tensor in store or ():
-                tensor[row].zero_()
-
-
-class CacheWindow:
-    """The cache as the layers see it in one forward pass."""
-
-    def __init__(
-        self, cache: KVCache, first: int, starts: Sequence[int], time: int, device: torch.device
-    ) -> None:
-        self._cache, self._length = cache, max(starts) + time
-        self._first, self._last = first, first + len(starts)
-        begin = torch.tensor(starts, device=device)
-        self.positions = begin[:, None] + torch.arange(time, device=device)  # [B, T]
-        self._rows = torch.arange(self._first, self._last, device=device)[:, None]  # [B, 1]
-        self._masks = {window: self._view(window, min(starts)) for window in set(cache.windows)}
-
-    def _view(self, window: int | None, earliest: int) -> tuple[int, Tensor]:
-        """The first stored token that any query of a layer with this window sees, and the mask
-        `[B, 1, T, S]` from there on.
-        """
-        begin = 0 if window is None else max(0, earliest - window + 1)
-        distance = self.positions[:, None, :, None] - torch.arange(
-            begin, self._length, device=self.positions.device
-        )
-        return begin, distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store new keys and values `[B, K, T, E]`; returns the visible keys and values,
-        `[B, K, S, E]` each, and the mask `[B, 1, T, S]`.
-        """
-        keys, values = self._cache.store(layer, k)
-        keys[self._rows, :, self.positions] = k.transpose(1, 2)
-        values[self._rows, :, self.positions] = v.transpose(1, 2)
-        here = slice(self._first, self._last)
-        begin, mask = self._masks[self._cache.windows[layer]]
-        return keys[here, :, begin : self._length], values[here, :, begin : self._length], mask
-
-
-def _grown_size(have: int, needed: int, least: int, most: int) -> int:
-    """A size of at least `needed`, doubled from the present one, so that growing by ones is
-    amortised.
-    """
-    if needed <= have:
-        return have
-    size = max(least, have)
-    while size < needed:
-        size *= 2
-    return min(size, most)
-
 
 # Prompt tokens read in one step: it bounds how long running requests wait between two tokens.
 PREFILL_TOKENS = 512
@@ -158,6 +47,8 @@ class Generator(DecodingLoop):
         model: in evaluation mode; the caller of `step` enables autocast if wanted.
         eos, decode, max_rows: as in `DecodingLoop`.
         prefill_tokens: prompt tokens read in one step.
+        prefixes: what earlier prompts left; None: every prompt is computed whole. It belongs to
+            these weights and to this generator alone.
     """
 
     def __init__(
@@ -168,9 +59,10 @@ class Generator(DecodingLoop):
         decode: Decode | None = None,
         max_rows: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
-        self._model, self._prefill_tokens = model, prefill_tokens
+        self._model, self._prefill_tokens, self._prefixes = model, prefill_tokens, prefixes
         self._reset()
 
     @property
@@ -187,6 +79,8 @@ class Generator(DecodingLoop):
     def _reset(self) -> None:
         config = self._model.config
         self._batch = _Batch()
+        if self._prefixes is not None:
+            self._prefixes.clear()  # after a failure nobody knows what they hold
         self._cache = KVCache(config.windows, self._max_rows, config.max_position_embeddings)
 
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
@@ -196,21 +90,22 @@ class Generator(DecodingLoop):
         group = [self._batch.entering] if self._batch.entering else self._next_group()
         if not group:
             return []
-        start = group[0].read
-        time = min(self._prefill_tokens, max(len(job.request.prompt) for job in group) - start)
-        rows = [list(job.request.prompt[start : start + time]) for job in group]
+        time = min(self._prefill_tokens, max(_unread(job) for job in group))
+        rows = [list(job.request.prompt[job.read : job.read + time]) for job in group]
         # Shorter prompts are padded on the right: entries after a row's own tokens are masked, and
         # overwritten later.
         hidden = self._forward(
             len(self._batch.decoding),
             [row + [0] * (time - len(row)) for row in rows],
-            [start] * len(rows),
+            [job.read for job in group],
         )
         for job, row, states in zip(group, rows, hidden, strict=True):
             if job.request.prompt_logprobs is not None:
                 self._score_prompt(job, states[: len(row)])
             job.read += len(row)
-        if group[0].read < len(group[0].request.prompt):
+        for number, job in enumerate(group, len(self._batch.decoding)):
+            self._keep(number, job)
+        if _unread(group[0]):
             self._batch.entering = group[0]
             return []
         self._batch.entering = None
@@ -238,16 +133,57 @@ class Generator(DecodingLoop):
 
     def _next_group(self) -> list[GenerationJob]:
         """Waiting jobs to prefill in one pass: together at most `prefill_tokens` with padding, or a
-        single long prompt.
+        single long prompt. What was read before is in their rows already.
         """
         group: list[GenerationJob] = []
-        longest = 0
+        longest = furthest = 0
         while self._pending and len(self._batch.decoding) + len(group) < self._max_rows:
-            longest = max(longest, len(self._pending[0].request.prompt))
-            if group and longest * (len(group) + 1) > self._prefill_tokens:
+            job = self._pending[0]
+            known = self._known(job)
+            if any(self._shares(job, other, known) for other in group):
+                break  # once these are read, less is left of it
+            longest, furthest = max(longest, len(job.request.prompt) - known), max(furthest, known)
+            if group and (
+                longest * (len(group) + 1) > self._prefill_tokens
+                or furthest + longest > self._limits.max_position_embeddings
+            ):
                 break
+            self._restore(len(self._batch.decoding) + len(group), job)
             group.append(self._pending.popleft())
         return group
+
+    def _known(self, job: GenerationJob) -> int:
+        """How many tokens of a prompt were read before."""
+        if self._prefixes is None or not job.looks_up:
+            return 0
+        return self._prefixes.known(job.request.prompt, job.request.cache_salt)
+
+    def _shares(self, job: GenerationJob, other: GenerationJob, known: int) -> bool:
+        """Whether a job would find more than `known` tokens once another one's prompt is read."""
+        one, two = job.request, other.request
+        return (
+            self._prefixes is not None
+            and job.looks_up
+            and one.cache_salt == two.cache_salt
+            and in_common(one.prompt, two.prompt) > known
+        )
+
+    def _restore(self, row: int, job: GenerationJob) -> None:
+        """Copy what was read before into a job's row."""
+        if self._prefixes is None or not job.looks_up:
+            return
+        saved = self._prefixes.find(job.request.prompt, job.request.cache_salt)
+        job.cached = 0
+        if saved is not None:
+            self._cache.restore(row, saved)
+            job.read = job.cached = saved.shape[3]
+
+    def _keep(self, row: int, job: GenerationJob) -> None:
+        """Let later prompts find what is in a job's row."""
+        if self._prefixes is not None:
+            tokens = [*job.request.prompt, *job.written][: job.read]
+            saved = partial(self._cache.saved, row)
+            self._prefixes.add(tokens, job.request.cache_salt, saved)
 
     def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         jobs = self._batch.decoding
@@ -262,6 +198,15 @@ class Generator(DecodingLoop):
         self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
         """Hidden states `[B, T, D]` of new tokens `[B, T]` in the cache's rows from `first` on."""
+        try:
+            return self._hidden(first, tokens, starts)
+        except torch.OutOfMemoryError:
+            if self._prefixes is None or not self._prefixes.bytes:
+                raise
+            self._prefixes.clear()
+            return self._hidden(first, tokens, starts)  # which writes the same into the rows
+
+    def _hidden(self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         device = self._model.head_weight.device
         window = self._cache.window(first, starts, len(tokens[0]), device)
         return self._model.hidden(
@@ -278,6 +223,8 @@ class Generator(DecodingLoop):
             finish = pieces[row][1].finish
             if finish == "error":
                 self._cache.wipe(first + row)
+            elif finish:
+                self._keep(first + row, jobs[row])
             if finish:
                 self._leave(first + row)
         return pieces
@@ -293,6 +240,11 @@ class Generator(DecodingLoop):
             self._batch.decoding[row] = job
         if self._batch.entering:
             self._cache.move(last + 1, last, self._batch.entering.read)
+
+
+def _unread(job: GenerationJob) -> int:
+    """How many tokens of a prompt are not in the cache yet."""
+    return len(job.request.prompt) - job.read
 
 
 def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:

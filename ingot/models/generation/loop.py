@@ -41,6 +41,8 @@ class GenerationJob:
         self.ends = request.ends(eos)
         self.rules = rules_of(request, self.ends)
         self.read = 0  # tokens in the cache
+        self.cached: int | None = None  # of the prompt's, read for others before; None: not asked
+        self.written: list[int] = []
         self.last = 0  # the newest token, not in the cache yet
         self.generated = 0
         self.given = 0  # characters given out
@@ -49,15 +51,25 @@ class GenerationJob:
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
         self.prompt: list[PromptToken] = []  # until they are given out
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether tokens that were read for others need not be read again: log-probabilities of a
+        prompt need all of its positions.
+        """
+        return self.request.prompt_logprobs is None
+
     def accept(self, choice: SampledToken, room: int) -> CompletionChunk:
         """Take the next token. `room`: how many more tokens fit the model's positions."""
         chunk = self._taken(choice, room)
+        if self.generated == 1 and self.cached is not None:
+            chunk = replace(chunk, cached=self.cached)
         if self.prompt:
             chunk, self.prompt = replace(chunk, prompt=tuple(self.prompt)), []
         return chunk
 
     def _taken(self, choice: SampledToken, room: int) -> CompletionChunk:
         self.last = choice.token
+        self.written.append(choice.token)
         self.generated += 1
         if self.rules is not None:
             self.rules.push(choice.token)

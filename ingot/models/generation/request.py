@@ -39,7 +39,8 @@ class Request:
     """A prompt and how to continue it: at most `max_tokens` tokens, until EOS (unless it is to be
     ignored), one of `stop_ids` or one of the `stop` strings; none of these ids ends it before
     `min_tokens`. `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
-    completion then also tells the token that ends it.
+    completion then also tells the token that ends it. Prompts with different `cache_salt` share no
+    computation.
     """
 
     prompt: Sequence[int]
@@ -51,6 +52,7 @@ class Request:
     min_tokens: int = field(default=0, kw_only=True)
     constraint: Constraint | None = field(default=None, kw_only=True)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
+    cache_salt: str | None = field(default=None, kw_only=True)
 
     def ends(self, eos: Collection[int]) -> frozenset[int]:
         """The tokens that end the completion, of a model that ends with `eos`."""
@@ -88,8 +90,9 @@ class CompletionChunk:
     `tokens` are those whose text is contained in the chunks so far: never EOS, nothing of a stop
     string. `generated` counts all tokens so far, EOS included. `finish`: None while more follows;
     `stop` at EOS or a stop string, `length` at max_tokens or the model's last position, `error` if
-    the model's logits were not finite or the request's constraint failed. `prompt`: the prompt's
-    tokens, in the first chunk, if their log-probabilities were asked for.
+    the model's logits were not finite or the request's constraint failed. In the first chunk:
+    `prompt`, the prompt's tokens, if their log-probabilities were asked for; `cached`, how many of
+    them were read for an earlier request, None where nobody looked.
     """
 
     text: str
@@ -97,6 +100,7 @@ class CompletionChunk:
     generated: int
     finish: FinishReason | None = None
     prompt: tuple[PromptToken, ...] = field(default=(), kw_only=True)
+    cached: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class Completion:
     generated: int
     finish: FinishReason
     prompt: tuple[PromptToken, ...] = ()
+    cached: int | None = None
 
 
 class DecoderLimits(Protocol):
@@ -165,6 +170,7 @@ def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
         pieces[-1].generated,
         pieces[-1].finish or "error",
         pieces[0].prompt,
+        pieces[0].cached,
     )
 
 

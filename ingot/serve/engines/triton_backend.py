@@ -60,7 +60,9 @@ class TritonBackend:
             any_template=parameters["any_template"] == "true",
             pack=parameters.get("pack") == "true",
         )
-        self._worker: BatchWorker = self._loaded.worker(int(parameters["max_batch"]))
+        self._worker: BatchWorker = self._loaded.worker(
+            int(parameters["max_batch"]), int(parameters.get("prefix_cache_mb", 0))
+        )
         self._limit, self._rows = int(parameters["max_tokens"]), int(parameters["max_batch"])
         self._most = self._rows + int(parameters["max_queue"])
         self._waiting: deque[_BackendRequest] = deque()

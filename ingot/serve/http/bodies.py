@@ -159,6 +159,7 @@ class GenerationOptions(RequestBody):
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
 
     def request(
         self,
@@ -195,6 +196,7 @@ class GenerationOptions(RequestBody):
             min_tokens=self.min_tokens,
             constraint=constraint,
             prompt_logprobs=prompt_logprobs,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -52,6 +52,16 @@ class ServerMetrics:
             ["kind"],
             registry=self._registry,
         )
+        self.prefix_queries = Counter(
+            "ingot_prefix_cache_queries",
+            "Tokens of prompts that were looked for among those read before",
+            registry=self._registry,
+        )
+        self.prefix_hits = Counter(
+            "ingot_prefix_cache_hits",
+            "Tokens of prompts that were read before",
+            registry=self._registry,
+        )
         self.cancelled = Counter(
             "ingot_cancelled", "Completions whose client went away", registry=self._registry
         )

@@ -201,7 +201,7 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
         {
             **head,
             "choices": [await choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": _usage(prompts, [answer.generated for answer in answers]),
+            "usage": _usage(prompts, answers),
         }
     )
 
@@ -296,7 +296,7 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
                 await made[index].add(index, answer, whole=True)
                 for index, answer in enumerate(answers)
             ],
-            "usage": _usage([prompt], [answer.generated for answer in answers]),
+            "usage": _usage([prompt], answers),
         }
     )
 
@@ -326,18 +326,21 @@ async def _chunks(
     """The chunks of a stream: one for each output of the `choices` of each prompt that is not
     empty, then the usage if requested.
     """
-    generated = [0] * (len(prompts) * choices)
+    count = len(prompts) * choices
+    last, cached = dict[int, CompletionChunk](), dict[int, int | None]()
     if first:
-        for index in range(len(generated)):
+        for index in range(count):
             yield {**head, "choices": [{"index": index, **first}]}
     async for index, piece in ticket.pieces():
-        generated[index] = piece.generated
+        last[index] = piece
+        cached.setdefault(index, piece.cached)
         if piece.text or piece.tokens or piece.finish or piece.prompt:
             made = await choice(index, piece)
             if made is not None:
                 yield {**head, "choices": [made]}
     if with_usage:
-        yield {**head, "choices": [], "usage": _usage(prompts, generated)}
+        ends = [replace(last[index], cached=cached[index]) for index in range(count)]
+        yield {**head, "choices": [], "usage": _usage(prompts, ends)}
 
 
 def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -349,12 +352,19 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     }
 
 
-def _usage(prompts: Sequence[Sequence[int]], generated: Sequence[int]) -> dict[str, int]:
-    read = sum(len(prompt) for prompt in prompts)
+def _usage(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Completion | CompletionChunk]
+) -> dict[str, Any]:
+    """The usage of all choices of each prompt. `cached_tokens` are those that the first choice did
+    not have to read; the further ones find what it has read.
+    """
+    read, written = sum(map(len, prompts)), sum(answer.generated for answer in answers)
+    firsts = answers[:: len(answers) // len(prompts)]
     return {
         "prompt_tokens": read,
-        "completion_tokens": sum(generated),
-        "total_tokens": read + sum(generated),
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached or 0 for one in firsts)},
     }
 
 

@@ -90,7 +90,7 @@ class ResponseWriter:
         self, service: Service, body: ResponsesBody, chat: ChatBody, prompt_tokens: int
     ) -> None:
         self.streamed = body.stream
-        self._read = prompt_tokens
+        self._read, self._cached = prompt_tokens, 0
         self._items: list[dict[str, Any]] = []
         self._calls: ToolCallParser | None = None
         if chat.callable_tools():
@@ -117,6 +117,7 @@ class ResponseWriter:
     def push(self, piece: CompletionChunk) -> list[Event]:
         """The events of the next piece of the model's answer."""
         text, calls = piece.text, list[ToolCallDelta]()
+        self._cached += piece.cached or 0
         if self._calls is not None:
             text, calls = self._calls.push(self._marked.push(piece))
         events = self._add(text, calls)
@@ -205,7 +206,7 @@ class ResponseWriter:
     def _end(self, status: str, generated: int) -> Event:
         self.response["usage"] = {
             "input_tokens": self._read,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._cached},
             "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._read + generated,

@@ -263,6 +263,9 @@ class ServingEngine:
                 entry.generated = piece.generated
                 if not entry.started:
                     entry.started = True
+                    if piece.cached is not None:
+                        self._metrics.prefix_queries.inc(len(entry.request.prompt))
+                        self._metrics.prefix_hits.inc(piece.cached)
                     self._metrics.first_token.observe(now - entry.since)
                 if piece.finish:
                     entry.done = True

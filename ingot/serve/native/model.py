@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.base.progress import say
 from ingot.config.models.content import read_lineage
 from ingot.config.models.family import is_native
@@ -24,6 +25,7 @@ from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import pick_device, resolve_compute
 from ingot.models.generation.classifier import Classifier
 from ingot.models.generation.generator import Generator, eos_ids
+from ingot.models.generation.prefixes import PrefixStore
 from ingot.models.generation.request import Request, check_request
 from ingot.models.generation.seq2seq import (
     Seq2SeqGenerator,
@@ -63,6 +65,10 @@ ONE_THREAD_WEIGHTS = 20_000_000
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 # Those of encoders without classes.
 BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
+
+MB = 1_000_000
+# With less free memory than this nothing is kept of earlier prompts.
+SPARE_BYTES = 512 * MB
 
 # The factor by which texts may be longer with tokenizers that drop characters: indented source code
 # is mostly spaces.
@@ -198,15 +204,24 @@ class LoadedModel:
         assert isinstance(self.model, Seq2Seq)
         return self.model.config.target_positions
 
-    def generator(self, max_rows: int) -> Generator:
+    def generator(self, max_rows: int, prefix_cache_mb: int = 0) -> Generator:
         """The generator of a decoder; for other kinds use `worker`."""
         assert isinstance(self.model, Decoder)
-        return Generator(self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows)
+        kept = PrefixStore(prefix_cache_mb * MB, memory_is_short) if prefix_cache_mb else None
+        return Generator(
+            self.model,
+            eos=self.eos,
+            decode=self.tokenizer.decode,
+            max_rows=max_rows,
+            prefixes=kept,
+        )
 
     def worker(
-        self, max_rows: int
+        self, max_rows: int, prefix_cache_mb: int = 0
     ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier | Embedder:
-        """The worker for this kind of model, with batches of up to `max_rows`."""
+        """The worker for this kind of model, with batches of up to `max_rows`. What prompts have in
+        common is kept in `prefix_cache_mb`, where it is one of ingot's own decoders.
+        """
         if isinstance(self.model, TextEncoder):
             return Embedder(self.model, max_rows=max_rows)
         if isinstance(self.model, CausalModel):
@@ -214,7 +229,7 @@ class LoadedModel:
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
             )
         if isinstance(self.model, Decoder):
-            return self.generator(max_rows)
+            return self.generator(max_rows, prefix_cache_mb)
         if isinstance(self.model, Seq2Seq):
             return Seq2SeqGenerator(
                 self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
@@ -227,9 +242,9 @@ class LoadedModel:
         one_output = isinstance(self.model, Encoder) and self.model.config.scores
         return one_output and self.tokenizer.template is not None
 
-    def serving_worker(self, max_rows: int) -> Any:
+    def serving_worker(self, max_rows: int, prefix_cache_mb: int = 0) -> Any:
         """`worker`, which also embeds texts where the model can."""
-        worker = self.worker(max_rows)
+        worker = self.worker(max_rows, prefix_cache_mb)
         if isinstance(worker, Embedder) or not embeds(self.model):
             return worker
         return EmbeddingWorker(worker, Embedder(self.model, max_rows=max_rows))
@@ -338,6 +353,11 @@ def load(
         packed,
         base,
     )
+
+
+def memory_is_short() -> bool:
+    """Whether this machine, or the container, has hardly any memory left."""
+    return host_memory().free < SPARE_BYTES
 
 
 def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
@@ -32,7 +33,6 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.automatic_layout import devices_of
 from ingot.train.micro_batch.memory import (
     forget_peak,
-    host_memory,
     is_out_of_memory,
     peak_bytes,
     room_bytes,

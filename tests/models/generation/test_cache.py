@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ingot.models.generation.generator import KVCache
+from ingot.models.generation.cache import KVCache
 from ingot.models.native.attention import causal_mask
 
 

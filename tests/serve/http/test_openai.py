@@ -225,7 +225,9 @@ def test_a_stream_that_ends_without_text_has_its_finish_reason() -> None:
     first, last, usage = asyncio.run(streamed())
     assert first == ([{"index": 0, "text": "a", "finish_reason": None}], None)
     assert last == ([{"index": 0, "text": "", "finish_reason": "stop"}], None)
-    assert usage == ([], {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4})
+    assert usage[0] == []
+    counts = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert usage[1] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_chat(client: openai.OpenAI, loaded: LoadedModel) -> None:
@@ -467,6 +469,39 @@ def test_what_prometheus_reads(server: Running, client: openai.OpenAI) -> None:
     assert server.metric("ingot_waiting") == 0
     with server.client() as http:
         assert http.get("/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_what_was_read_before_is_counted_and_kept_apart_by_a_salt(
+    server: Running, client: openai.OpenAI
+) -> None:
+    """By the `usage` of whole answers and streams, and for Prometheus."""
+
+    def ask(text: str, salt: str, **more: Any) -> Any:
+        return client.completions.create(
+            model="tiny",
+            prompt=text,
+            max_tokens=4,
+            temperature=0,
+            extra_body={"cache_salt": salt},
+            **more,
+        )
+
+    begin = "the dog and the cat and the bird saw " * 12
+    seen, found = (
+        server.metric(f"ingot_prefix_cache_{name}_total") for name in ("queries", "hits")
+    )
+    first, again, apart = ask(begin, "a"), ask(begin + "it", "a"), ask(begin, "b")
+    *_, last = ask(begin, "a", stream=True, stream_options={"include_usage": True})
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, apart)]
+    assert cached[0] == cached[2] == 0
+    assert 32 <= cached[1] < again.usage.prompt_tokens
+    assert last.usage.prompt_tokens_details.cached_tokens == cached[1]
+    assert apart.choices[0].text == first.choices[0].text
+    read = sum(answer.usage.prompt_tokens for answer in (first, again, apart, last))
+    assert server.metric("ingot_prefix_cache_queries_total") == seen + read
+    assert server.metric("ingot_prefix_cache_hits_total") == found + 2 * cached[1]
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        ask(begin, "")
 
 
 def test_several_choices_each_with_a_seed_of_its_own(
