@@ -38,6 +38,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         "with objective.staleness sampling is on its own",
     ),
     ("grpo_smollm2", ("model.lora.dropout=0.1",), "answers are sampled without it"),
+    ("keeper_smollm2", ("data.train.0.source=builtin:keper", LLAMA), "is not built in"),
     ("lora_glm45_air", ("parallel.expert=3",), "parallel.expert 3 does not divide the 8 ranks"),
     (
         "lora_gpt_oss",
