@@ -8,6 +8,7 @@ between is plain text.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,8 @@ class _EncodingPlan:
         )
 
     def _trained(self, piece: _EncodedPiece, count: int) -> npt.NDArray[np.uint8]:
+        if not piece.switches:
+            return np.full(count, piece.trained, np.uint8)
         trained, now, place = np.zeros(count, np.uint8), piece.trained, 0
         for switch in [
             *(self._first_after(piece.text, prefix) for prefix in piece.switches),
@@ -212,7 +215,7 @@ class _EncodingPlan:
 
 def _is_inside(place: int, edges: list[int]) -> bool:
     """Whether a place lies inside one of the spans given by their ascending edges."""
-    return sum(edge <= place for edge in edges) % 2 == 1
+    return bisect.bisect_right(edges, place) % 2 == 1
 
 
 def _checked(chat: Messages) -> Messages:
