@@ -125,6 +125,8 @@ class Runner:
             ),
             "PYTHONUNBUFFERED": "1",
             "BENCHMARK_DEVICE": self.planned,
+            # Its own: a row that is ended leaves half a file behind, and later ones would fail.
+            "TORCHINDUCTOR_CACHE_DIR": str(into.parent / "inductor"),
         }
         with said.open("wb") as stream:
             child = subprocess.Popen(
