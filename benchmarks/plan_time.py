@@ -5,7 +5,8 @@
 The device is calibrated first, alone and with as many processes as the cases have, unless
 `--calibrated` says that what is stored counts. Each run of a case builds the training anew and
 takes the median of a few steps; cases take turns, so that what disturbs one round disturbs all of
-them, and no round is begun that would not end within the limit. Beside the wall clock stands the
+them, and no round is begun that would not end within the limit. Each run is told as it comes, with
+the median of the case so far. Beside the wall clock stands the
 time that the processor worked: where they differ, other programs ran. The table is written as well
 (`--into`).
 """
@@ -18,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.plan_memory import BF16, CASES, RECIPE, THREADS, launched
@@ -115,7 +117,9 @@ def measured_once(case: str) -> dict[str, float]:
     return max(ranks, key=lambda one: one["wall"])
 
 
-def rounds(chosen: list[str], runs: int, ends: float) -> dict[str, list[dict[str, float]]]:
+def rounds(
+    chosen: list[str], runs: int, ends: float, tell: Callable[[str, list[dict[str, float]]], None]
+) -> dict[str, list[dict[str, float]]]:
     """Runs of each case, one after the other in turns, sorted by their time."""
     found: dict[str, list[dict[str, float]]] = {case: [] for case in chosen}
     took = 0.0
@@ -124,9 +128,10 @@ def rounds(chosen: list[str], runs: int, ends: float) -> dict[str, list[dict[str
         if took and began + took > ends:
             break
         for case in chosen:
-            found[case].append(measured_once(case))
+            found[case] = sorted([*found[case], measured_once(case)], key=lambda one: one["wall"])
+            tell(case, found[case])
         took = time.monotonic() - began
-    return {case: sorted(made, key=lambda one: one["wall"]) for case, made in found.items()}
+    return found
 
 
 def layout_of(recipe: Recipe, ranks_per_node: int) -> StepLayout:
@@ -151,6 +156,19 @@ def predicted(case: str, coefficients: Coefficients) -> StepSeconds:
     return step_seconds(held, coefficients, layout_of(recipe, world))
 
 
+def row(case: str, made: list[dict[str, float]], plan: StepSeconds) -> str:
+    """The median of the runs of a case beside its plan."""
+    there, said = made[len(made) // 2], plan.total.likely
+    parts = " ".join(
+        f"{name} {getattr(plan, name).likely:.3f}"
+        for name in ("matmul", "attention", "memory", "within", "bubble")
+    )
+    return (
+        f"{case:22}{there['wall']:10.3f}{there['worked']:9.3f}{said:9.3f}"
+        f"  {said / there['wall'] - 1:+7.1%}  {said / there['worked'] - 1:+7.1%}  {parts}"
+    )
+
+
 def compare(chosen: list[str], runs: int, *, calibrated: bool, limit_s: float) -> list[str]:
     """The lines of the table."""
     ends = time.monotonic() + limit_s
@@ -163,19 +181,15 @@ def compare(chosen: list[str], runs: int, *, calibrated: bool, limit_s: float) -
         assert coefficients is not None, "run without --calibrated first"
         plans[case] = predicted(case, coefficients)
     lines = [f"{'case':22}{'measured':>10}{'worked':>9}{'planned':>9}  of wall  of work  seconds"]
+    print(lines[0], flush=True)
+
+    def tell(case: str, made: list[dict[str, float]]) -> None:
+        print(row(case, made, plans[case]), flush=True)
+
     errors = []
-    for case, made in rounds(chosen, runs, ends).items():
-        there, plan = made[len(made) // 2], plans[case]
-        parts = " ".join(
-            f"{name} {getattr(plan, name).likely:.3f}"
-            for name in ("matmul", "attention", "memory", "within", "bubble")
-        )
-        said = plan.total.likely
-        errors.append(abs(said / there["wall"] - 1))
-        lines.append(
-            f"{case:22}{there['wall']:10.3f}{there['worked']:9.3f}{said:9.3f}"
-            f"  {said / there['wall'] - 1:+7.1%}  {said / there['worked'] - 1:+7.1%}  {parts}"
-        )
+    for case, made in rounds(chosen, runs, ends, tell).items():
+        errors.append(abs(plans[case].total.likely / made[len(made) // 2]["wall"] - 1))
+        lines.append(row(case, made, plans[case]))
     within = sum(error <= ALLOWED for error in errors)
     told = (
         f"{within} of {len(errors)} within {ALLOWED:.0%} of the wall clock, medians of {len(made)}"
@@ -200,7 +214,7 @@ def main() -> None:
     else:
         chosen = list(cases()) if asked.cases == ["all"] else asked.cases or list(TEN)
         lines = compare(chosen, asked.runs, calibrated=asked.calibrated, limit_s=asked.limit)
-        print("\n".join(lines))
+        print(lines[-1])
         asked.into.parent.mkdir(parents=True, exist_ok=True)
         asked.into.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

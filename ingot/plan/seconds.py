@@ -2,8 +2,9 @@
 for that. Every part is a range. Imports no torch.
 
 Time of a kernel: its launch, and FLOPs over the rate at which the device computes or bytes over
-the rate at which it reads and writes, whichever is longer. Time of a collective: a latency, and the
-bytes that a rank sends over the link of its group. Communication of sharded weights and of
+the rate at which it reads and writes, whichever is longer; and what Python takes where it is in
+between. Time of a collective: a latency, the bytes that a rank sends over the link of its group,
+and what a rank on a shared processor waits for a later one. Communication of sharded weights and of
 gradients may go on while the rank computes; all other communication waits. A thread makes the rows
 of the next step meanwhile, which bounds a step that takes less.
 """
@@ -13,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from ingot.plan.devices.coefficients import PRODUCTS, Coefficients
+from ingot.plan.devices.coefficients import PRODUCTS, WAITING, Coefficients
 from ingot.plan.ranges import Range, worst
-from ingot.plan.tracing.records import Operator, RankTrace
+from ingot.plan.tracing.records import DISPATCH, SPREAD, Operator, RankTrace
 
 NOTHING = Range.exactly(0, "measured")
 PARTS = ("matmul", "attention", "memory")
@@ -138,6 +139,12 @@ def _rank_seconds(rank: RankTrace, coefficients: Coefficients, layout: StepLayou
     computing = parts["matmul"] + parts["attention"] + parts["memory"]
     background = again.background * steps + once.background
     waiting = again.waiting * steps + once.waiting
+    meetings = again.meetings * steps + once.meetings
+    if meetings and (unequal := coefficients.curves.get(WAITING)) is not None:
+        # Ranks on the same cores are never equally fast: at each collective one waits.
+        late = unequal.seconds(computing.likely / meetings) * meetings
+        parts["within"] += late
+        waiting += late
     exposed = _exposed(computing, background, coefficients.exposed)
     bubble = (again.computing + again.waiting) * _bubble(layout)
     total = _beside(computing + waiting + exposed + bubble, layout.loading)
@@ -164,6 +171,7 @@ class _Work:
         self._coefficients, self._layout = coefficients, layout
         self.parts = dict.fromkeys((*PARTS, "within", "between"), NOTHING)
         self.background = self.waiting = NOTHING
+        self.meetings = 0.0
         self.flops = 0.0
 
     @property
@@ -176,6 +184,8 @@ class _Work:
                 part = operator.kind if operator.kind in PARTS else "memory"
                 self.parts[part] += self._kernel(operator) * times
                 self.flops += operator.flops * times
+            elif operator in (DISPATCH, SPREAD):
+                self.parts["memory"] += self._coefficients.seconds(operator.kind, "", 0) * times
             elif operator.group[0] > 1 and not _starts(operator.kind, FREE):
                 self._communicate(operator, times)
         return self
@@ -197,6 +207,7 @@ class _Work:
         took = self._coefficients.seconds(f"{where} {kind}", "", sent)
         if kind != "send":
             took += self._coefficients.hop_s * (size - 2)
+            self.meetings += times
         took *= times
         self.parts[where] += took
         if _starts(operator.kind, IN_BACKGROUND) and operator.kind != "all_reduce":

@@ -78,6 +78,22 @@ FAULTS = [
         "tests/plan/test_data_sample.py",
     ),
     Fault(
+        "python-takes-no-time",
+        "ingot/plan/seconds.py",
+        "elif operator in (DISPATCH, SPREAD):",
+        "elif operator in ():",
+        "selective recomputation on a CPU is planned as if Python were not in between",
+        "tests/plan/test_seconds.py",
+    ),
+    Fault(
+        "nobody-waits",
+        "ingot/plan/seconds.py",
+        "        waiting += late",
+        "        waiting += 0.0",
+        "ranks that share a processor are planned as if they were never late",
+        "tests/plan/test_seconds.py",
+    ),
+    Fault(
         "one-checkpoint-too-few",
         "ingot/plan/storage.py",
         "held = times(checkpoint, Range.exactly(kept + 1.0))",

@@ -12,7 +12,7 @@ from ingot.plan.devices.coefficients import Coefficients, Curve, guessed, is_nar
 from ingot.plan.devices.types import device_type
 from ingot.plan.ranges import Range
 from ingot.plan.seconds import StepLayout, sent_bytes, step_seconds
-from ingot.plan.tracing.records import MemoryUse, Operator, RankTrace
+from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, Operator, RankTrace
 from ingot.plan.tracing.workers import TraceRequest, trace_all
 from tests.small import small_recipe
 
@@ -65,6 +65,42 @@ def test_experts_that_are_chosen_more_often_are_the_upper_end() -> None:
     assert bounds(took.matmul) == bounds(took.total) == (1, 1.3, 3)
     assert took.total.origin == "guessed"
     assert took.flops == 1e9
+
+
+def test_python_between_operators_takes_its_time() -> None:
+    taken = replace(
+        device(),
+        curves=device().curves
+        | {
+            "dispatch": Curve.flat(Range.exactly(0.5, "measured")),
+            "dispatch of shards": Curve.flat(Range.exactly(2.0, "measured")),
+        },
+    )
+    took = step_seconds([trace({PRODUCT: 1, DISPATCH: 4, SPREAD: 3})], taken, StepLayout())
+    assert bounds(took.total) == (9, 9, 9)
+    ahead = step_seconds(
+        [trace({PRODUCT: 1, DISPATCH: 1000})], guessed(device_type("h100")), StepLayout()
+    )
+    without = step_seconds([trace({PRODUCT: 1})], guessed(device_type("h100")), StepLayout())
+    assert ahead.total.likely == without.total.likely
+    assert ahead.total.high > without.total.high
+
+
+def test_ranks_on_a_shared_processor_wait_at_each_collective() -> None:
+    """The longer they computed since the last one, the longer; not where nothing was measured."""
+    sums = Operator("all_reduce", "float32", 0, 100, (2, 1))
+    slow = Curve(((0.0, (0.0,) * 3), (10.0, (5.0,) * 3)), "measured")
+    shared = replace(device(), curves=device().curves | {"waiting": slow})
+    alone, waiting = (
+        step_seconds([trace({PRODUCT: 4, sums: 2})], one, StepLayout(2)).total.likely
+        for one in (device(), shared)
+    )
+    assert waiting - alone == pytest.approx(2 * 5.0 * (4 / 2) / 10)
+    between = {PRODUCT: 4, sums._replace(kind="send"): 2}
+    assert (
+        step_seconds([trace(between)], shared, StepLayout(2)).total
+        == step_seconds([trace(between)], device(), StepLayout(2)).total
+    )
 
 
 def test_micro_batches_are_many_and_the_update_is_one() -> None:

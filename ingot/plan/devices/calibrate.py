@@ -25,6 +25,7 @@ from ingot.models.device import Compute, device_name, measured_peak
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.plan.devices.coefficients import (
     UNMEASURED,
+    WAITING,
     Coefficients,
     Curve,
     cpu_name,
@@ -34,6 +35,7 @@ from ingot.plan.devices.timed import (
     KernelTimer,
     TimedStep,
     draw_curves,
+    host_curves,
     loading_curves,
     now,
     rising,
@@ -96,8 +98,12 @@ def calibrate(
                 pieces.append(_timed_pieces(shape, DTYPES[compute], mesh.device))
         found = draw_curves([*steps, *pieces], min(step.call_s for step in steps))
         found |= loading_curves(COUNTED)
+        if mesh.device.type == "cpu":
+            found |= host_curves(mesh, COUNTED)
         if mesh.world > 1:
             found |= _collectives(mesh)
+            if mesh.device.type == "cpu" and mesh.ranks.local_world == mesh.world:
+                found[WAITING] = _waiting(mesh, found["within reduce"])
         return _named(mesh, found)
 
 
@@ -259,6 +265,47 @@ def _collective_times(call: Callable[[Tensor, Mesh], None], size: int, mesh: Mes
         if turn >= 2:
             times.append(time.perf_counter() - began)
     return times
+
+
+APART_S = (0.0003, 0.002, 0.012)
+"""Seconds of computing between two collectives, as tensor parallelism has them and sharding."""
+MEETINGS = 30
+
+
+def _waiting(mesh: Mesh, alone: Curve) -> Curve:
+    """What a rank waits for others at a collective, beyond what that takes where all have just
+    met: they share memory, caches and the processor's power with each other and with the threads
+    of gloo, so that now one and now the other is late.
+    """
+    small, points = torch.zeros(1024, device=mesh.device), []
+    own = alone.seconds(sent_bytes("reduce", 4 * len(small), mesh.world)).likely
+    work = torch.randn(256, 256)
+    product_s = statistics.median(_products(work, 1) for _ in range(MEETINGS))
+    for apart in APART_S:
+        count = max(1, round(apart / product_s))
+        waits, computing = [], []
+        for _ in range(COUNTED):
+            mesh.barrier()
+            computed, began = 0.0, time.perf_counter()
+            for _ in range(MEETINGS):
+                computed += _products(work, count)
+                dist.all_reduce(small)
+            took = time.perf_counter() - began
+            waits.append(max(0.0, (took - computed) / MEETINGS - own))
+            computing.append(computed / MEETINGS)
+        points.append((statistics.median(computing), spread(waits)))
+    low, likely, high = (rising([one[at] for _, one in points], [1.0] * 3) for at in range(3))
+    seconds = list(zip(low, likely, high, strict=True))
+    works = [at for at, _ in points]
+    return Curve(((0.0, seconds[0]), *zip(works, seconds, strict=True)), "measured")
+
+
+def _products(matrix: Tensor, count: int) -> float:
+    """Seconds of the processor for so many products."""
+    began = time.thread_time()
+    for _ in range(count):
+        matrix @ matrix
+    return time.thread_time() - began
 
 
 def _reduce(tensor: Tensor, mesh: Mesh) -> None:

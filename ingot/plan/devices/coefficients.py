@@ -19,7 +19,7 @@ from ingot.base.storage import write_atomic
 from ingot.plan.devices.learned import folder, learned_factor
 from ingot.plan.devices.types import DeviceType, network_bytes_s
 from ingot.plan.ranges import Origin, Range, largest
-from ingot.plan.tracing.records import Operator
+from ingot.plan.tracing.records import DISPATCH, SPREAD, Operator
 
 SCHEMA = 1
 FAR = 1e18
@@ -35,6 +35,10 @@ STAND_INS = {
 
 
 PRODUCTS = ("matmul", "attention")
+WAITING = "waiting"
+"""The curve of what a rank waits for others at a collective, beyond the collective itself, against
+the seconds that it computed since the last one.
+"""
 NARROW = 128.0
 
 
@@ -72,6 +76,12 @@ class Curve:
             at_end.origin,
         )
 
+    @classmethod
+    def flat(cls, each: Range) -> Curve:
+        """The same time for any work."""
+        seconds = (each.low, each.likely, each.high)
+        return cls(((0.0, seconds), (1.0, seconds)), each.origin)
+
     def seconds(self, work: float) -> Range:
         """Beyond the last point the time grows as it did before it."""
         works = [at for at, _ in self.points]
@@ -80,6 +90,18 @@ class Curve:
         share = max(0.0, (work - x0) / (x1 - x0))
         low, likely, high = (a + (b - a) * share for a, b in zip(below, above, strict=True))
         return Range(low, max(low, likely), max(low, likely, high), self.origin)
+
+
+UNTIMED = {
+    DISPATCH.kind: Curve.flat(Range(5e-6, 15e-6, 50e-6, "guessed")),
+    SPREAD.kind: Curve.flat(Range(15e-6, 60e-6, 200e-6, "guessed")),
+}
+"""Of a processor that was calibrated before these were: what Python takes for an operator."""
+AHEAD = {
+    DISPATCH.kind: Curve.flat(Range(0, 0, 50e-6, "guessed")),
+    SPREAD.kind: Curve.flat(Range(0, 0, 200e-6, "guessed")),
+}
+"""The same beside an accelerator, which the host calls ahead of time unless kernels are tiny."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,9 @@ class Coefficients:
         FLOPs, or bytes read and written; `narrow` products are known by bytes, and measured
         attention by `attending`, seconds for each byte against FLOPs for each; `within` and
         `between` nodes collectives (`within reduce`, `gather`, `send`), against bytes that a rank
-        sends; `loading` of texts, chats and samples one row, against its tokens.
+        sends; `loading` of texts, chats and samples one row, against its tokens; `dispatch` what
+        Python takes for one operator; `waiting` for others at a collective, against the seconds
+        since the last one.
     hop_s: seconds for each further rank of a ring.
     exposed: share of sharding's communication that computing does not hide.
     compiled: share of the bytes of memory-bound kernels that a compiled step has left.
@@ -148,9 +172,11 @@ class Coefficients:
 
     def _curve(self, kind: str, dtype: str) -> Curve:
         names = [f"{kind} {one}" for one in (dtype, *STAND_INS.get(dtype, ()), "float32")]
-        for name in (*names, kind, kind.partition(" ")[0]):
+        for name in (*names, kind, kind.partition(" ")[0] if kind not in UNTIMED else kind):
             if name in self.curves:
                 return self.curves[name]
+        if kind in UNTIMED:
+            return UNTIMED[kind]
         raise WrongInput(
             f"the coefficients of {self.name} have no {kind} in {dtype}; measure them with"
             " `ingot bench --calibrate`"
@@ -164,7 +190,7 @@ def guessed(device: DeviceType, machine_type: str | None = None, per_node: int =
     for dtype, peak in device.peak_flops.items():
         for kind in ("matmul", "attention"):
             curves[f"{kind} {dtype}"] = Curve.line(kernel, peak * guess[kind])
-    curves["memory"] = Curve.line(kernel, bandwidth)
+    curves |= {"memory": Curve.line(kernel, bandwidth), **AHEAD}
     network = network_bytes_s(device, machine_type, per_node)
     if device.kind == "tpu":  # chips of a slice are linked with each other across hosts
         network = Range.exactly(device.link)

@@ -1,5 +1,6 @@
-"""Times the kernels that torch runs and the loader, which makes rows from prepared columns as in
-training, and draws from them the curves of `coefficients`.
+"""Times the kernels that torch runs, what Python takes for an operator where a mode of torch or a
+divided tensor is in between, and the loader, which makes rows from prepared columns as in training;
+and draws from them the curves of `coefficients`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ingot.base.markers import entry_of
 from ingot.base.progress import Progress
@@ -37,10 +40,14 @@ from ingot.data.columns.manifest import (
 )
 from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.tables import pack
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.recompute import keep_matmuls
 from ingot.plan.devices.coefficients import Curve, is_narrow
 from ingot.plan.loading import DOCUMENT
+from ingot.plan.ranges import Range
 from ingot.plan.tracing.meter import COLLECTIVES, describe
-from ingot.plan.tracing.records import Operator
+from ingot.plan.tracing.records import DISPATCH, SPREAD, Operator
+from ingot.plan.tracing.stand_ins import counted_dispatches
 
 Seconds = tuple[float, float, float]
 
@@ -280,3 +287,71 @@ def _write(folder: Path, documents: Documents, columns: Sequence[str], length: i
         documents, kinds, {"train": [source]}, "none", None, VOCAB, "random", {"train": "random"}
     )
     write_prepared(folder, made, {}, entries)
+
+
+CHAIN = 200
+"""Operators in a row, forward, and as many in backward, to time what Python takes for one."""
+
+
+def host_curves(mesh: Mesh, counted: int) -> dict[str, Curve]:
+    """Seconds of one operator more than of the same without what is in between; `counted` runs."""
+    found = {DISPATCH.kind: _dispatching(counted)}
+    if mesh.world > 1:
+        found[SPREAD.kind] = _dividing(mesh, counted)
+    return found
+
+
+def _chain(x: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        x = x * 1.0001
+    return x
+
+
+def _dispatching(counted: int) -> Curve:
+    x, asked = torch.ones(8, requires_grad=True), 0
+    alone = partial(checkpoint, _chain, x, use_reentrant=False, preserve_rng_state=False)
+    contexts = partial(create_selective_checkpoint_contexts, keep_matmuls)
+
+    def note() -> None:
+        nonlocal asked
+        asked += 1
+
+    with counted_dispatches(note):
+        alone(context_fn=contexts).sum().backward()
+    return _difference(
+        lambda: alone(context_fn=contexts).sum().backward(),
+        lambda: alone().sum().backward(),
+        asked,
+        counted,
+    )
+
+
+def _dividing(mesh: Mesh, counted: int) -> Curve:
+    """Collective, though nothing is sent."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate  # slow to import
+
+    devices = init_device_mesh(mesh.device.type, (mesh.world,))
+    plain = torch.ones(8, requires_grad=True)
+    held = DTensor.from_local(torch.ones(8), devices, [Replicate()]).requires_grad_()
+
+    def run(x: Tensor) -> None:
+        y = _chain(x)
+        y.backward(torch.ones_like(y))
+
+    return _difference(lambda: run(held), lambda: run(plain), 2 * CHAIN, counted)
+
+
+def _difference(
+    more: Callable[[], object], less: Callable[[], object], operators: int, counted: int
+) -> Curve:
+    """Of two runs in turn, in seconds of the processor, for each operator."""
+
+    def took(run: Callable[[], object]) -> float:
+        began = time.thread_time()
+        run()
+        return time.thread_time() - began
+
+    took(more), took(less)
+    each = [max(0.0, took(more) - took(less)) / operators for _ in range(counted)]
+    return Curve.flat(Range.of(spread(each), "measured"))

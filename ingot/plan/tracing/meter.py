@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ingot.plan.tracing.records import ROLES, MemoryUse, Operator, Role
+from ingot.plan.tracing.records import ROLES, SPREAD, MemoryUse, Operator, Role
 from ingot.plan.tracing.segments import BLOCK, Reserved, replay
 
 Phase = Literal["build", "forward", "update", "backward"]
@@ -128,6 +128,7 @@ class Meter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
+            self.count(SPREAD)
             return NotImplemented  # the operators on its parts are seen one by one
         if func in IN_PLACE and self._current_phase() == "backward":
             func = IN_PLACE[func]
@@ -155,6 +156,10 @@ class Meter(TorchDispatchMode):
         if not is_view:
             self.operators[describe(func, args, kwargs or {}, result)] += 1
         return result
+
+    def count(self, operator: Operator) -> None:
+        """Note work that is no kernel."""
+        self.operators[operator] += not self.is_paused
 
     @property
     def now(self) -> int:

@@ -40,6 +40,14 @@ class Operator(NamedTuple):
     group: tuple[int, int] = (1, 1)
 
 
+DISPATCH = Operator("dispatch", "float32", 0.0, 0)
+"""An operator of a layer that is recomputed selectively: a mode in Python decides what is kept of
+it, forward, and what is taken from there, in backward.
+"""
+SPREAD = Operator("dispatch of shards", "float32", 0.0, 0)
+"""An operator on a tensor that is divided among ranks, which Python code of torch divides."""
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes held at one moment, by role."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ingot.base.environment import Ranks
@@ -37,6 +38,7 @@ from ingot.parallel.mesh import Mesh, make_mesh
 from ingot.parallel.offload import OffloadedTensor
 from ingot.parallel.pipeline import local_stages
 from ingot.plan.tracing.meter import Meter
+from ingot.plan.tracing.records import DISPATCH
 
 HOST = torch.device("cpu")
 
@@ -115,6 +117,7 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
     with contextlib.ExitStack() as replaced:
         replace = partial(_replaced, replaced)
         replace(ExpertMatrices, "sizes", _each_as_many)
+        replaced.enter_context(counted_dispatches(lambda: meter.count(DISPATCH)))
         if dist.is_initialized():
             from torch.distributed.pipelining import schedules  # slow to import
             from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -131,6 +134,26 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
             if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
                 replace(schedules._PipelineSchedule, "_warmup_p2p", agreed)
             replace(RankExchange, "travelling", _evenly(crowding))
+        yield
+
+
+@contextlib.contextmanager
+def counted_dispatches(count: Callable[[], None]) -> Iterator[None]:
+    """Inside the block `count` is called for each operator that the modes of selective
+    recomputation are asked about.
+    """
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatch(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+            if func.namespace != "prim":  # only tensors without contents are asked for their device
+                count()
+            return call(mode, func, *args, **kwargs)
+
+        return dispatch
+
+    with contextlib.ExitStack() as replaced:
+        for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
+            _replaced(replaced, mode, "__torch_dispatch__", counted(mode.__torch_dispatch__))
         yield
 
 

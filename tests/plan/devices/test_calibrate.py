@@ -90,6 +90,8 @@ def test_this_device_is_measured_and_read_again(
     monkeypatch.setattr(room, "COUNTED", 2)
     found = calibrate(TINY)
     kinds = {"matmul", "narrow", "attending", "memory", "special", "softmax", "random", "loading"}
+    kinds.add("dispatch")
+    assert 1e-7 < found.curves["dispatch"].seconds(0).likely < 1e-3
     assert kinds >= {name.split()[0] for name in found.curves}
     assert {"memory bfloat16", "narrow float32", "attending bfloat16"} <= set(found.curves)
     assert found.peak_flops["float32"] > 1e8

@@ -14,9 +14,12 @@ from benchmarks.plan_memory import measured
 from ingot.base.errors import WrongInput
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
+from ingot.parallel.mesh import running_mesh
 from ingot.plan.tracing import trace
-from ingot.plan.tracing.records import MemoryUse, RankTrace
+from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, RankTrace
+from ingot.plan.tracing.stand_ins import counted_dispatches
 from ingot.plan.tracing.workers import TraceRequest, trace_all
+from ingot.train.micro_batch.trial import made_up_plan, open_trial
 from tests.ranks import run_ranks
 from tests.tolerances import TRACED_MEMORY
 
@@ -101,6 +104,36 @@ def test_memory_of_two_ranks_is_what_their_allocators_count(recipe: Any, knobs: 
     traced = trace.trace_rank(asked, 2)
     counted = run_ranks(2, measured, asked)
     assert traced.peak.total == pytest.approx(counted[0]["peak"], rel=TRACED_MEMORY)
+
+
+@pytest.mark.drawn("what Python takes")
+def test_selective_recomputation_asks_python_as_often_as_planned(recipe: Any) -> None:
+    asked = recipe("memory.recompute.kind=selective", "model.config.num_hidden_layers=2")
+    traced = trace.trace_rank(asked, 1)
+    times = 0
+
+    def note() -> None:
+        nonlocal times
+        times += 1
+
+    with running_mesh(asked.parallel) as mesh:
+        plan = made_up_plan(asked, mesh)
+        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+            take(0)
+            with counted_dispatches(note):
+                take(1)
+    assert times == traced.micro_batch[DISPATCH] * traced.micro_steps > 0
+    assert DISPATCH not in trace.trace_rank(recipe(), 1).micro_batch
+
+
+@pytest.mark.drawn("what Python takes")
+def test_operators_on_divided_tensors_are_counted(recipe: Any) -> None:
+    layers = "model.config.num_hidden_layers=2"
+    divided, sharded = (
+        trace.trace_rank(recipe(layers, knob), 2).micro_batch
+        for knob in ("parallel.tensor=2", "parallel.shard=2")
+    )
+    assert divided[SPREAD] > 10 * sharded.get(SPREAD, 0)
 
 
 @pytest.mark.parametrize(
