@@ -27,7 +27,7 @@ LONG_ROW = 32_768
 RECOMPUTE = ("none", "selective", "full")
 SEARCHED = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
 """The degrees that a candidate gives."""
-FROZEN_BYTES = {None: 4.0, "nf4": 0.5, "int8": 1.0}
+FROZEN_BYTES = {"nf4": 0.5, "int8": 1.0}
 """Bytes of a weight that is not trained, at least, by the kind of `model.quantize`."""
 GIB = 2**30
 
@@ -183,7 +183,7 @@ def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayo
     trained = size.trained if lora is None or size.exact else 0
     gradient = 2 if recipe.precision.master == "stochastic" else 4
     quantize = recipe.model.quantize
-    each = FROZEN_BYTES[None if quantize is None else quantize.kind]
+    each = _frozen_bytes(recipe) if quantize is None else FROZEN_BYTES[quantize.kind]
     frozen = 0 if lora is None else size.weights * each
     all_bytes = trained * (state_bytes(recipe).low + gradient) + frozen
     # Where adapters are trained, experts are frozen.
@@ -193,6 +193,12 @@ def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayo
     shared = degrees.expert * degrees.expert_shards
     dense = (all_bytes - of_experts) / (degrees.shards * degrees.tensor)
     return (dense + of_experts / shared) / degrees.pipeline
+
+
+def _frozen_bytes(recipe: Recipe) -> float:
+    """Of a frozen weight that is not quantised: a decoder's are kept as they are computed."""
+    wide = recipe.precision.compute == "fp32" or trained_kind(recipe) != "decoder"
+    return 4.0 if wide else 2.0
 
 
 def _experts(config: Mapping[str, Any]) -> int:

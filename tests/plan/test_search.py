@@ -14,7 +14,7 @@ from ingot.config.load import load_recipe
 from ingot.config.models.presets import preset
 from ingot.config.shape import expert_parameters, least_parameters, parameter_count
 from ingot.plan.choose import Limits, choose
-from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, possible_layouts
+from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, _least_bytes, possible_layouts
 from ingot.plan.ranges import Range
 from ingot.plan.search import Judged, _Bench, search
 from ingot.plan.seconds import NOTHING, StepSeconds
@@ -227,3 +227,15 @@ def test_what_cannot_fit_is_not_traced_whatever_the_model_and_only_that(
     found = list(possible_layouts(t5, config, 1, 1, has, ALL_FREE, others))
     assert bool(found) == fits
     assert fits or others[0][1].startswith("does not fit: weights, gradients and optimizer")
+
+
+def test_frozen_weights_in_16_bits_are_not_refused_for_32(recipe: Any) -> None:
+    knobs = "model.lora.rank=8", "model.source=preset:llama-3m"
+    alone = SearchedLayout(1, 1, 1, 1, 1)
+    wide, narrow, auto = (
+        _least_bytes(recipe(*knobs, f"precision.compute={compute}"), CONFIG, alone)
+        for compute in ("fp32", "bf16", "auto")
+    )
+    weights = parameter_count(CONFIG)
+    assert wide - narrow == 2 * weights
+    assert auto == narrow, "what it comes to is not known here"

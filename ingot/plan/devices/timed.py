@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -328,9 +330,6 @@ def _dispatching(counted: int) -> Curve:
 
 def _dividing(mesh: Mesh, counted: int) -> Curve:
     """Collective, though nothing is sent."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate  # slow to import
-
     devices = init_device_mesh(mesh.device.type, (mesh.world,))
     plain = torch.ones(8, requires_grad=True)
     held = DTensor.from_local(torch.ones(8), devices, [Replicate()]).requires_grad_()
