@@ -78,7 +78,8 @@ class Played:
     name: str
     values: dict[str, list[float]] = field(default_factory=dict)
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
-    equal_texts: int = 0
+    equal_texts: int | None = None
+    """None where nothing was compared."""
     peak_bytes: int = 0
     beyond_libraries_bytes: int = 0
 
@@ -186,7 +187,7 @@ def show(played: Sequence[Played], loads: Sequence[Load], console: Console) -> l
         table.add_row(
             one.name,
             *(f"{value:.1f}" if value >= 10 else f"{value:.2f}" for value in middles),
-            f"{one.equal_texts} of 8",
+            "-" if one.equal_texts is None else f"{one.equal_texts} of 8",
             f"{one.peak_bytes / 1e6:,.0f}",
             f"{one.beyond_libraries_bytes / 1e6:,.0f}",
         )
