@@ -269,8 +269,8 @@ FAULTS = [
     Fault(
         "span-starts-late",
         "ingot/tokenizers/chat.py",
-        "return sum(edge <= place for edge in edges) % 2 == 1",
-        "return sum(edge < place for edge in edges) % 2 == 1",
+        "return bisect.bisect_right(edges, place) % 2 == 1",
+        "return bisect.bisect_left(edges, place) % 2 == 1",
         "the first token of an answer is not trained",
     ),
     Fault(

@@ -107,9 +107,9 @@ FAULTS = [
     Fault(
         "shard-taken-for-the-matrix",
         "ingot/train/optim/optimizers.py",
-        "    return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
+        "    return EagerAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
         """
-    class Trusting(optim.AdamW):
+    class Trusting(EagerAdamW):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             trained = [weight for group in self.param_groups for weight in group["params"]]
             before = [weight.detach().clone() for weight in trained]

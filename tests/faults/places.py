@@ -345,8 +345,8 @@ FAULTS = [
     Fault(
         "completion-tokens",
         "ingot/serve/http/openai.py",
-        '"completion_tokens": sum(generated),',
-        '"completion_tokens": max(generated, default=0),',
+        "sum(answer.generated for answer in answers)",
+        "max(answer.generated for answer in answers)",
         "of several prompts only the longest answer's tokens are counted",
         "tests/serve/http/test_openai.py",
     ),

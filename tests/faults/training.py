@@ -181,15 +181,15 @@ FAULTS = [
     Fault(
         "eps-ignored",
         "ingot/train/optim/optimizers.py",
-        "return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
-        "return optim.AdamW(groups, lr=lr, betas=betas, fused=True)",
+        "return EagerAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
+        "return EagerAdamW(groups, lr=lr, betas=betas, fused=True)",
         "AdamW's eps is set and has no effect",
     ),
     Fault(
         "betas-ignored",
         "ingot/train/optim/optimizers.py",
-        "return optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
-        "return optim.AdamW(groups, lr=lr, eps=eps, fused=True)",
+        "return EagerAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)",
+        "return EagerAdamW(groups, lr=lr, eps=eps, fused=True)",
         "AdamW's betas are set and have no effect",
     ),
     Fault(
@@ -216,8 +216,8 @@ FAULTS = [
     Fault(
         "momentum-ignored",
         "ingot/train/optim/optimizers.py",
-        "return optim.SGD(groups, lr=lr, momentum=momentum, fused=True)",
-        "return optim.SGD(groups, lr=lr, fused=True)",
+        "return EagerSGD(groups, lr=lr, momentum=momentum, fused=True)",
+        "return EagerSGD(groups, lr=lr, fused=True)",
         "SGD's momentum is set and has no effect",
     ),
     Fault(

@@ -20,7 +20,7 @@ from ingot.config.models.types import (
     WRAPS,
 )
 from ingot.models.hf.config import HFConfig
-from ingot.models.native.head import IGNORE, TokenFunction, apply_head
+from ingot.models.native.head import IGNORE, LogitsView, TokenFunction, apply_head
 
 
 class Seq2Seq(nn.Module):
@@ -171,21 +171,13 @@ class Encoder(nn.Module):
         """
         if labels.ndim == 2:
             labels = torch.where((labels != IGNORE).any(dim=1), 0, IGNORE)
-        return apply_head(
-            self.logits(tokens, positions, segments),
-            _as_they_are,
-            len(self.config.labels),
-            labels,
-            token,
-            extras,
+        values = token(
+            LogitsView(self.logits(tokens, positions, segments)), labels.clamp_min(0), extras
         )
+        return torch.where(labels != IGNORE, values, 0.0)
 
 
 HFModel = Seq2Seq | Encoder
-
-
-def _as_they_are(logits: Tensor) -> Tensor:
-    return logits
 
 
 def _mask(tokens: Tensor, segments: Tensor | None) -> Tensor:

@@ -12,11 +12,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-from ingot.models.device import is_planned
 
 IGNORE = -100
 CHUNK_LOGITS = 2**25
@@ -68,8 +67,8 @@ class LogitsView:
 
 
 class TokenFunction(Protocol):
-    """An objective's value per token, float32 `[N]`. Labels of -100 arrive as 0, and their values
-    are discarded.
+    """An objective's value per token, float32 `[N]`. Tokens whose label is -100 are left out, or
+    arrive with label 0 and their values are discarded.
 
     `extras`: the objective's extra inputs for these tokens, `[N, ...]`; None if it has none.
     """
@@ -152,9 +151,9 @@ def apply_head(
 def _targets(labels: Tensor) -> Tensor | None:
     """The places of labels that are not -100, of which there is always one; None where all tokens
     are computed: if most are targets, so that copying them would cost more than it saves, or if it
-    could not be known without waiting for the device.
+    could not be known without waiting for the device or, in a plan, at all.
     """
-    if labels.device.type != "cpu" or is_planned():
+    if labels.device.type != "cpu" or isinstance(labels, FakeTensor):
         return None
     kept = (labels != IGNORE).nonzero()[:, 0]
     if len(kept) >= MOST_TARGETS * len(labels):

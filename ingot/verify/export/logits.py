@@ -190,11 +190,15 @@ def training_logits(model: AnyModel, held: HeldOutRows) -> Tensor:
     collected = _LogitCollector()
     for batch, keep in zip(held.batches, held.keep, strict=True):
         plain = bool((batch.segments == batch.segments[:, :1]).all())
+        labels = batch.labels
+        if labels.shape == keep.shape:
+            # The head may leave out tokens without a label.
+            labels = labels.masked_fill(keep & (labels == IGNORE), 0)
         model(
             batch.tokens,
             batch.positions,
             None if plain else batch.segments,
-            batch.labels,
+            labels,
             collected.token,
             keep,
         )
