@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.native import head
-from ingot.models.native.head import LogitsView
+from ingot.models.native.head import IGNORE, LogitsView
 from tests import tolerances
 from tests.models.hf.tiny import (
     ALL,
@@ -209,6 +209,21 @@ def test_fast_attention_is_plain_attention(name: str) -> None:
             rtol=0,
             atol=tolerances.LOGITS_FP32,
         )
+
+
+def test_a_classifier_s_function_sees_all_texts_of_a_part_filled_batch() -> None:
+    """Predictions are kept by row, also where three of four rows are padding."""
+    model, (tokens, segments), labels = drawn("bert"), sources(), CLASSES.clone()
+    labels[1:] = IGNORE
+    seen: list[Tensor] = []
+
+    def chosen(view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
+        seen.append(view.logits().argmax(-1))
+        return nll(view, labels, extras)
+
+    values = model(tokens, POSITIONS, segments, labels, chosen)
+    assert [len(one) for one in seen] == [len(tokens)]
+    assert not values[1:].any()
 
 
 def test_extras_are_cut_as_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
