@@ -18,6 +18,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.data.sample import NotHere
 from ingot.plan.checks.finding import PlanFinding
+from ingot.plan.checks.machines import judge_compute
 from ingot.plan.checks.recipe import all_judgements
 from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
@@ -95,7 +96,7 @@ def make_plan(
             formula = _formula(recipe, place, config, size)
     step = _step(recipe, place, memory, sample)
     known_sample = None if isinstance(sample, Unknown) else sample
-    coefficients = known_coefficients(place)
+    coefficients, compute = known_coefficients(place), _compute(recipe, place)
     inputs = RunInputs(
         recipe,
         place,
@@ -104,9 +105,10 @@ def make_plan(
         step if isinstance(step, Unknown) else step.total,
         data_bytes(recipe, known_sample),
         _flops(recipe, config),
-        None if coefficients is None else coefficients.peak(_compute(recipe, place)),
+        None if coefficients is None else coefficients.peak(compute),
     )
     cost = cost_of(inputs)
+    slow = judge_compute(compute, {} if coefficients is None else coefficients.peak_flops)
     judged = all_judgements(recipe, place, cost, sample, config, size, random=model.random)
     return RunPlan(
         recipe,
@@ -118,7 +120,7 @@ def make_plan(
         size,
         preparation_cost(recipe, None if known_sample is None else known_sample.text_bytes),
         cost,
-        [*_judge_memory(recipe, place, memory), *judge_loading(step), *judged],
+        [*_judge_memory(recipe, place, memory), *slow, *judge_loading(step), *judged],
     )
 
 

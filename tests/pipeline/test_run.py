@@ -231,7 +231,8 @@ def test_stopped_in_training_it_saves_and_says_so(copied: Path) -> None:
     # The finished training is set aside first; then there are checkpoints of the new one.
     wait_until(
         lambda: (
-            (folder / "earlier").exists() and any((folder / "checkpoints").glob("*/COMMIT.json"))
+            any((folder / "earlier").glob("*/checkpoints"))
+            and any((folder / "checkpoints").glob("*/COMMIT.json"))
         ),
         120,
     )

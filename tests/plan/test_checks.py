@@ -13,6 +13,7 @@ from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
+    judge_compute,
     judge_length,
     judge_pauses,
     judge_place,
@@ -68,6 +69,23 @@ def test_padding_of_single_records_is_an_upper_bound(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, objective__kind="dpo")
     told = [one.message for one in judge_data(recipe, replace(SAMPLE, padding=0.9))]
     assert "at most" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "about"),
+    [
+        ({"bfloat16": 1e9, "float32": 9e10}, ["precision.compute"]),
+        ({"bfloat16": 2e11, "float32": 9e10}, []),
+        ({"float32": 9e10}, []),
+    ],
+)
+def test_a_processor_that_is_slow_in_bf16_is_told(
+    peaks: dict[str, float], about: list[str]
+) -> None:
+    found = list(judge_compute("bfloat16", peaks))
+    assert warned(found) == about
+    assert not found or "90.0 times" in found[0].message
+    assert not list(judge_compute("float32", peaks))
 
 
 @pytest.mark.parametrize(

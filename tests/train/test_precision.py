@@ -25,6 +25,7 @@ from ingot.config.shape import BatchPlan
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.train import trainer
 from ingot.train.optim import optimizers as stochastic
 from ingot.train.optim.optimizers import Noise, make_optimizer, round_to_bf16
 from ingot.train.setup import check_formats, check_memory, computing_type
@@ -37,6 +38,7 @@ from tests.saving import save_checkpoint
 from tests.small import small_recipe
 from tests.train.test_step import distance, global_batch
 
+SLOW = "no instructions for bf16"
 HERE = Mesh(Ranks(), torch.device("cpu"))
 KNOBS: dict[str, AdamW | SGD] = {
     "adamw": AdamW(lr=1e-3),
@@ -386,3 +388,14 @@ def test_a_recipe_trains_with_everything_that_saves_memory(root: Path) -> None:
             {name: tensor.clone() for name, tensor in stored_tensors(recipe.folder.model)}
         )
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("can", [False, True])
+def test_a_processor_without_instructions_for_bf16_is_warned_of(
+    can: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "has_bf16_instructions", lambda: can)
+    train(small_recipe(root, train__steps=1, precision__compute="bf16"))
+    assert (SLOW in capsys.readouterr().err) is not can
+    train(small_recipe(root, train__steps=1), fresh=True)
+    assert SLOW not in capsys.readouterr().err

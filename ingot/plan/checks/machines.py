@@ -117,6 +117,20 @@ def _much(spent_s: float, of_s: float, knob: str, what: str, of: str) -> Iterato
         yield PlanFinding("warning", knob, message)
 
 
+def judge_compute(dtype: str, peaks: Mapping[str, float]) -> Iterator[PlanFinding]:
+    """Products in the dtype of a recipe beside those in float32: a processor without instructions
+    for bf16 computes it far more slowly. `peaks`: FLOP/s by dtype, as measured or published.
+    """
+    known = peaks.get(dtype), peaks.get("float32")
+    if known[0] is not None and known[1] is not None and known[0] < known[1]:
+        yield PlanFinding(
+            "warning",
+            "precision.compute",
+            f"products in {dtype} take {known[1] / known[0]:.1f} times as long as in float32 here;"
+            " set precision.compute=fp32",
+        )
+
+
 def judge_place(recipe: Recipe, place: PlannedPlace, cost: RunCost) -> Iterator[PlanFinding]:
     """Room, devices, and the limits of the cloud."""
     if place.devices and place.processes > place.devices:

@@ -48,6 +48,8 @@ from ingot.train.micro_batch.trial import let_go, made_up_plan, open_trial
 
 TIME_LIMIT_S = 70.0
 """No further shape is begun after that."""
+MUCH_SLOWER = 4.0
+"""A number format that takes so many times as long as float32 is not timed with larger shapes."""
 WARM_UP, COUNTED = 2, 5
 """Steps before, and in, each measurement."""
 
@@ -90,12 +92,19 @@ def calibrate(
         shapes = shapes or (CPU_SHAPES if mesh.device.type == "cpu" else ACCELERATOR_SHAPES)
         steps: list[TimedStep] = []
         pieces: list[TimedStep] = []
+        computes = list(DTYPES)
         for shape in shapes:
             if steps and _slowest(mesh, time.monotonic() - began) > limit_s:
                 break
-            for compute in DTYPES:
+            took = dict[str, float]()
+            for compute in computes:
+                at = time.monotonic()
                 steps.append(_timed(shape, compute, mesh))
                 pieces.append(_timed_pieces(shape, DTYPES[compute], mesh.device))
+                took[compute] = _slowest(mesh, time.monotonic() - at)
+            # A processor without instructions for bf16 would take minutes for the next shape; the
+            # curves go on as they grew up to here.
+            computes = [one for one in computes if took[one] < MUCH_SLOWER * took["fp32"]]
         found = draw_curves([*steps, *pieces], min(step.call_s for step in steps))
         found |= loading_curves(COUNTED)
         if mesh.device.type == "cpu":

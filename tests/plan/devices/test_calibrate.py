@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -104,18 +105,36 @@ def test_this_device_is_measured_and_read_again(
     assert cpu_name(77)[1].endswith("1 x 77 threads")
 
 
-def test_no_shape_is_begun_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dtypes of the shapes whose measurement was begun; one in bf16 takes a second more."""
     monkeypatch.setattr(room, "COUNTED", 1)
-    begun: list[ModelShape] = []
+    found: list[str] = []
     whole = room._timed_pieces
 
     def noted(shape: ModelShape, dtype: str, device: torch.device) -> TimedStep:
-        begun.append(shape)
+        found.append(dtype)
+        time.sleep(1.0 if dtype == "bfloat16" else 0.0)
         return whole(shape, dtype, device)
 
     monkeypatch.setattr(room, "_timed_pieces", noted)
+    return found
+
+
+def test_no_shape_is_begun_when_the_time_is_up(begun: list[str]) -> None:
     calibrate(TINY * 3, limit_s=0.0)
-    assert begun == [TINY[0]] * 2  # the first shape in both dtypes
+    assert begun == ["float32", "bfloat16"]
+
+
+def test_a_format_that_is_far_slower_is_not_timed_with_larger_shapes(
+    begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(TINY * 2)
+    assert begun == ["float32", "bfloat16", "float32"]
+    begun.clear()
+    monkeypatch.setattr(room, "MUCH_SLOWER", 1e9)
+    calibrate(TINY * 2)
+    assert begun == ["float32", "bfloat16"] * 2
 
 
 @pytest.mark.parametrize("arguments", [["recipe.yaml"], ["--devices", "1,2"], ["--devices", "0"]])
