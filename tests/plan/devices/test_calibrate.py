@@ -129,12 +129,9 @@ def test_no_shape_is_begun_when_the_time_is_up(begun: list[str]) -> None:
 def test_a_format_that_is_far_slower_is_not_timed_with_larger_shapes(
     begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(room, "MUCH_SLOWER", 1.5)
     calibrate(TINY * 2)
     assert begun == ["float32", "bfloat16", "float32"]
-    begun.clear()
-    monkeypatch.setattr(room, "MUCH_SLOWER", 1e9)
-    calibrate(TINY * 2)
-    assert begun == ["float32", "bfloat16"] * 2
 
 
 @pytest.mark.parametrize("arguments", [["recipe.yaml"], ["--devices", "1,2"], ["--devices", "0"]])
