@@ -4,6 +4,7 @@ directly from sources on this machine.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,13 +66,15 @@ class TextSample:
     """Documents of files that are spread evenly over the sources.
 
     `whole`: these are all documents. `file_bytes`: size of all files of the sources, as they lie on
-    the disk; None if a source does not tell.
+    the disk; None if a source does not tell. `taken`: the share of them that the sources'
+    `fraction` takes.
     """
 
     texts: list[str] = field(default_factory=list)
     files: int = 0
     whole: bool = True
     file_bytes: int | None = 0
+    taken: float = 1.0
     compressed: bool = False
     only_text: bool = True
     """Whether the files hold nothing but the texts."""
@@ -122,9 +125,11 @@ def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
         return _ingested(recipe, most, most_bytes)
     sample = TextSample()
     share, room = max(1, most // len(sources)), most_bytes // len(sources)
-    for files, extractor in sources:
+    sizes = [sum(file.bytes for file in files) for files, _ in sources]
+    taken = sum(map(operator.mul, sizes, (source.fraction for source in recipe.data.train)))
+    sample.taken = taken / sum(sizes) if any(sizes) else 1.0
+    for (files, extractor), size in zip(sources, sizes, strict=True):
         known = sample.file_bytes is not None and all("bytes" in file.stamp for file in files)
-        size = sum(file.bytes for file in files)
         sample.file_bytes = (sample.file_bytes or 0) + size if known else None
         sample.compressed |= any(_is_compressed(file) for file in files)
         sample.only_text &= all(file.format == "text" for file in files)

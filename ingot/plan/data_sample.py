@@ -365,8 +365,8 @@ def _text_bytes(recipe: Recipe, sample: TextSample) -> Range | None:
         size = sum(int(source["bytes"]) for source in raw["splits"].get("train", ()))
         return Range.exactly(float(size), "measured")
     if sample.whole:
-        return Range.exactly(float(sum(len(one.encode()) for one in sample.texts)))
+        return Range.exactly(sample.taken * sum(len(one.encode()) for one in sample.texts))
     if sample.file_bytes is None:
         return None
     held = Range.exactly(1.0) if sample.only_text else PLAIN_TEXT
-    return (PACKED_TEXT if sample.compressed else held) * float(sample.file_bytes)
+    return (PACKED_TEXT if sample.compressed else held) * (sample.taken * sample.file_bytes)

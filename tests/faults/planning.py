@@ -142,6 +142,14 @@ FAULTS = [
         "tests/cli/test_plan.py",
     ),
     Fault(
+        "fraction-of-a-source-not-planned",
+        "ingot/data/sample.py",
+        "sample.taken = taken / sum(sizes) if any(sizes) else 1.0",
+        "sample.taken = 1.0",
+        "a plan counts all documents of a source of which the recipe takes a part",
+        "tests/plan/test_data_sample.py",
+    ),
+    Fault(
         "the-plan-of-another-recipe",
         "ingot/report/planned.py",
         "return [name for name in names if before.get(name) != now.get(name)] if now else []",

@@ -16,6 +16,7 @@ from ingot.data.ingest import ingest
 from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import prepare
 from ingot.data.sample import NotHere, sample_sources
+from ingot.plan import data_sample as room
 from ingot.plan.assemble import data_sample
 from ingot.plan.checks.recipe import judge_data, judge_unknown
 from ingot.plan.data_sample import ColumnLengths, data_bytes, look_at_data
@@ -158,6 +159,25 @@ def test_texts_lose_nothing_since_they_go_on_in_another_row(tmp_path: Path) -> N
     found = look_at_data(small_recipe(tmp_path, data__seq_len=8))
     assert found.columns["tokens"].longer > 0.9
     assert (found.truncated, found.lost_targets) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_of_a_source_that_is_taken_in_part_only_that_part_counts(
+    sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sampled:
+        monkeypatch.setattr(room, "MOST_DOCUMENTS", 60)
+    write_documents(tmp_path / "text", 400)
+    recipe = small_recipe(
+        tmp_path, data__train=[{"source": str(tmp_path / "text"), "fraction": 0.2}]
+    )
+    before = look_at_data(recipe)
+    ingest(recipe)
+    prepare(recipe)
+    after = look_at_data(recipe)
+    assert before.rows is not None
+    assert after.rows is not None
+    assert before.rows.likely == pytest.approx(after.rows.likely, rel=0.4)
 
 
 def test_a_sample_is_spread_over_all_files(tmp_path: Path) -> None:
