@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -101,8 +101,26 @@ def render_marked(
     tools: Tools | None = None,
 ) -> str:
     """`render` with BEGIN and END around what stands in `{% generation %}` blocks."""
+    return rendered(
+        functools.partial(_compiled, template),
+        messages,
+        special,
+        generation_prompt=generation_prompt,
+        tools=tools,
+    )
+
+
+def rendered(
+    compile: Callable[[], jinja2.Template],
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    generation_prompt: bool = False,
+    tools: Tools | None = None,
+) -> str:
+    """`render_marked` of a template as `compile` makes it."""
     try:
-        return _compiled(template).render(
+        return compile().render(
             messages=list(messages),
             tools=None if tools is None else list(tools),
             documents=None,
@@ -118,13 +136,18 @@ def render_marked(
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    return environment_of().from_string(template)
+
+
+def environment_of(
+    kind: type[ImmutableSandboxedEnvironment] = ImmutableSandboxedEnvironment,
+) -> ImmutableSandboxedEnvironment:
+    """The sandbox that templates run in, with what they may call."""
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
-    return environment.from_string(template)
+    return environment
 
 
 class _Generation(Extension):
@@ -188,6 +211,14 @@ def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[s
         return [masked(item) for item in value] if isinstance(value, list | tuple) else value
 
     return masked(messages), {character: token for token, character in masks.items()}
+
+
+def has_look_alikes(texts: Sequence[str], special: re.Pattern[str] | None) -> bool:
+    """Whether `mask_look_alikes` would replace something in one of the texts."""
+    whole = "\n".join(texts)
+    return bool(special and special.search(whole)) or bool(
+        not whole.isascii() and MARKS.search(whole)
+    )
 
 
 def split_at_special(

@@ -1,0 +1,169 @@
+"""Chats put together from the layout of their shape: the same ids and masks as rendered one by one,
+and rendered one by one wherever a template looks into what is said.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from ingot.base.errors import WrongInput
+from ingot.config.doors import BUILT_IN
+from ingot.tokenizers import chat as module
+from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chat_layouts import ChatLayout, layout_of, shape_of
+from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.tokenizers.small import CHATML, chatty, real_tokenizer
+from tests.tokenizers.test_chat_masks import (
+    BARE_BLOCKS,
+    BLOCKS,
+    END_ONCE,
+    LAST_ONLY,
+    NO_END,
+    NO_PROMPT,
+    REAL,
+    ROLE_TOKENS,
+    A,
+    Chat,
+    S,
+    U,
+    turns,
+)
+from tests.tokenizers.test_chat_templates import all_tokens
+
+TEMPLATES = [CHATML, BLOCKS, BARE_BLOCKS, LAST_ONLY, NO_PROMPT, NO_END, END_ONCE, ROLE_TOKENS]
+BITS = ["a", "b ", " c", "\n", "<|im_end|>", "<|im_start|>assistant\n", "\U00100011", "\U000f0000"]
+BITS += ["🔥", "é", "assistant:", "im_end|>", "end|>", "<|", "<", "user\n", "</think>", "</s>"]
+
+
+def made_up_chats(count: int) -> list[Chat]:
+    """Chats of few shapes, so that most have a layout, whose contents try to be mistaken."""
+    draw = random.Random(3)
+    shapes = [(U, A), (S, U, A), (U, A, U, A), (A, U, A, A), (U, U)]
+    return [
+        turns(
+            *(
+                (role, "".join(draw.choice(BITS) for _ in range(draw.randint(0, 5))))
+                for role in draw.choice(shapes)
+            )
+        )
+        for _ in range(count)
+    ]
+
+
+def accepted(tokenizer: Tokenizer, chats: list[Chat]) -> list[Chat]:
+    """Those in which the turns are found; the others are refused with the whole batch."""
+
+    def is_accepted(chat: Chat) -> bool:
+        try:
+            encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+        except WrongInput:
+            return False
+        return True
+
+    return [chat for chat in chats if is_accepted(chat)]
+
+
+def check_alike(tokenizer: Tokenizer, chats: list[Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = accepted(tokenizer, chats)
+    assert len(chats) > 20
+    for firsts in (None, [len(chat) // 2 for chat in chats]):
+        found = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "layout_of", lambda *_: None)
+            wanted = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_same_ids_and_masks(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_alike(chatty(template), made_up_chats(80), monkeypatch)
+
+
+@pytest.mark.parametrize("name", BUILT_IN["template"])
+def test_the_same_with_built_in_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_template(all_tokens(), find_template(name))
+    check_alike(tokenizer, made_up_chats(60), monkeypatch)
+
+
+@pytest.mark.drawn("layouts of real templates")
+@pytest.mark.parametrize("name", ["hf_llama3_2", "hf_qwen3"])
+def test_the_same_with_real_templates_and_chats(
+    test_data: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = test_data / "llamafactory_demo" / "alpaca_en_demo.json"
+    real = json.loads(path.read_text(encoding="utf-8"))[:30]
+    chats = [turns((U, one["instruction"]), (A, one["output"])) for one in real]
+    tokenizer = real_tokenizer(test_data / "tokenizers" / name)
+    check_alike(tokenizer, [*chats, *REAL, *made_up_chats(40)], monkeypatch)
+
+
+def layout(template: str, *roles: str) -> ChatLayout | None:
+    shape = shape_of(turns(*((role, "x") for role in roles)))
+    assert shape is not None
+    return layout_of(chatty(template).chat_format, shape, 0)
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS])
+def test_templates_that_only_join_have_layouts(template: str) -> None:
+    assert layout(template, S, U, A) is not None
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        "{% if m.content == 'b' %}!{% endif %}",
+        "{% if 'b' in m.content %}!{% endif %}",
+        "{% if m.content in 'abc' %}!{% endif %}",
+        "{% if m.content in ['b'] %}!{% endif %}",
+        "{% if m.content | length > 1 %}!{% endif %}",
+        "{% if m.content.startswith('b') %}!{% endif %}",
+        "{% if m.content[0] == 'b' %}!{% endif %}",
+        "{{ m.content | upper }}",
+        "{{ m.content | tojson }}",
+        "{{ m.content.strip('b') }}",
+        "{{ (m.role + m.content) | trim }}",
+        "{{ 'x'.join([m.content]) }}",
+        "{{ {'b': 1}[m.content] }}",
+        "{% set x = m.content ~ '' %}{% if x == 'b' %}!{% endif %}",
+        "{% set x = '%s' % (m.content,) %}{% if x == 'b' %}!{% endif %}",
+        "{% set x %}{{ m.content }}{% endset %}{% if x == 'b' %}!{% endif %}",
+        "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) == 'b' %}!{% endif %}",
+    ],
+)
+def test_a_template_that_looks_into_contents_has_none(
+    looks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = CHATML.replace("%}{{", "%}" + looks.replace("m.", "message.") + "{{", 1)
+    assert layout(template, U, A) is None
+    tokenizer = chatty(template)
+    chats = [turns((U, text), (A, "yes")) for text in ("b", "c", "bb", "abc", " b ")] * 5
+    check_alike(tokenizer, chats, monkeypatch)
+
+
+def test_a_special_token_that_a_content_completes_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What splits a rendered chat cannot know who wrote half of a token."""
+    template = CHATML.replace("{% for", "{% if messages %}<|im_{% endif %}{% for", 1)
+    template = template.replace("'<|im_start|>' + message['role']", "message['role'] + '<|im_'", 1)
+    template = template.replace("'\n' + message['content'] | trim", "message['content']", 1)
+    chats = [turns((U, text), (U, "b")) for text in ("end|>", "start|>a", "x")] * 10
+    check_alike(chatty(template), chats, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": U, "content": "a", "name": "b"}],
+        [{"role": U, "content": [{"type": "text", "text": "a"}]}],
+        turns((U, "a"), (A, "")),
+        turns((U, " \n"), (A, "b")),
+    ],
+)
+def test_chats_without_a_shape(messages: Chat) -> None:
+    assert shape_of(messages) is None
