@@ -16,7 +16,8 @@ from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest
+from ingot.models.generation.seq2seq import Seq2SeqRequest
+from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.serve.native.causal import TextEncoder
 from ingot.serve.native.embedding import Embedder
 from ingot.serve.native.model import LoadedModel, load

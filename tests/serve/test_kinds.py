@@ -23,6 +23,7 @@ from ingot.cli.model import find_target, predict_once
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
+from ingot.models.generation.request import REPLACEMENT
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest, generate
 from ingot.models.hf.models import Seq2Seq
@@ -81,10 +82,13 @@ def judging(class_folder: Path) -> Iterator[Running]:
 
 
 def text_of(loaded: LoadedModel, prompt: str, max_tokens: int = LIMIT, **more: Any) -> str:
-    """What the model writes alone, from ids put together by hand."""
+    """What the model writes alone, from ids put together by hand, without an incomplete character
+    at its end.
+    """
     assert isinstance(loaded.model, Seq2Seq)
     ids = [0, *loaded.tokenizer.encode(f"sum: {prompt}"), 1]
-    return loaded.tokenizer.decode(generate(loaded.model, [ids], max_tokens, eos=[1], **more)[0])
+    written = generate(loaded.model, [ids], max_tokens, eos=[1], **more)[0]
+    return loaded.tokenizer.decode(written).rstrip(REPLACEMENT)
 
 
 def post(server: Running, route: str, body: Any) -> httpx.Response:

@@ -73,12 +73,10 @@ def changed_config(folder: Path, copy: Path, **changes: Any) -> Path:
     return copy
 
 
-def make_summarizer(folder: Path) -> Path:
-    """A random T5 that reads sources behind `sum: `; some of its texts end, others never do."""
+def make_summarizer(folder: Path, build: str = "t5-1.1") -> Path:
+    """A random T5, or another of `SEQ2SEQ`, that reads sources behind `sum: `; some of its texts end, others never do."""
     tokenizer = train_bpe([TEXT * 20, TEXT.title() * 20], 320)
-    model = varied(
-        "t5-1.1", vocab_size=320, eos_token_id=1, pad_token_id=2, decoder_start_token_id=2
-    )
+    model = varied(build, vocab_size=320, eos_token_id=1, pad_token_id=2, decoder_start_token_id=2)
     sources = [[0, *tokenizer.encode(f"sum: {word}"), 1] for word in TEXT.split()[:12]]
     ending = common(generate(model, sources, 60, eos=[2]))
     with torch.no_grad():  # what was that token is EOS from now on

@@ -1,5 +1,5 @@
-"""Text generation by sequence-to-sequence models, a batch of sources at a time; batching does not
-change an answer.
+"""Requests to sequence-to-sequence models, and their answers a batch of sources at a time; batching
+does not change an answer. For requests that come and go see `seq2seq_generator`.
 
 transformers runs the search. The maximum length is always set here, so its default of twenty tokens
 never applies. Of a model's `generation_config.json` only the settings that forbid or prefer texts
@@ -8,8 +8,8 @@ are used (`PREFERENCES`); lengths, beams and sampling come from the request.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,10 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import (
-    Completion,
-    CompletionChunk,
-    Decode,
     DecoderLimits,
     FinishReason,
     Request,
     check_ids,
-    join_chunks,
 )
 from ingot.models.generation.rules import rules_of
 from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
@@ -117,24 +113,19 @@ def answer_batch(
         device=device,
     )
     monitor = _SearchMonitor(requests, is_cancelled)
-    own, was_training = model.inner.generation_config, model.training
-    # transformers takes settings that are not passed, lengths and sampling included, from the
-    # model's own generation configuration, so that is replaced meanwhile.
-    model.inner.generation_config = _settings(
-        model, max(request.max_tokens for request in requests), beams, eos
-    )
+    was_training = model.training
     model.eval()
     try:
-        rows = model.inner.generate(
-            tokens,
-            attention_mask=mask,
-            logits_processor=[monitor.choose],
-            stopping_criteria=[monitor.stop],
-        )
-        ends = _ends(model.inner.generation_config.eos_token_id)
+        with configured(model, max(request.max_tokens for request in requests), beams, eos):
+            rows = model.inner.generate(
+                tokens,
+                attention_mask=mask,
+                logits_processor=[monitor.choose],
+                stopping_criteria=[monitor.stop],
+            )
     finally:
-        model.inner.generation_config = own
         model.train(was_training)
+    ends = ends_of(model, eos)
     return [
         _answer(row[1:], request, ends, finite=index not in monitor.broken)
         for index, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True))
@@ -191,26 +182,38 @@ class _SearchMonitor:
         self.broken.update(index for index, good in enumerate(finite) if not good)
 
 
-def _settings(model: Seq2Seq, max_tokens: int, beams: int, eos: Collection[int]) -> object:
+@contextmanager
+def configured(model: Seq2Seq, max_tokens: int, beams: int, eos: Collection[int]) -> Iterator[None]:
+    """Meanwhile the model has a generation configuration of ours. transformers takes settings that
+    are not passed, lengths and sampling included, from there.
+    """
     own = model.inner.generation_config
     kept = {name: value for name in PREFERENCES if (value := getattr(own, name, None)) is not None}
-    return type(own)(
+    model.inner.generation_config = type(own)(
         **kept,
         max_new_tokens=max_tokens,
         num_beams=beams,
         do_sample=False,
-        eos_token_id=sorted(eos) or _ends(own.eos_token_id) or None,
+        eos_token_id=sorted(ends_of(model, eos)) or None,
         pad_token_id=model.config.pad,
         decoder_start_token_id=model.inner.config.decoder_start_token_id,
     )
+    try:
+        yield
+    finally:
+        model.inner.generation_config = own
 
 
-def _ends(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def ends_of(model: Seq2Seq, eos: Collection[int]) -> frozenset[int]:
+    """The tokens that end a text: `eos`, or the model's own if that is empty."""
+    own = model.inner.generation_config.eos_token_id
+    return frozenset(eos) or frozenset(
+        () if own is None else own if isinstance(own, list) else [own]
+    )
 
 
 def _answer(
-    row: list[int], request: Seq2SeqRequest, ends: Sequence[int], *, finite: bool
+    row: list[int], request: Seq2SeqRequest, ends: Collection[int], *, finite: bool
 ) -> Seq2SeqAnswer:
     row = row[: request.max_tokens]
     end = next((place for place, token in enumerate(row) if token in ends), None)
@@ -258,105 +261,3 @@ def check_text(ids: Sequence[int], config: DecoderLimits) -> None:
             f" {config.max_position_embeddings:,} positions; shorten it"
         )
     check_ids(ids, config)
-
-
-class Seq2SeqJob:
-    """A request inside a `Seq2SeqGenerator`."""
-
-    def __init__(self, request: Seq2SeqRequest) -> None:
-        self.request = request
-        self.wanted = True
-
-
-class Seq2SeqGenerator:
-    """The interface of `Generator` for sequence-to-sequence models: waiting requests are batched,
-    and a batch is generated completely in one step.
-
-    Args:
-        eos: tokens that end a text; the model's own if empty.
-        decode: ids to text.
-    """
-
-    def __init__(
-        self, model: Seq2Seq, *, decode: Decode, eos: Collection[int] = (), max_rows: int = 8
-    ) -> None:
-        self._model, self._decode, self._eos, self._max_rows = (
-            model,
-            decode,
-            frozenset(eos),
-            max_rows,
-        )
-        self._pending: deque[Seq2SeqJob] = deque()
-
-    @property
-    def busy(self) -> int:
-        """The number of unfinished requests."""
-        return len(self._pending)
-
-    def add(self, request: Request) -> Seq2SeqJob:
-        """Queue a request. Raises WrongInput if the model cannot serve it."""
-        asked = request if isinstance(request, Seq2SeqRequest) else Seq2SeqRequest(**vars(request))
-        check_seq2seq_request(asked, self._model.config)
-        job = Seq2SeqJob(asked)
-        self._pending.append(job)
-        return job
-
-    def interrupt(self, job: Seq2SeqJob) -> None:
-        """Cancel a request from any thread, also while `step` runs: it is abandoned at the next
-        token.
-        """
-        job.wanted = False
-
-    def cancel(self, job: Seq2SeqJob) -> None:
-        """Drop a request; one that is finished is ignored."""
-        job.wanted = False
-        if job in self._pending:
-            self._pending.remove(job)
-
-    def clear(self) -> None:
-        """Drop every request; for use after `step` raised."""
-        self._pending.clear()
-
-    def step(self) -> list[tuple[Seq2SeqJob, CompletionChunk]]:
-        """Generate the next batch: up to `max_rows` requests with the same beam settings. Returns
-        one final chunk each.
-        """
-        group = self._next_group()
-        if not group:
-            return []
-        written = answer_batch(
-            self._model,
-            [job.request for job in group],
-            self._eos,
-            lambda row: not group[row].wanted,
-        )
-        for job in group:
-            self._pending.remove(job)
-        return [
-            (job, self._piece(job.request, answer))
-            for job, answer in zip(group, written, strict=True)
-        ]
-
-    def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Answer `requests` and nothing else; returns the answers in their order."""
-        jobs = [self.add(request) for request in requests]
-        pieces: dict[Seq2SeqJob, CompletionChunk] = {}
-        while self.busy:
-            pieces.update(self.step())
-        return [join_chunks([pieces[job]]) for job in jobs]
-
-    def _next_group(self) -> list[Seq2SeqJob]:
-        def width(request: Seq2SeqRequest) -> tuple[int, int]:
-            return (1, 0) if request.beams == 1 else (request.beams, request.max_tokens)
-
-        same = [
-            job for job in self._pending if width(job.request) == width(self._pending[0].request)
-        ]
-        return same[: self._max_rows]
-
-    def _piece(self, request: Seq2SeqRequest, answer: Seq2SeqAnswer) -> CompletionChunk:
-        text = self._decode(answer.ids) if answer.finish != "error" else ""
-        places = [place for stop in request.stop if (place := text.find(stop)) >= 0]
-        if places:
-            return CompletionChunk(text[: min(places)], (), answer.generated, "stop")
-        return CompletionChunk(text, (), answer.generated, answer.finish)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
+from ingot.models.generation.crossrows import prepared
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
 from ingot.models.hf.config import read_hf_config
@@ -180,14 +181,14 @@ def next_logits(
     # Shorter prompts are padded on the left, so that all continue at the same position.
     tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
-    ids, state = inner.generate(
+    ids, _, state = inner.generate(
         tokens.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
-        custom_generate=_prepared,
+        custom_generate=prepared,
     )
     outputs = inner(
         **inner.prepare_inputs_for_generation(ids, is_first_iteration=True, **state),
@@ -202,18 +203,6 @@ def next_logits(
                 ids, next_sequence_length=1 if state["use_cache"] else None, **state
             )
             outputs = inner(**inputs, return_dict=True)
-
-
-def _prepared(
-    model: object,
-    input_ids: Tensor,
-    logits_processor: object,
-    stopping_criteria: object,
-    generation_config: object,
-    **state: Any,
-) -> tuple[Tensor, dict[str, Any]]:
-    """A decoding method for `generate` that hands back what it would begin with."""
-    return input_ids, state
 
 
 def _library() -> Any:

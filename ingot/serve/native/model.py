@@ -28,11 +28,11 @@ from ingot.models.generation.generator import Generator, eos_ids
 from ingot.models.generation.prefixes import PrefixStore
 from ingot.models.generation.request import Request, check_request
 from ingot.models.generation.seq2seq import (
-    Seq2SeqGenerator,
     Seq2SeqRequest,
     check_seq2seq_request,
     check_text,
 )
+from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.models.hf.folder import check_template, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model

@@ -13,7 +13,8 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
-from ingot.models.generation.seq2seq import Seq2SeqGenerator, Seq2SeqRequest, answer_batch, generate
+from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, generate
+from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.models.hf.loading import generation_settings
 from ingot.models.hf.models import Seq2Seq
 from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, in_short, reference
@@ -229,15 +230,15 @@ def test_a_summarizer_answers_all_kinds_of_requests() -> None:
     assert (answers[0].finish, answers[0].generated) == ("length", 9)
 
 
-def test_who_is_not_waited_for_is_given_up_at_the_next_token(
+def test_a_search_gives_up_at_the_next_token_who_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("t5-1.1")
     summarizer = Seq2SeqGenerator(model, decode=spell, eos=[VOCAB - 3])
     stays, leaves = (
-        summarizer.add(Seq2SeqRequest(SOURCES[0], 6)),
-        summarizer.add(Seq2SeqRequest(SOURCES[1], 4000)),
+        summarizer.add(Seq2SeqRequest(source, 40, beams=2)) for source in (SOURCES[0], SOURCES[1])
     )
+    wanted = generate(model, [SOURCES[0]], 40, 2, eos=[VOCAB - 3])[0]
     project, steps = model.inner.lm_head.forward, list[int]()
 
     def counted(hidden: Tensor) -> Tensor:
@@ -249,13 +250,13 @@ def test_who_is_not_waited_for_is_given_up_at_the_next_token(
 
     monkeypatch.setattr(model.inner.lm_head, "forward", counted)
     answers = dict(summarizer.step())
-    assert len(steps) == 6
-    assert answers[stays].text == spell(generate(model, [SOURCES[0]], 6, eos=[VOCAB - 3])[0])
+    assert answers[stays].text == spell(wanted)
+    assert answers[leaves].generated < 6 < len(steps)
     assert summarizer.busy == 0
-    job = summarizer.add(Seq2SeqRequest(SOURCES[0], 5))
-    summarizer.cancel(job)
-    summarizer.cancel(job)
-    assert summarizer.step() == []
+    for job in (summarizer.add(Seq2SeqRequest(SOURCES[0], 5, beams=beams)) for beams in (1, 2)):
+        summarizer.cancel(job)
+        summarizer.cancel(job)
+        assert summarizer.step() == []
     summarizer.add(Seq2SeqRequest(SOURCES[0], 5))
     summarizer.clear()
     assert summarizer.busy == 0
