@@ -70,7 +70,13 @@ class Player:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": str(ROOT),
+            # In this environment, with what it was given beside its own packages.
+            "PYTHONPATH": os.pathsep.join(
+                [
+                    str(ROOT),
+                    *([os.environ.get("PYTHONPATH", "")] if python == sys.executable else []),
+                ]
+            ),
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._said = (folder / "said.txt").open("w+", encoding="utf-8")

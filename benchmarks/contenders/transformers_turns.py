@@ -50,6 +50,7 @@ def arguments(task: dict[str, Any]) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",
         "dataloader_num_workers": 0,
         "torch_compile": task["compiled"],
+        "torch_compile_backend": task.get("backend"),
     }
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.gpu.packages import missing
 from benchmarks.gpu.results import Results, head, nvidia
-from benchmarks.gpu.rows import ROWS
+from benchmarks.gpu.rows import ROWS, in_miniature
 from benchmarks.gpu.runner import Runner, in_words
 from benchmarks.gpu.table import show
 from ingot.plan.devices.types import device_type
@@ -57,7 +57,8 @@ def main() -> int:
             f"this Python lacks {', '.join(lacks)}: install them, or make the folder of wheels with"
             " `make gpu-wheels` where there is a network and put them on PYTHONPATH"
         )
-    rows = [row for row in ROWS if not asked.only or any(part in row.name for part in asked.only)]
+    known = in_miniature() if asked.tiny else ROWS
+    rows = [row for row in known if not asked.only or any(part in row.name for part in asked.only)]
     if asked.list:
         for row in rows:
             console.print(f"{row.estimate_s:5.0f} s  {row.kind:8} {row.name}")
@@ -69,7 +70,7 @@ def main() -> int:
             " machine with one, or `--device cpu --tiny` to see that it runs"
         )
     about: dict[str, Any] = head(asked.device)
-    planned = planned_device(asked.plans or gpu.get("device", "cpu"))
+    planned = planned_device(asked.plans or gpu.get("device", "h100" if asked.tiny else "cpu"))
     if asked.plans:
         rows = [row for row in rows if row.beside]
     results = Results(asked.results, about, asked.also, planned)

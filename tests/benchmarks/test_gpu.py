@@ -20,10 +20,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import attention, packages, results, runner, table, training
+from benchmarks.gpu import attention, packages, planned, results, runner, table, training
+from benchmarks.gpu.one_row import perform
 from benchmarks.gpu.record import Asked, Record
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.rows import ROWS, Row
+from benchmarks.gpu.rows import ROWS, Row, in_miniature
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.steps import flops_of
 
@@ -209,30 +210,42 @@ def test_files_without_a_commit_have_a_hash(
     assert one != results.source_id()
 
 
-LIGHT: dict[str, dict[str, Any]] = {
-    "ceilings": {},
-    "attention": {},
-    "families": {},
-    "generation": {"preset": "llama-1b"},
-    "kernels": {"preset": "llama-1b", "micro_batch": 4, "compiled": False},
-}
+LIGHT = ("ceilings", "attention", "families", "planned", "generation")
+"""Programs that take seconds; those of `training` and `kernels` are tried in parts."""
+MINIATURE = [
+    *(row for row in in_miniature() if row.program in LIGHT),
+    Row(
+        "kernels",
+        "speed",
+        "kernels",
+        1,
+        {"preset": "llama-1b", "micro_batch": 4, "compiled": False},
+    ),
+]
 
 
 @pytest.mark.drawn("the program for a GPU in miniature")
-@pytest.mark.parametrize("name", LIGHT)
-def test_a_row_in_miniature(name: str) -> None:
+@pytest.mark.parametrize("row", MINIATURE, ids=lambda row: row.name)
+def test_a_row_in_miniature(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(planned.DEVICE, "h100")
     record = Record()
-    importlib.import_module(f"benchmarks.gpu.{name}").run(HERE, record, **LIGHT[name])
+    perform(row, HERE, record)
     assert record.lines
     assert all(line.get("holds") is not False for line in record.lines), record.lines
 
 
 @pytest.mark.drawn("the program for a GPU in miniature")
 @pytest.mark.parametrize("what", training.BESIDE_CPU)
-def test_training_in_miniature(what: str) -> None:
+def test_training_beside_the_cpu_in_miniature(what: str) -> None:
     record = Record()
     training.beside_cpu(what, training.BESIDE_CPU[what], 1, HERE, record)
     assert all(line["holds"] for line in record.lines)
+
+
+def test_offloaded_weights_in_miniature() -> None:
+    record = Record()
+    training.offloaded_weights(1, HERE, record)
+    assert [line["holds"] for line in record.lines] == [True, True, None]
 
 
 @pytest.mark.slow
@@ -243,7 +256,7 @@ def test_all_rows_in_miniature(tmp_path: Path) -> None:
     options = ["--minutes", "58", "--results", str(tmp_path / "gpu.jsonl")]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-6000:]
-    assert {line["row"] for line in read(tmp_path)} == {row.name for row in ROWS}
+    assert {line["row"] for line in read(tmp_path)} == {row.name for row in in_miniature()}
     assert {line["status"] for line in read(tmp_path)} == {"measured"}, ended.stdout[-6000:]
 
 

@@ -95,3 +95,14 @@ def test_the_peak_is_measured_in_a_hundredth_of_the_time(monkeypatch: pytest.Mon
     now += 50
     assert peak.flops() == 3e9
     assert not measured
+
+
+def test_the_peak_is_that_of_random_numbers_and_draws_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constant ones take less power, so that a GPU would clock higher than in any training."""
+    seen: list[torch.Tensor] = []
+    was = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: seen.extend((a, b)) or was(a, b))
+    state = torch.get_rng_state()
+    assert devices.measured_peak(torch.device("cpu"), "fp32") > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(0.9 < float(side.std()) < 1.1 for side in seen)
