@@ -139,18 +139,25 @@ def _more_operators(
     few: Mapping[Operator, float], many: Mapping[Operator, float], by: float
 ) -> dict[Operator, float]:
     """Operators that depend on the number of layers by their size, such as an optimizer's, are
-    taken together by kind.
+    taken together by kind; so are all of a kind of which some become rarer than none.
     """
-    found = {one: few[one] + by * (many[one] - few[one]) for one in few.keys() & many.keys()}
+    line = {one: few[one] + by * (many[one] - few[one]) for one in few.keys() & many.keys()}
+    rarer = {_kind(one) for one, count in line.items() if count < 0}
+    found = {one: count for one, count in line.items() if _kind(one) not in rarer}
     kinds: dict[tuple[str, str, tuple[int, int]], list[float]] = {}
     for operators, weight in ((few, 1 - by), (many, by)):
         for one in operators.keys() - found.keys():
-            sums = kinds.setdefault((one.kind, one.dtype, one.group), [0.0, 0.0, 0.0])
+            sums = kinds.setdefault(_kind(one), [0.0, 0.0, 0.0])
             count = operators[one]
             for place, value in enumerate((count, count * one.flops, count * one.bytes)):
                 sums[place] += weight * value
     for (kind, dtype, group), (count, flops, size) in kinds.items():
         # Sizes that grow leave their number as it is.
         number = max(1.0, count)
-        found[Operator(kind, dtype, flops / number, round(size / number), group)] = number
+        each = max(0.0, flops / number), max(0, round(size / number))
+        found[Operator(kind, dtype, *each, group)] = number
     return found
+
+
+def _kind(operator: Operator) -> tuple[str, str, tuple[int, int]]:
+    return operator.kind, operator.dtype, operator.group

@@ -16,7 +16,7 @@ from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
 from ingot.plan.tracing import trace
-from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, RankTrace
+from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, Operator, RankTrace
 from ingot.plan.tracing.stand_ins import counted_dispatches
 from ingot.plan.tracing.workers import TraceRequest, trace_all
 from ingot.train.micro_batch.trial import made_up_plan, open_trial
@@ -314,6 +314,16 @@ def test_a_line_through_two_traces() -> None:
     extended = few.with_layers(7, more)
     assert (extended.pieces, extended.extended, few.extended) == ((2, 8, 30), True, False)
     assert (extended.peak.total, extended.between.total, extended.build.total) == (30, 9, 3)
+
+
+def test_operators_that_become_rarer_with_more_layers_are_never_fewer_than_none() -> None:
+    small, large = Operator("memory", "float32", 0.0, 4), Operator("memory", "float32", 0.0, 8)
+    few = RankTrace(0, (_use(10),), _use(4), _use(3), {small: 5.0, large: 1.0}, {}, 1, 2)
+    more = replace(few, micro_batch={small: 4.0, large: 3.0}, layers=3)
+    found = few.with_layers(20, more).micro_batch
+    assert all(count > 0 and one.bytes >= 0 for one, count in found.items()), found
+    moved = sum(count * one.bytes for one, count in found.items())
+    assert moved == pytest.approx(28 + 18 * 12, rel=0.02), "as many bytes as on the line"
 
 
 def _use(size: int) -> MemoryUse:
