@@ -110,7 +110,8 @@ def test_salts_share_nothing_and_scores_of_a_prompt_are_whole(plain: Decoder) ->
     (other,) = generator.run(requests(1, cache_salt="b"))
     (none,) = generator.run(requests(1))
     (same_salt,) = generator.run(requests(1, cache_salt="a"))
-    assert [other.cached, none.cached, same_salt.cached] == [0, 0, 64]
+    (new,) = generator.run(requests(1, cache_salt="c"))
+    assert [other.cached, none.cached, same_salt.cached, new.cached] == [0, 0, 64, 0]
     (scored,) = generator.run(requests(1, prompt_logprobs=2, cache_salt="a"))
     assert scored.prompt == Generator(plain).run(requests(1, prompt_logprobs=2))[0].prompt
     assert scored.cached is None
