@@ -7,7 +7,13 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
@@ -79,10 +85,12 @@ class _Pool:
     ) -> list[Result]:
         began, self._advanced.value = progress.done, 0
         try:
-            with without_main_module():
-                futures: list[Future[Result]] = [
-                    self._pool.submit(_do, work, task) for task in tasks
-                ]
+            # In a thread, where no signal interrupts it between the start of a worker and the
+            # pool's note of it: to end, the pool would wait for a worker that it does not stop.
+            with without_main_module(), ThreadPoolExecutor(1) as starter:
+                futures: list[Future[Result]] = starter.submit(
+                    lambda: [self._pool.submit(_do, work, task) for task in tasks]
+                ).result()
             waiting = set(futures)
             while waiting:
                 finished, waiting = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
