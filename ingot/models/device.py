@@ -95,11 +95,22 @@ def fast_compute(asked: Literal["auto", "fp32", "bf16"], device: torch.device) -
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this processor has instructions for products of bf16 numbers (AVX-512 BF16, AMX).
-    Without them its products in bf16 are up to ninety times slower than in float32.
+    """Whether this processor is known to have instructions for products of bf16 numbers (AVX-512
+    BF16, AMX).
     """
     can = torch.cpu.get_capabilities()
     return bool(can.get("avx512_bf16") or can.get("amx_bf16"))
+
+
+def is_slow_in_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are many times slower on this device than in float32, up to ninety
+    times: x86 processors without instructions for them. Of others nothing is known.
+    """
+    return (
+        device.type == "cpu"
+        and torch.cpu.get_capabilities().get("architecture") == "x86_64"
+        and not has_bf16_instructions()
+    )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
 from ingot.config.recipe import Recipe
-from ingot.models.device import device_name, device_record, has_bf16_instructions
+from ingot.models.device import device_name, device_record, is_slow_in_bf16
 from ingot.models.hf.folder import model_hash
 from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -192,7 +192,7 @@ def _announce(
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
-        if plan.compute == "bf16" and mesh.device.type == "cpu" and not has_bf16_instructions():
+        if plan.compute == "bf16" and is_slow_in_bf16(mesh.device):
             say(
                 "train: warning: this processor has no instructions for bf16, so that products in"
                 " it take many times as long as in float32; set precision.compute=fp32"
