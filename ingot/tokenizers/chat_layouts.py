@@ -1,9 +1,8 @@
 """What a template writes around the contents of a chat, found once for all chats of one shape: the
 same roles in the same order.
 
-This is proved: the template runs on contents that report whatever looks into them. Where it
-joins, trims and prints them only, its text is the same for any others. All other templates and
-shapes are left to `chat_spans`, message by message. Encodes nothing.
+Only where `chat_watch` proves that the template does not look into contents. All other templates
+and shapes are left to `chat_spans`, message by message. Encodes nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +10,9 @@ from __future__ import annotations
 import bisect
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import jinja2
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat_render import (
@@ -27,15 +22,14 @@ from ingot.tokenizers.chat_render import (
     MARKS,
     ChatFormat,
     any_of_pattern,
-    environment_of,
-    rendered,
+    time_now,
 )
 from ingot.tokenizers.chat_spans import RenderedChat, render_with_spans, turn_format
+from ingot.tokenizers.chat_watch import Shape, Skeleton, joins_only, skeleton_of
 
 MOST_MESSAGES = 1000
+MOST_LAYOUTS = 1000
 SLOT = re.compile("([\U00100010-\U0010ffef])")
-Shape = tuple[tuple[str, bool], ...]
-"""For each message its role and whether it has a content."""
 Part = str | int
 """Text of the template, or the number of a content: 2i as it is, 2i + 1 without outer whitespace,
 where i is the number of the message.
@@ -57,34 +51,63 @@ class LayoutPiece:
 @dataclass(frozen=True)
 class ChatLayout:
     """The pieces of every chat of one shape. `unindented`: contents that must not begin with
-    whitespace, or the place of the turn is found in another way.
+    whitespace, or the place of the turn is found in another way. `times`: what the template was
+    told of the time, by pattern.
     """
 
     pieces: tuple[LayoutPiece, ...]
     unindented: tuple[int, ...]
+    times: Mapping[str, str]
 
 
-def shape_of(messages: Sequence[Mapping[str, Any]]) -> Shape | None:
-    """The shape of a chat; None if one has more than role and content, or if white space alone is
-    said, or if the assistant says nothing.
+class ChatLayouts:
+    """The layouts of one chat format, kept from batch to batch."""
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+        self._found: dict[tuple[Shape, int], ChatLayout | None] = {}
+        self._met: set[tuple[Shape, int]] = set()
+
+    def find(self, shape: Shape, first: int) -> ChatLayout | None:
+        """The layout of chats of this shape, trained from message `first` on. None if there is
+        none, or if this is the first such chat: a shape that comes once is not worth a layout.
+        """
+        key = shape, first
+        if key not in self._met:
+            if len(self._met) >= MOST_LAYOUTS:
+                self._met.clear()
+                self._found.clear()
+            self._met.add(key)
+            return None
+        layout = self._found.get(key)
+        if key not in self._found or (
+            layout and any(time_now(pattern) != told for pattern, told in layout.times.items())
+        ):
+            layout = self._found[key] = layout_of(self._form, shape, first)
+        return layout
+
+
+def shape_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Shape, list[str]] | None:
+    """The shape of a chat and its contents. None if a message has more than role and content, if
+    white space alone is said, if the assistant says nothing, or if there is no message.
     """
-    shape = []
+    shape, contents = [], []
     for message in messages:
-        content, role = message.get("content"), message["role"]
+        content, role = message.get("content"), message.get("role")
         if len(message) != 2 or type(content) is not str or type(role) is not str:
             return None
         if (not content or content.isspace()) and (content or role == "assistant"):
             return None
         shape.append((role, bool(content)))
-    return tuple(shape) if len(shape) <= MOST_MESSAGES else None
+        contents.append(content)
+    return (tuple(shape), contents) if 0 < len(shape) <= MOST_MESSAGES else None
 
 
 def layout_of(form: ChatFormat, shape: Shape, first: int) -> ChatLayout | None:
     """The layout of chats of this shape, trained from message `first` on; None if nothing proves
     that there is one.
     """
-    named = tuple(sorted(form.named.items()))
-    if not _joins_only(form.template) or any(
+    if not joins_only(form.template) or any(
         MARKS.search(role) or (form.special and any_of_pattern(tuple(form.special)).search(role))
         for role, _ in shape
     ):
@@ -94,152 +117,13 @@ def layout_of(form: ChatFormat, shape: Shape, first: int) -> ChatLayout | None:
         for number, (role, said) in enumerate(shape)
     ]
     try:
-        skeleton = _skeleton(form.template, dict(named), shape)
+        skeleton = skeleton_of(form.template, form.named, shape)
         if skeleton is None:
             return None
         found = render_with_spans(form, probe, first)
     except WrongInput:
         return None
     return _Outline(form, skeleton, probe, found, first).layout()
-
-
-def _watched(name: str) -> Callable[..., Any]:
-    def look(self: _Unseen, *_: Any, **__: Any) -> Any:
-        self._seen.append(name)
-        raise TypeError(f"{name} looks into a content")
-
-    return look
-
-
-UNWATCHED = {
-    *dir(object),
-    "__getnewargs__",
-} - {
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__hash__",
-    "__format__",
-    "__repr__",
-}
-_Watched: Any = type(
-    "_Watched", (str,), {name: _watched(name) for name in dir(str) if name not in UNWATCHED}
-)
-
-
-class _Unseen(_Watched):  # type: ignore[misc]
-    """A content that can be joined with text, trimmed, printed, and is not empty. Whatever else is
-    asked of it is noted in `_seen` and fails, as a sandbox may swallow the failure.
-    """
-
-    _seen: list[str]
-
-    @classmethod
-    def of(cls, text: str, seen: list[str]) -> _Unseen:
-        made = cls(text)
-        made._seen = seen
-        return made
-
-    def __add__(self, other: str) -> _Unseen:
-        return _Unseen.of(_plain(self) + _plain(other), self._seen)
-
-    def __radd__(self, other: str) -> _Unseen:
-        return _Unseen.of(_plain(other) + _plain(self), self._seen)
-
-    def __str__(self) -> str:
-        return self
-
-    def __bool__(self) -> bool:
-        return True
-
-    def strip(self, chars: str | None = None) -> _Unseen:
-        text = _plain(self)
-        if chars is not None or len(text) != 1:
-            self._seen.append("strip")
-            raise TypeError("a joined content cannot be trimmed unseen")
-        return _Unseen.of(chr(ord(text) | 1), self._seen)
-
-
-def _plain(text: str) -> str:
-    """The characters, as a str and nothing more."""
-    return str.__str__(text)
-
-
-class _WatchedEnvironment(ImmutableSandboxedEnvironment):
-    """Notes in `seen` each function that a template calls and that might look into a content
-    without asking it.
-    """
-
-    seen: list[str]
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(function, "__self__", None).__class__ is not _Unseen and function not in (
-            self.globals["namespace"],
-            self.globals["strftime_now"],
-            self.globals["range"],
-        ):
-            self.seen.append(str(function))
-        return super().call(context, function, *args, **kwargs)
-
-
-def _skeleton(template: str, named: Mapping[str, str], shape: Shape) -> str | None:
-    """The text of a chat with a mark in place of each content; None if the template looks into
-    one.
-    """
-    compiled, seen = _watched_template(template)
-    seen.clear()
-    chat = [
-        {"role": role, "content": _Unseen.of(chr(FIRST_MARK + 2 * number), seen) if said else ""}
-        for number, (role, said) in enumerate(shape)
-    ]
-    text = rendered(lambda: compiled, chat, named)
-    return None if seen else text
-
-
-@functools.lru_cache(maxsize=16)
-def _watched_template(template: str) -> tuple[jinja2.Template, list[str]]:
-    """The template, and the list in which it notes how it has looked into contents."""
-    seen: list[str] = []
-    environment: Any = environment_of(_WatchedEnvironment)
-    environment.seen = seen
-    tables: tuple[tuple[dict[str, Any], set[str]], ...] = (
-        (environment.filters, {"trim", "length", "first", "last"}),
-        (environment.tests, {"defined", "undefined", "none", "string", "mapping"}),
-    )
-    for table, kept in tables:
-        for name in set(table) - kept:
-            table[name] = functools.partial(_noted, seen, name)
-    return environment.from_string(template), seen
-
-
-def _noted(seen: list[str], name: str, *_: Any, **__: Any) -> None:
-    seen.append(name)
-    raise TypeError(f"{name} may look into a content")
-
-
-@functools.lru_cache(maxsize=16)
-def _joins_only(template: str) -> bool:
-    """Whether no construct of a template makes a plain text of a content and lets it look into that
-    later: what a macro or a block returns, `~`, `%`, and the search for one text in another.
-    """
-    tree = environment_of().parse(template)
-    hidden = (nodes.Concat, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-    known = (nodes.Const, nodes.List, nodes.Tuple)
-    return (
-        next(tree.find_all(hidden), None) is None
-        and all(isinstance(node.right, nodes.Const) for node in tree.find_all(nodes.Mod))
-        and all(
-            isinstance(node.expr, nodes.Const)
-            or all(
-                operand.op not in ("in", "notin") or isinstance(operand.expr, known[1:])
-                for operand in node.ops
-            )
-            for node in tree.find_all(nodes.Compare)
-        )
-    )
 
 
 class _Outline:
@@ -250,14 +134,14 @@ class _Outline:
     def __init__(
         self,
         form: ChatFormat,
-        skeleton: str,
+        skeleton: Skeleton,
         probe: list[dict[str, str]],
         found: RenderedChat,
         first: int,
     ) -> None:
         self._form, self._probe, self._found, self._first = form, probe, found, first
-        self._blocks = skeleton.count(BEGIN)
-        plain = skeleton.replace(BEGIN, "").replace(END, "")
+        self._blocks, self._times = skeleton.text.count(BEGIN), skeleton.times
+        plain = skeleton.text.replace(BEGIN, "").replace(END, "")
         self._parts: list[Part] = [
             ord(text) - FIRST_MARK if number % 2 else text
             for number, text in enumerate(SLOT.split(plain))
@@ -272,26 +156,25 @@ class _Outline:
         if unindented is None:
             return None
         pieces = self._pieces()
-        return None if pieces is None else ChatLayout(tuple(pieces), unindented)
+        return None if pieces is None else ChatLayout(tuple(pieces), unindented, self._times)
 
     def _said(self, part: Part) -> str:
         return part if isinstance(part, str) else self._probe[part // 2]["content"]
 
     def _is_cut_alike(self) -> bool:
         """Whether no content can make a special token together with the text beside it."""
-        special = self._form.special
+        special = tuple(self._form.special)
+        if not special:
+            return True
+        heads, tails, longest = _halves(special)
         for number, part in enumerate(self._parts):
-            if not isinstance(part, str) or not special:
+            if not isinstance(part, str):
                 continue
-            texts = any_of_pattern(tuple(special)).split(part)[::2]
-            between = len(texts) == 1 and 0 < number < len(self._parts) - 1
-            for token in special:
-                cuts = range(1, len(token))
-                if (
-                    (between and part in token)
-                    or any(part.endswith(token[:cut]) for cut in cuts)
-                    or any(part.startswith(token[cut:]) for cut in cuts)
-                ):
+            between = 0 < number < len(self._parts) - 1
+            if between and any(part in token and part != token for token in special):
+                return False
+            for cut in range(1, min(longest, len(part)) + 1):
+                if part[-cut:] in heads or part[:cut] in tails:
                     return False
         return True
 
@@ -372,3 +255,13 @@ class _Outline:
 
     def _is_trained(self, place: int) -> bool:
         return bisect.bisect_right(self._edges, place) % 2 == 1
+
+
+@functools.lru_cache(maxsize=16)
+def _halves(special: tuple[str, ...]) -> tuple[set[str], set[str], int]:
+    """How special tokens begin and how they end, whole tokens left out, and the length of the
+    longest such part.
+    """
+    heads = {token[:cut] for token in special for cut in range(1, len(token))}
+    tails = {token[cut:] for token in special for cut in range(1, len(token))}
+    return heads, tails, max(map(len, special)) - 1

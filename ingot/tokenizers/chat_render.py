@@ -146,7 +146,7 @@ def environment_of(
     environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = time_now
     return environment
 
 
@@ -181,7 +181,8 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _now(pattern: str) -> str:
+def time_now(pattern: str) -> str:
+    """What `strftime_now` tells a template."""
     return datetime.now().strftime(pattern)
 
 

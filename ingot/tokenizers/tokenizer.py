@@ -25,6 +25,7 @@ from ingot.tokenizers.backend import (
     TokenizerBackend,
     encode_beside_others,
 )
+from ingot.tokenizers.chat_layouts import ChatLayouts
 from ingot.tokenizers.chat_render import ChatFormat, mask_look_alikes, split_at_special
 from ingot.tokenizers.sentencepiece_backend import SentencePieceBackend
 from ingot.tokenizers.settings import (
@@ -279,6 +280,11 @@ class Tokenizer:
         return ChatFormat(
             self._where, self.template, self.special_ids, self.named, self._reference.control
         )
+
+    @functools.cached_property
+    def chat_layouts(self) -> ChatLayouts:
+        """What the template writes around the contents of chats, as far as it was met."""
+        return ChatLayouts(self.chat_format)
 
     @property
     def where(self) -> str:

@@ -12,9 +12,9 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
-from ingot.tokenizers import chat as module
+from ingot.tokenizers import chat_layouts, chat_render, chat_watch
 from ingot.tokenizers.chat import encode_chats
-from ingot.tokenizers.chat_layouts import ChatLayout, layout_of, shape_of
+from ingot.tokenizers.chat_layouts import ChatLayout, ChatLayouts, layout_of, shape_of
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, chatty, real_tokenizer
@@ -74,7 +74,7 @@ def check_alike(tokenizer: Tokenizer, chats: list[Chat], monkeypatch: pytest.Mon
     for firsts in (None, [len(chat) // 2 for chat in chats]):
         found = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
         with monkeypatch.context() as patched:
-            patched.setattr(module, "layout_of", lambda *_: None)
+            patched.setattr(ChatLayouts, "find", lambda *_: None)
             wanted = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
         for one, other in zip(found, wanted, strict=True):
             assert one.dtype == other.dtype
@@ -105,9 +105,9 @@ def test_the_same_with_real_templates_and_chats(
 
 
 def layout(template: str, *roles: str) -> ChatLayout | None:
-    shape = shape_of(turns(*((role, "x") for role in roles)))
-    assert shape is not None
-    return layout_of(chatty(template).chat_format, shape, 0)
+    found = shape_of(turns(*((role, "x") for role in roles)))
+    assert found is not None
+    return layout_of(chatty(template).chat_format, found[0], 0)
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS])
@@ -167,3 +167,26 @@ def test_a_special_token_that_a_content_completes_is_one(monkeypatch: pytest.Mon
 )
 def test_chats_without_a_shape(messages: Chat) -> None:
     assert shape_of(messages) is None
+
+
+def test_a_layout_is_found_again_when_the_template_tells_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layouts outlive a batch, and a template may write the day."""
+    tokenizer = chatty("{{ strftime_now('%d %b') }} " + CHATML)
+    chats = [turns((U, "a"), (A, "b"))] * 3
+
+    def texts() -> list[str]:
+        ids, _, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch)
+        ends = lengths.cumsum().tolist()
+        return [
+            tokenizer.decode(ids[end - length : end])
+            for end, length in zip(ends, lengths.tolist(), strict=True)
+        ]
+
+    for day in ("24 Nov", "25 Nov"):
+        for module in (chat_layouts, chat_render):
+            monkeypatch.setattr(module, "time_now", lambda _, day=day: day)
+        chat_render._compiled.cache_clear()
+        chat_watch._watched_template.cache_clear()
+        assert all(text.startswith(day) for text in texts())
