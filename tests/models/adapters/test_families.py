@@ -20,6 +20,7 @@ from tests.measured import largest, measured
 from tests.models.adapters.test_lora import excite, logits, relative
 from tests.models.adapters.test_peft import reference, their_logits, theirs
 from tests.models.hf.tiny import CPU
+from tests.models.native.test_family import needs_reference
 from tests.models.tiny import make_member
 
 FIRST = ["llama2", "mistral", "qwen2", "qwen3"]
@@ -85,6 +86,7 @@ def test_attention_of_a_mixture(case: str, tmp_path: Path) -> None:
     """
     from peft import PeftModel
 
+    needs_reference(case)
     base, folder = make_member(tmp_path / "base", case), tmp_path / "ours"
     model = load_model(base, device=CPU)
     plain = logits(model)
