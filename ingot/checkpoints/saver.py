@@ -77,6 +77,8 @@ class _Job:
     best: int | None
     began: float
     blocked_s: float
+    waited_for: bool
+    """Training waits until it is committed, and nothing was copied."""
 
 
 class Saver:
@@ -126,11 +128,13 @@ class Saver:
         *,
         keep: int,
         best: int | None,
+        last: bool = False,
     ) -> None:
         """Save the state after `step` optimizer steps; `payload` is stored in the commit marker.
         Afterwards all checkpoints but the newest `keep` and step `best` are deleted.
 
-        Waits for the previous save.
+        Waits for the previous save. `last`: training has ended, so that nothing is copied, and this
+        returns once the checkpoint is committed.
 
         Raises:
             Failed: the previous save failed (then nothing is saved), or, if not asynchronous, this
@@ -140,14 +144,14 @@ class Saver:
         self._join(self._on_wait)
         self._raise()
         tensors = training_tensors(masters, optimizer)
-        staged = staged_in_place(tensors) if self._staging is None else self._staging.copy(tensors)
-        job = _Job(
-            step, staged, copy.deepcopy(dict(payload)), keep, best, began, time.monotonic() - began
-        )
+        staging = None if last else self._staging
+        staged = staged_in_place(tensors) if staging is None else staging.copy(tensors)
+        held, blocked_s = copy.deepcopy(dict(payload)), time.monotonic() - began
+        job = _Job(step, staged, held, keep, best, began, blocked_s, staging is None)
         # Not a daemon thread: the interpreter waits for it at exit instead of cutting it off.
         self._thread = threading.Thread(target=self._work, args=(job,), name=f"save-{step}")
         self._thread.start()
-        if self._staging is None:
+        if job.waited_for:
             self._join(self._on_wait)
             self._raise()
 
@@ -193,7 +197,7 @@ class Saver:
 
     def _work(self, job: _Job) -> None:
         """The writer thread. Each operation is collective, so a failure on any rank reaches all."""
-        if self._staging is not None:
+        if not job.waited_for:
             _lower_priority()
         try:
             blocked_s = job.blocked_s + job.staged.wait()
@@ -215,7 +219,7 @@ class Saver:
                     Saved(
                         job.step,
                         written.folder,
-                        total_s if self._staging is None else blocked_s,
+                        total_s if job.waited_for else blocked_s,
                         total_s,
                         written.bytes,
                     )

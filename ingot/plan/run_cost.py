@@ -142,8 +142,8 @@ def cost_of(inputs: RunInputs) -> RunCost:
     rows_a_step = recipe.train.global_batch
     tokens_a_step = rows_a_step * tokens_of_row(recipe)
     work_s = times(steps, step_s)
-    saves = occurrences(recipe.checkpoint.every, steps, inputs.rows, rows_a_step, work_s)
-    saves = plus(saves, Range.exactly(1.0))  # the last one, or that of a signal
+    beside = _saves_beside(recipe.checkpoint.every, steps, inputs.rows, rows_a_step, work_s)
+    saves = plus(beside, Range.exactly(1.0))  # the last one, or that of a signal
     every = recipe.train.evaluate_every
     none = Range.exactly(0.0)
     evaluations = occurrences(every, steps, inputs.rows, rows_a_step, work_s) if every else none
@@ -180,7 +180,7 @@ def cost_of(inputs: RunInputs) -> RunCost:
         machine_hours=times(total_s, Range.exactly(place.nodes / HOUR_S)),
         money={way: _money(place, way, whole) for way, (whole, _) in wholes.items()},
         energy_kwh=_energy(inputs, total_s),
-        host_copy_bytes=host_copy(recipe, place, checkpoint),
+        host_copy_bytes=host_copy(recipe, place, checkpoint, beside),
         checkpoint_bytes=checkpoint,
         spaces=spaces(recipe, place, inputs.size, inputs.data_bytes, checkpoint),
         per_rank=per_rank,
@@ -223,6 +223,19 @@ def occurrences(
         epochs = _epochs(steps, rows, batch)
         return epochs if isinstance(epochs, Unknown) else mapped(epochs, math.floor)
     return times(work_s, Range.exactly(1.0 / (seconds_of(every) or 1.0)))
+
+
+def _saves_beside(
+    every: Every, steps: Estimate, rows: Range | None, batch: int, work_s: Estimate
+) -> Estimate:
+    """Saves while training goes on: one that is due after the last step is the last one."""
+    found = occurrences(every, steps, rows, batch, work_s)
+    if isinstance(every, int) and not isinstance(steps, Unknown):
+        return mapped(steps, lambda count: max(0.0, count - 1) // every)
+    if every == "epoch":
+        epochs = _epochs(steps, rows, batch)
+        return found if isinstance(epochs, Unknown) else mapped(epochs, lambda n: math.ceil(n) - 1)
+    return found
 
 
 def held_out_rows(recipe: Recipe, rows: Range | None) -> float | None:

@@ -200,9 +200,14 @@ def rank_costs(place: PlannedPlace, checkpoint: Estimate) -> tuple[PerRank, ...]
     return tuple(found)
 
 
-def host_copy(recipe: Recipe, place: PlannedPlace, checkpoint: Estimate) -> Estimate:
-    """Bytes of each node's memory that saving takes, as a copy of the state."""
-    if not recipe.checkpoint.asynchronous:
+def host_copy(
+    recipe: Recipe, place: PlannedPlace, checkpoint: Estimate, beside: Estimate
+) -> Estimate:
+    """Bytes of each node's memory that saving takes, as a copy of the state; `beside`: saves while
+    training goes on, without which nothing is copied.
+    """
+    rare = isinstance(beside, Range) and not beside.high and recipe.checkpoint.best is None
+    if rare or not recipe.checkpoint.asynchronous:
         return Range.exactly(0.0)
     if isinstance(checkpoint, Unknown):
         return checkpoint

@@ -24,9 +24,10 @@ from ingot.data.batches.loader import BatchSource, Loader
 from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import TrainState
+from ingot.train.checkpointing import CheckpointHook
 from ingot.train.evaluation import EvaluateHook, SampleHook, make_measure, sample_texts
 from ingot.train.goodput import EventSink, TimeAccount
-from ingot.train.hooks import CheckpointHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
+from ingot.train.hooks import KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.optim.schedules import Recurrence
 from ingot.train.profile import profile_hooks
@@ -177,7 +178,7 @@ def make_hooks(
 
     fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *rows)
-    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, first)
+    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),
         log,
@@ -210,7 +211,7 @@ def _checkpoint_hook(
     fields: CommitFields,
     every: Recurrence,
     account: TimeAccount,
-    first: int,
+    steps: tuple[int, int],
 ) -> CheckpointHook:
     recipe, mesh = process.recipe, process.mesh
     saver = Saver(
@@ -229,7 +230,7 @@ def _checkpoint_hook(
         fields.evaluation,
         fields,
         account,
-        first,
+        *steps,
         is_main=mesh.is_main,
     )
 

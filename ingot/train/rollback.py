@@ -19,8 +19,9 @@ from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
+from ingot.train.checkpointing import CheckpointHook
 from ingot.train.goodput import EventSink
-from ingot.train.hooks import CheckpointHook, TooManySkipped
+from ingot.train.hooks import TooManySkipped
 from ingot.train.resume import LEFT_OUT
 from ingot.train.setup import TrainSetup
 

@@ -152,13 +152,18 @@ def test_save_comes_back_at_once_and_tells_what_it_took(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_synchronous_save_is_all_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_at_the_end_is_all_waiting_and_copies_nothing(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Staging, "allocate")
     masters, optimizer = trained(0)
-    saver = Saver(tmp_path, ALONE, asynchronous=False)
-    saver.save(1, masters, optimizer, {}, keep=1, best=None)
+    saver = Saver(tmp_path, ALONE, asynchronous=asynchronous)
+    saver.save(1, masters, optimizer, {}, keep=1, best=None, last=asynchronous)
     [saved] = saver.done()
     assert saved.blocked_s == saved.total_s
     assert [found.step for found in committed(tmp_path)] == [1]
+    assert_equal(load(tmp_path), state_of(masters, optimizer))
     saver.close()
 
 

@@ -5,6 +5,7 @@ and without a part in what is trained.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
+from ingot.checkpoints.state import Staging
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Train
@@ -57,6 +59,36 @@ def test_steps_epochs_and_times() -> None:
     assert not timed.is_due(8)
     assert not timed.vote()
     assert not Recurrence("epoch", 10, 4, lambda: 1e9).vote()
+
+
+@pytest.mark.parametrize("every", [None, 1, 3, 7, 100, "epoch"])
+def test_whether_it_may_be_due_on_the_way_is_known_before(every: int | str | None) -> None:
+    for rows, batch in ((10, 4), (8, 4), (225, 32), (97, 7)):
+        recurrence = Recurrence(every, rows, batch)
+        for first in range(12):
+            for last in range(first, 24):
+                due = any(map(recurrence.is_due, range(first + 1, last)))
+                assert recurrence.may_be_due(first, last) == due, (every, rows, first, last)
+    assert Recurrence("1h", 10, 4).may_be_due(0, 2), "nobody knows how long a step takes"
+    assert not Recurrence("1h", 10, 4).may_be_due(0, 1)
+
+
+@pytest.mark.parametrize(("every", "on_the_way"), [(2, True), (4, False), (500, False)])
+def test_room_for_a_copy_is_taken_for_saves_on_the_way_alone(
+    every: int, on_the_way: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated, keep = [], Staging.allocate
+
+    def watched(staging: Staging, tensors: Mapping[str, torch.Tensor]) -> Any:
+        allocated.append(len(tensors))
+        return keep(staging, tensors)
+
+    monkeypatch.setattr(Staging, "allocate", watched)
+    recipe = small_recipe(root, train__steps=4, checkpoint__every=every)
+    train(recipe)
+    assert bool(allocated) == on_the_way
+    kept = [found.step for found in committed(recipe.folder.checkpoints)]
+    assert sorted(kept) == ([2, 4] if on_the_way else [4])
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "0s", "epochs", "30 m", "1.5h", "m", "yes"])

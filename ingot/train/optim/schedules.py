@@ -121,11 +121,20 @@ class Recurrence:
             return step % self.every == 0
         if self.every == "epoch":
             # True at the last whole step of each pass; `train.epochs` ends with it, too.
-            passes, next_passes = (
-                -(-steps * self._batch // self._rows) for steps in (step, step + 1)
-            )
-            return next_passes > passes
+            return self._passes(step + 1) > self._passes(step)
         return self._due
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Whether it can be due after a step between `first` and `last`, which are left out."""
+        if isinstance(self.every, int):
+            return (last - 1) // self.every > first // self.every
+        if self.every == "epoch":
+            return self._passes(last) > self._passes(first + 1)
+        return self.every is not None and first + 1 < last
+
+    def _passes(self, steps: int) -> int:
+        """Passes over the rows that `steps` steps begin."""
+        return -(-steps * self._batch // self._rows)
 
     def restart(self) -> None:
         """Restart the interval: it has just been done."""

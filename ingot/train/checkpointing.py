@@ -1,0 +1,130 @@
+"""The hook that decides when the training state is saved, and keeps the time account of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import flush_lines
+from ingot.checkpoints.saver import Saved, Saver
+from ingot.checkpoints.store import retain
+from ingot.config.sections.checkpoint import Checkpoint
+from ingot.train.build import TrainState
+from ingot.train.evaluation import EvaluateHook
+from ingot.train.goodput import TimeAccount
+from ingot.train.optim.schedules import Recurrence
+from ingot.train.step import StepInfo
+
+
+class CheckpointHook:
+    """Saves at the recurrence `every` and at each best evaluation, keeping at most `keep`
+    checkpoints and the best one; `finish` is called after the loop, which starts after step `first`
+    and ends with step `last`.
+
+    `payload` supplies further fields that a resumed run needs.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        train_state: TrainState,
+        run: RunFolder,
+        knobs: Checkpoint,
+        every: Recurrence,
+        stopper: EvaluateHook,
+        payload: Callable[[int], Mapping[str, Any]],
+        account: TimeAccount,
+        first: int,
+        last: int,
+        *,
+        is_main: bool,
+    ) -> None:
+        self.saver, self.train_state, self.run, self.knobs = saver, train_state, run, knobs
+        self.stopper, self.payload, self.account = stopper, payload, account
+        self.every, self.is_main = every, is_main
+        self.saved = first
+        """The step of the newest checkpoint whose save has started."""
+        self._last = last
+        self._due, self._is_saving = False, False
+        # Only saves beside training copy the state, and want room for that.
+        self._prepared = knobs.best is None and not every.may_be_due(first, last)
+
+    def after_step(self, info: StepInfo) -> bool:
+        if not self._prepared:
+            self.saver.prepare(
+                self.train_state.masters, self.train_state.optimizer
+            )  # the optimizer has its state now
+            self._prepared = True
+        self._due = self._due or self.every.is_due(info.step)
+        # While steps are being skipped no checkpoint is made: training may have to roll back to the
+        # state before them.
+        is_best = self.knobs.best is not None and self.stopper.best_step == info.step
+        due = is_best or (self._due and not float(info.outcome.skipped))
+        if due and info.step < self._last:  # `finish` saves the last one
+            self.save(info.step)
+        if self._is_saving:
+            self._record(self.saver.done())
+        return False
+
+    def save(self, step: int, *, last: bool = False) -> None:
+        """Start saving the state after `step` steps, unless that is already saved; the last one is
+        committed when this returns.
+        """
+        self._due = False
+        self.every.restart()
+        if step == self.saved:
+            return
+        if self.is_main:
+            for lines in (self.run.metrics, self.run.events):
+                flush_lines(
+                    lines
+                    # what is logged must not be younger than the checkpoint, should the whole
+                    # machine go
+                )
+        self.account.snapshot(step)
+        with self.account.spending("saving", "saving"):
+            self.saver.save(
+                step,
+                self.train_state.masters,
+                self.train_state.optimizer,
+                self.payload(step),
+                keep=self.knobs.keep,
+                best=self.stopper.best_step,
+                last=last,
+            )
+        self.saved, self._is_saving = step, True
+        self._record(self.saver.done())
+
+    def finish(self, step: int) -> None:
+        """Save the state after `step` steps, and wait until it is committed and older checkpoints
+        are deleted.
+        """
+        done_before = step == self.saved
+        self.save(step, last=True)
+        self.wait()
+        if done_before and self.is_main:
+            retain(
+                self.run.checkpoints, self.knobs.keep, self.stopper.best_step
+            )  # an attempt may have died before it came to that
+
+    def wait(self) -> None:
+        """Wait for the save in progress. Raises Failed on every rank if a checkpoint could not be
+        written.
+        """
+        with self.account.spending("saving", "saving"):
+            committed = self.saver.wait()
+        self._record(committed)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save of this rank has failed; `wait` then raises on every rank."""
+        return self._is_saving and self.saver.failed
+
+    def _record(self, committed: Sequence[Saved]) -> None:
+        for saved in committed:
+            self.account.committed(saved)
+            self._is_saving = self._is_saving and saved.step != self.saved
+
+    def close(self) -> None:
+        self.saver.close()
