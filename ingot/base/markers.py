@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import compact_json
 from ingot.base.storage import sha256_file, write_atomic
 
 SCHEMA = 1
@@ -133,9 +134,7 @@ def _problem(folder: Path, entry: Mapping[str, Any], *, checksums: bool) -> str 
 
 def canonical_json(value: Any) -> str:
     """The same text for equal values: keys sorted, no white space, no NaN."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
+    return compact_json(value, sort_keys=True)
 
 
 def fingerprint(value: Any) -> str:

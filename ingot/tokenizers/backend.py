@@ -8,12 +8,14 @@ import functools
 import itertools
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import tokenizers
 
 from ingot.base.errors import WrongInput
@@ -119,6 +121,22 @@ def encode_beside_others(encoder: ControlEncoder, text: str) -> list[int]:
     return encoding.ids
 
 
+_opened: weakref.WeakValueDictionary[str, JsonBackend] = weakref.WeakValueDictionary()
+
+
+def json_backend(text: str, where: str) -> JsonBackend:
+    """The backend of a tokenizer.json; that of another tokenizer with the same file while there is
+    one, since a large vocabulary takes half a second to read.
+
+    Raises:
+        WrongInput: `text` is no tokenizer.json.
+    """
+    found = _opened.get(text)
+    if found is None:
+        found = _opened[text] = JsonBackend(text, where)
+    return found
+
+
 class JsonBackend:
     """The backend of Hugging Face's `tokenizers` library, on a tokenizer.json.
 
@@ -189,10 +207,10 @@ def _lossy_reason(state: dict[str, Any]) -> str | None:
 
 def without_special(text: str) -> str:
     """A tokenizer.json without its special tokens and without the post-processor that adds them."""
-    state = json.loads(text)
+    state = orjson.loads(text)
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     state.update(post_processor=None, truncation=None, padding=None)
-    return json.dumps(state, ensure_ascii=False)
+    return orjson.dumps(state).decode()
 
 
 def parse(text: str, where: str) -> tokenizers.Tokenizer:
@@ -262,7 +280,7 @@ def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
     """Everything that determines ids, without empty values and without settings for character
     offsets, so that saving the file again does not change it.
     """
-    state = json.loads(reference.to_str())
+    state = orjson.loads(reference.to_str())
     return {
         name: _without_defaults(state.get(name))
         for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")

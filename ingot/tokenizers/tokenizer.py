@@ -20,10 +20,10 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 from ingot.tokenizers.backend import (
-    JsonBackend,
     TokenBatch,
     TokenizerBackend,
     encode_beside_others,
+    json_backend,
 )
 from ingot.tokenizers.chat_layouts import ChatLayouts
 from ingot.tokenizers.chat_render import ChatFormat, mask_look_alikes, split_at_special
@@ -60,7 +60,7 @@ def open_backend(files: Files, config: Mapping[str, Any], where: str) -> Tokeniz
             f"{where} has none of {', '.join(names)}; copy the tokenizer's files there"
         )
     if name == "tokenizer.json":
-        return JsonBackend(str(text_of(files, name)), where)
+        return json_backend(str(text_of(files, name)), where)
     data = files[name]
     data = data if isinstance(data, bytes) else data.encode()
     return open_model_backend(

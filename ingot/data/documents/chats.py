@@ -8,11 +8,11 @@ messages are dropped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import parse_json
 from ingot.data.documents.messages import (
     LAYOUTS,
     ColumnNames,
@@ -64,7 +64,7 @@ def from_messages(chat: str) -> list[Message]:
         WrongInput: it is no such chat.
     """
     try:
-        messages: list[Message] = json.loads(chat)["messages"]
+        messages: list[Message] = parse_json(chat)["messages"]
     except (ValueError, TypeError, KeyError):
         raise WrongInput(
             f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"

@@ -6,12 +6,12 @@ All kinds but plain texts are stored as compact JSON; chats and preferences have
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import compact_json, parse_json
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
 from ingot.data.documents.chats import from_messages, to_messages
@@ -20,7 +20,6 @@ from ingot.data.documents.messages import (
     Message,
     RecordError,
     check_columns,
-    compact_json,
     stored,
 )
 from ingot.data.documents.preferences import from_preference, to_preference
@@ -82,7 +81,7 @@ def to_labelled(
 def from_pair(pair: str) -> Pair:
     """Parse what `to_pair` wrote. Raises WrongInput if it is no such pair."""
     try:
-        return Pair(**json.loads(pair))
+        return Pair(**parse_json(pair))
     except (ValueError, TypeError):
         raise WrongInput(
             f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again"
@@ -92,7 +91,7 @@ def from_pair(pair: str) -> Pair:
 def from_labelled(labelled: str) -> Labelled:
     """Parse what `to_labelled` wrote. Raises WrongInput if it is no such text."""
     try:
-        return Labelled(**json.loads(labelled))
+        return Labelled(**parse_json(labelled))
     except (ValueError, TypeError):
         raise WrongInput(
             f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot"
@@ -288,7 +287,7 @@ def with_texts(
     texts = iter(change(said(documents, stored)))
     if documents == "text":
         return next(texts)
-    value: dict[str, Any] = json.loads(stored)
+    value: dict[str, Any] = parse_json(stored)
     return compact_json(
         {
             name: field if isinstance(field, int) else _changed(field, texts)

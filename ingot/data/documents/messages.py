@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import compact_json
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
 
 Message = dict[str, Any]
@@ -66,10 +67,6 @@ def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | 
         return BadRecord(row, fault.reason, fault.detail, fault.keys)
     except (TypeError, ValueError, RecursionError) as error:
         return BadRecord(row, "not JSON", str(error)[:80])
-
-
-def compact_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,7 +130,9 @@ def _tags(
 
 def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Message:
     """Convert one message; other keys than role and content are kept if they are not null."""
-    role = turn.get(role_tag)
+    role, content = turn.get(role_tag), turn.get(content_tag)
+    if type(role) is type(content) is str and role in ROLES and len(turn) == 2:
+        return {"role": ROLES[role], "content": content}  # as nearly all messages
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
     others = {
@@ -141,7 +140,6 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
         for key, value in turn.items()
         if key not in (role_tag, content_tag, "role", "content") and value is not None
     }
-    content = turn.get(content_tag)
     if content is None and others.get("tool_calls"):
         content = ""
     return {"role": ROLES[role.lower()], "content": text_of(content, content_tag), **others}

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import parse_json
 from ingot.data.documents.messages import (
     LAYOUTS,
     SPEAKER,
@@ -88,7 +89,7 @@ def from_preference(preference: str) -> Preference:
         WrongInput: it is no such preference.
     """
     try:
-        return Preference(**json.loads(preference))
+        return Preference(**parse_json(preference))
     except (ValueError, TypeError):
         raise WrongInput(
             f"{preference[:60]!r} is not a preference as `ingot ingest` stores it; run `ingot"

@@ -8,11 +8,11 @@ of its own, a conversation is rated by its last message.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import parse_json
 from ingot.data.documents.messages import (
     LAYOUTS,
     ColumnNames,
@@ -80,7 +80,7 @@ def from_rated(rated: str) -> Rated:
         WrongInput: it is no such rated answer.
     """
     try:
-        return Rated(**json.loads(rated))
+        return Rated(**parse_json(rated))
     except (ValueError, TypeError):
         raise WrongInput(
             f"{rated[:60]!r} is not a rated answer as `ingot ingest` stores it; run `ingot ingest`"

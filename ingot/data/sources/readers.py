@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 import orjson
 import zstandard
 
+from ingot.base.exact_json import is_rounded
 from ingot.data.documents import records as items
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
@@ -52,13 +53,7 @@ def json_lines(
                 size -= len(rest)
             size -= len(rest)
         elif not line.isspace():
-            # A chat may hold the arguments of a tool call, and orjson rounds integers of more than
-            # 64 bits.
-            yield (
-                _exact_line(row, line, extractor)
-                if extractor.exact_numbers
-                else _json_line(row, line, extractor)
-            )
+            yield _json_line(row, line, extractor)
 
 
 def _json_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDocument | BadRecord:
@@ -67,6 +62,9 @@ def _json_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDoc
     except orjson.JSONDecodeError:
         # The standard library's parser decides: it accepts some values that orjson does not, and
         # describes the error.
+        return _exact_line(row, line, extractor)
+    # A chat may hold the arguments of a tool call.
+    if extractor.exact_numbers and is_rounded(value):
         return _exact_line(row, line, extractor)
     return extractor.extract(row, value)
 

@@ -193,7 +193,7 @@ def _bytes_of(text: str) -> int:
 def _spoken(messages: Sequence[Message]) -> int:
     """Bytes of the assistant's messages."""
     return sum(
-        len(message["content"].encode()) for message in messages if message["role"] == "assistant"
+        _bytes_of(message["content"]) for message in messages if message["role"] == "assistant"
     )
 
 
