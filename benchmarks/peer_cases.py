@@ -167,6 +167,7 @@ CASES = {
         (
             *_sides("transformers Trainer", TRAINER, "transformers"),
             Contender("ingot compiled, micro-batch 2", OURS, None, compiled=True, micro_batch=2),
+            Contender("bare loop compiled", "bare_loop", "transformers", compiled=True),
             Contender("Lightning compiled", "lightning_compiled", "lightning", compiled=True),
             Contender("litgpt compiled", "litgpt_compiled", "litgpt", compiled=True),
         ),

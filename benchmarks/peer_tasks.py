@@ -30,6 +30,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
+from ingot.models.device import fast_compute
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 TARGET_SHARE = 8
@@ -63,6 +64,7 @@ def task_of(root: Path, case: Case, sizes: Sizes, steps: int, rounds: int) -> di
         "steps": steps,
         "most": most + 1,
         "device": "cpu",
+        "compute": recipe.precision.compute,
         "clip": recipe.train.clip_norm,
         "flops_per_token": flops,
         "tokens_per_step": tokens / most,
@@ -110,7 +112,7 @@ def _knobs(root: Path, case: Case, sizes: Sizes, optimizer: AdamW, most: int) ->
         "data.train": [{"source": str(root / "corpus.jsonl")}],
         "data.validation": [{"source": str(root / "held-out.jsonl")}],
         "data.seq_len": sizes.seq_len,
-        "precision.compute": "bf16",
+        "precision.compute": fast_compute("auto", torch.device("cpu")),
         "train.steps": most + 1,
         "train.global_batch": sizes.batch,
         "train.optimizer.lr": optimizer.lr,

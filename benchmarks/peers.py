@@ -35,8 +35,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 FORMULA = (
     "share of peak = tokens/s x flops per token / peak; flops per token = 6 x weights of matrices"
     " (head included, embedding not) + 12 x layers x heads x head size x seq_len / 2; peak = 2 n^3"
-    " / seconds of the fastest bf16 product of two n x n matrices, n 1024 or 2048, in the turns of"
-    " the same run"
+    " / seconds of the fastest product of two n x n matrices in the dtype of computing, n 1024 or"
+    " 2048, in the turns of the same run"
 )
 
 

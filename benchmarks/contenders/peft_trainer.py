@@ -1,5 +1,5 @@
-"""PEFT's adapter in transformers' Trainer, over weights in bf16, which computes less than casting
-frozen weights in each step.
+"""PEFT's adapter in transformers' Trainer, over weights in the dtype of computing, which takes less
+than casting frozen weights in each step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from benchmarks.contenders.rows import TokenRows
 from benchmarks.contenders.transformers_turns import Turns, arguments
 from benchmarks.contenders.turnstile import Turnstile, read_task
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
 
 def main() -> None:
     task = read_task()
     base = AutoModelForCausalLM.from_pretrained(
-        task["model"], dtype="bfloat16", attn_implementation="sdpa"
+        task["model"], dtype=DTYPES[task["compute"]], attn_implementation="sdpa"
     )
     Trainer(
         model=PeftModel.from_pretrained(base, task["adapter"], is_trainable=True),

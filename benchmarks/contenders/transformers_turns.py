@@ -41,7 +41,7 @@ def arguments(task: dict[str, Any]) -> dict[str, Any]:
         "max_grad_norm": task["clip"],
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": True,
+        "bf16": task["compute"] == "bf16",
         "use_cpu": task["device"] == "cpu",
         "logging_steps": 1,
         "save_strategy": "no",

@@ -41,6 +41,7 @@ def run(asked: Asked, record: Record, *, preset: str, micro_batch: int, compiled
             "most": 2 * asked.steps + 1,
             "device": asked.device.type,
             "clip": 1.0,
+            "compute": "bf16",
             "backend": "aot_eager" if compiled and asked.tiny and not asked.cuda else None,
             **AdamW().model_dump(exclude={"kind"}),
         }
