@@ -16,8 +16,8 @@ SECONDS = 1.0
 
 
 def fastest(seconds: float, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest product of square matrices of a dtype within so much time for each of `SIZES`: 2 *
-    size^3 / seconds.
+    """FLOP/s of the fastest product of square matrices of a dtype within so much time for each of
+    `SIZES`: 2 * size^3 / seconds.
     """
     best = 0.0
     for size in SIZES:
