@@ -135,16 +135,21 @@ def peak_flops(device: torch.device, compute: Compute) -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
+PEAK_SIZE = {"cpu": 1024}
+"""Rows and columns of the matrices of `measured_peak`; 8,192 on other types of device."""
+
+
 def measured_peak(device: torch.device, compute: Compute) -> float:
     """FLOP/s of one large matrix product measured now, the best of three; for devices without a
     vendor's figure.
     """
-    size = 1024 if device.type == "cpu" else 8192
+    size = PEAK_SIZE.get(device.type, 8192)
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     # Random as real data: constant numbers take less power, and a GPU clocks higher on them. Drawn
     # on the host, which every device has, without moving torch's generators.
-    tile = torch.randn(2, 1024, 1024, generator=torch.Generator().manual_seed(0))
-    a, b = tile.to(device, dtype).repeat(1, size // 1024, size // 1024)
+    side = min(size, 1024)
+    tile = torch.randn(2, side, side, generator=torch.Generator().manual_seed(0))
+    a, b = tile.to(device, dtype).repeat(1, size // side, size // side)
     best = math.inf
     for _ in range(3):
         started = time.perf_counter()

@@ -24,11 +24,14 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from ingot.base.errors import WrongInput
 from ingot.config.sections.layout import Parallel, PipelineSchedule
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+ZERO_BUBBLE_SINCE = (2, 13)
+"""The version of torch that takes a backward pass apart which has functions of our own."""
 
 
 class PipelineWork(Protocol):
@@ -148,7 +151,9 @@ def _content(number: Tensor) -> int:
 
 
 def _schedule_class(kind: str) -> Callable[..., Schedule]:
-    """torch's class for a schedule. Raises ValueError for an unknown kind."""
+    """torch's class for a schedule. Raises ValueError for an unknown kind, WrongInput for one that
+    this torch cannot run.
+    """
     match kind:
         case "gpipe":
             return ScheduleGPipe
@@ -157,6 +162,11 @@ def _schedule_class(kind: str) -> Callable[..., Schedule]:
         case "interleaved":
             return ScheduleInterleaved1F1B
         case "zero_bubble":
+            if torch.__version__ < ZERO_BUBBLE_SINCE:
+                raise WrongInput(
+                    "parallel.schedule zero_bubble needs torch 2.13 or newer, and this is"
+                    f" {torch.__version__}; set it to interleaved"
+                )
             return ScheduleInterleavedZeroBubble
     raise ValueError(f"parallel.schedule {kind!r} is not gpipe, 1f1b, interleaved or zero_bubble")
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
+INTEGERS_SINCE = (2, 13)
+"""The version of torch whose FSDP gives no gradients to weights that can have none."""
+
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Whether FSDP2 shards a module.
@@ -55,7 +58,17 @@ def shard_weights(
         offload: keep this rank's shards in host memory.
         experts: the mesh of the ranks that hold the same experts, with the same axes; None: all
             ranks do.
+
+    Raises:
+        WrongInput: weights are in few bits, and this torch cannot shard them.
     """
+    if torch.__version__ < INTEGERS_SINCE and not all(
+        parameter.is_floating_point() for parameter in model.parameters()
+    ):
+        raise WrongInput(
+            "parallel.shard and parallel.replicate of a model in few bits (model.quantize) need"
+            f" torch 2.13 or newer, and this is {torch.__version__}; set model.quantize to null"
+        )
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,

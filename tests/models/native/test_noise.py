@@ -126,7 +126,12 @@ def assert_as_alone(world: int, cases: dict[str, Case]) -> None:
 
 @pytest.mark.drawn("two ranks, noise")
 def test_two_ranks_and_any_micro_batch_have_the_noise_of_one() -> None:
-    assert_as_alone(2, ON_RANKS)
+    from ingot.parallel.schedules import ZERO_BUBBLE_SINCE  # torch's pipelining is slow to import
+
+    cases = dict(ON_RANKS)
+    if torch.__version__ < ZERO_BUBBLE_SINCE:
+        del cases["zero bubble"]  # refused: tests/parallel/test_old_torch.py
+    assert_as_alone(2, cases)
 
 
 @pytest.mark.slow
