@@ -64,6 +64,15 @@ class SourceSettings(Section):
     """
     fraction: Share = 1.0
     """Use this share of the source's documents, chosen by a hash of the document's identity."""
+    exclude: list[str] = []
+    """Files of the source that are left out: shell patterns of whole names as they stand in
+    documents' identities, `*` crossing folders, such as `*/generated/*`.
+    """
+
+    @model_serializer(mode="wrap")
+    def _without_exclude(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As before it could be said, so that what was ingested earlier still counts."""
+        return {knob: value for knob, value in dump(self).items() if knob != "exclude" or value}
 
     @property
     def scheme(self) -> str:

@@ -4,6 +4,8 @@ since `ingest`. Reads no content.
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -79,12 +81,29 @@ def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
 
 
 def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile]:
-    """The files of one source in reading order, without hidden files.
+    """The files of one source in reading order, without hidden ones and those that it excludes.
 
     Raises:
-        WrongInput: nothing is there.
+        WrongInput: nothing is there, or nothing is left.
         Failed: the storage cannot be reached.
     """
+    found = _all_files(source, knob)
+    excluded = _any_of(source.exclude)
+    files = [file for file in found if not excluded.fullmatch(file.name)]
+    if not files:
+        raise WrongInput(
+            f"{knob} {source.source}: exclude={source.exclude} leaves none of its {len(found):,}"
+            " files; remove a pattern"
+        )
+    return files
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    """Shell patterns as one expression; of no pattern one that nothing matches."""
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+
+
+def _all_files(source: SourceSettings, knob: str) -> list[SourceFile]:
     scheme = source.scheme
     if not scheme:
         return find_files_of(source, knob)

@@ -22,7 +22,7 @@ CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB in float32."""
 MOST_TARGETS = 0.75
 """Share of tokens with a label from which on all are computed."""
-PIECE_LOGITS = 2**23
+PIECE_LOGITS = 2**20
 """Logits that a CPU turns into values and gradients at once, so that they stay in its cache."""
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
+from ingot.data.raw.store import knobs_of
 from ingot.data.sources.find import find_source, source_files, source_stamps
 from ingot.data.sources.local_files import STDLIB
 from tests.data.small import recipe
@@ -35,7 +37,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def names(source: str, **knobs: str) -> list[str]:
+def names(source: str, **knobs: Any) -> list[str]:
     return [file.name for file in find_source(SourceSettings(source=source, **knobs))]
 
 
@@ -117,6 +119,25 @@ def test_equal_names_in_two_sources_are_told_apart(tmp_path: Path) -> None:
         "train1/a.txt",
         "validation0/a.txt",
     ]
+
+
+def test_excluded_files_are_left_out(corpus: Path) -> None:
+    given = str(corpus)
+    assert names(given, exclude=["deep/*", "*.json"]) == [
+        "a.jsonl.gz",
+        "b.jsonl",
+        "g.parquet",
+        "h.ndjson",
+    ]
+    assert "deep/c.txt" in names(given, exclude=["c.txt", "dee"]), "patterns are of whole names"
+    assert not [name for name in names(STDLIB, exclude=["*/json/*"]) if "/json/" in name]
+    with pytest.raises(WrongInput, match=r"exclude=\['\*'\] leaves none of its 8 files"):
+        names(given, exclude=["*"])
+
+
+def test_what_was_ingested_before_files_could_be_excluded_still_counts() -> None:
+    assert "exclude" not in knobs_of(SourceSettings(source="a"))
+    assert knobs_of(SourceSettings(source="a", exclude=["b"]))["exclude"] == ["b"]
 
 
 def test_the_standard_library() -> None:
