@@ -19,6 +19,7 @@ from ingot.cli.completion import complete_arguments, completion
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
 from ingot.cli.output import AsJson
+from ingot.cli.overview import Overview
 from ingot.cli.plan import plan
 from ingot.cli.recipes import init, new, recipes
 from ingot.cli.show import adopt, show, ui
@@ -28,6 +29,7 @@ WORK, RESULT, LOOK = "From text to a model", "The model at work", "Looking and a
 
 app = typer.Typer(
     name="ingot",
+    cls=Overview,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
 from ingot.checkpoints.export import DTYPES, ExportType, export_model
 from ingot.config.sections.grpo import GRPOSettings
@@ -31,6 +31,11 @@ from ingot.models.kinds import exported_weights
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE, LogitsView
 from ingot.train.setup import TrainSetup
+
+if TYPE_CHECKING:
+    import httpx
+else:  # every training imports this module, and few ask a server
+    httpx = lazy_import("httpx")
 
 POLL_S = 0.5
 NAME = "policy"
