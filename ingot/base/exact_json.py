@@ -48,22 +48,18 @@ def compact_json(value: Any, *, sort_keys: bool = False) -> str:
 def is_rounded(value: Any) -> bool:
     """Whether orjson may have read an integer as a float."""
     kind = type(value)
-    if kind is str:
-        return False
     if kind is dict:
-        return any(map(is_rounded, value.values()))
-    if kind is list:
-        return any(map(is_rounded, value))
-    return kind is float and abs(value) >= ROUNDED_FROM
+        value = value.values()
+    elif kind is not list:
+        return kind is float and abs(value) >= ROUNDED_FROM
+    return any(type(item) is not str and is_rounded(item) for item in value)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of lists, dicts, texts and integers alone."""
     kind = type(value)
-    if kind is str:
-        return True
     if kind is dict:
-        return all(map(_is_plain, value.values()))
-    if kind is list or kind is tuple:
-        return all(map(_is_plain, value))
-    return value is None or kind is int or kind is bool
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return value is None or kind is str or kind is int or kind is bool
+    return all(type(item) is str or _is_plain(item) for item in value)

@@ -91,16 +91,20 @@ def shape_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Shape, list[str]] |
     """The shape of a chat and its contents. None if a message has more than role and content, if
     white space alone is said, if the assistant says nothing, or if there is no message.
     """
-    shape, contents = [], []
-    for message in messages:
-        content, role = message.get("content"), message.get("role")
-        if len(message) != 2 or type(content) is not str or type(role) is not str:
-            return None
-        if (not content or content.isspace()) and (content or role == "assistant"):
-            return None
-        shape.append((role, bool(content)))
-        contents.append(content)
-    return (tuple(shape), contents) if 0 < len(shape) <= MOST_MESSAGES else None
+    if not 0 < len(messages) <= MOST_MESSAGES or set(map(len, messages)) != {2}:
+        return None
+    try:
+        roles = [message["role"] for message in messages]
+        contents = [message["content"] for message in messages]
+    except KeyError:
+        return None
+    if set(map(type, roles)) != {str} or set(map(type, contents)) != {str}:
+        return None
+    if any(map(str.isspace, contents)) or (
+        "" in contents and ("assistant", "") in zip(roles, contents, strict=True)
+    ):
+        return None
+    return tuple(zip(roles, map(bool, contents), strict=True)), contents
 
 
 def layout_of(form: ChatFormat, shape: Shape, first: int) -> ChatLayout | None:
