@@ -47,19 +47,29 @@ def compact_json(value: Any, *, sort_keys: bool = False) -> str:
 
 def is_rounded(value: Any) -> bool:
     """Whether orjson may have read an integer as a float."""
-    kind = type(value)
-    if kind is dict:
-        value = value.values()
-    elif kind is not list:
-        return kind is float and abs(value) >= ROUNDED_FROM
-    return any(type(item) is not str and is_rounded(item) for item in value)
+    left = [value]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is dict:
+            left += item.values()
+        elif kind is list:
+            left += item
+        elif kind is float and abs(item) >= ROUNDED_FROM:
+            return True
+    return False
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of lists, dicts, texts and integers alone."""
-    kind = type(value)
-    if kind is dict:
-        value = value.values()
-    elif kind is not list and kind is not tuple:
-        return value is None or kind is str or kind is int or kind is bool
-    return all(type(item) is str or _is_plain(item) for item in value)
+    left = [value]
+    while left:
+        item = left.pop()
+        kind = type(item)
+        if kind is dict:
+            left += item.values()
+        elif kind is list or kind is tuple:
+            left += item
+        elif kind is not str and kind is not int and kind is not bool and item is not None:
+            return False
+    return True

@@ -249,7 +249,7 @@ class _EncodedTexts:
             for number in control
         ]
         bounds = np.append(offsets, offsets[-1] + np.cumsum([len(ids) for ids in alone]))
-        index = np.fromiter((numbers.get(text, 0) for text in texts), np.int64, len(texts))
+        index = np.array([numbers.get(text, 0) for text in texts], np.int64)
         index[list(control)] = len(numbers) + np.arange(len(control))
         self.ids: Ids = np.concatenate([flat, *alone])
         self.begins: Indices = bounds[index].astype(np.int64)
