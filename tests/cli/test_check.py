@@ -46,6 +46,7 @@ CLOUD = (
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(check_sources, "LOOK_S", 100.0)  # on a busy machine, too
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
     lines = [json.dumps({"text": f"text {number}"}) for number in range(5)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
