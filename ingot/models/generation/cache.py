@@ -4,12 +4,19 @@ request, and the view of it that the layers see in one forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from ingot.models.native.attention import attend
 
 LEAST_LENGTH = 64
+QUERIES = 128
+"""Queries of a block that attends together."""
 
 
 class KVCache:
@@ -100,39 +107,85 @@ class KVCache:
                 tensor[row].zero_()
 
 
+@dataclass
+class _View:
+    """What some queries of a pass see: the places of both, and bool `[B, 1, t, S]`, None where they
+    see all of it.
+    """
+
+    queries: slice
+    stored: slice
+    seen: Tensor | None
+    _added: Tensor | None = None
+
+    def added(self, like: Tensor) -> Tensor | None:
+        """What the mask adds to scores, in the dtype of `like`; made once for all layers."""
+        if self._added is None and self.seen is not None:
+            self._added = like.new_zeros(()).masked_fill(~self.seen, -math.inf)
+        return self._added
+
+
 class CacheWindow:
     """The cache as the layers see it in one forward pass."""
 
     def __init__(
         self, cache: KVCache, first: int, starts: Sequence[int], time: int, device: torch.device
     ) -> None:
-        self._cache, self._length = cache, max(starts) + time
-        self._first, self._last = first, first + len(starts)
+        self._cache, self._here = cache, slice(first, first + len(starts))
         begin = torch.tensor(starts, device=device)
         self.positions = begin[:, None] + torch.arange(time, device=device)  # [B, T]
-        self._rows = torch.arange(self._first, self._last, device=device)[:, None]  # [B, 1]
-        self._masks = {window: self._view(window, min(starts)) for window in set(cache.windows)}
-
-    def _view(self, window: int | None, earliest: int) -> tuple[int, Tensor]:
-        """The first stored token that any query of a layer with this window sees, and the mask
-        `[B, 1, T, S]` from there on.
-        """
-        begin = 0 if window is None else max(0, earliest - window + 1)
-        distance = self.positions[:, None, :, None] - torch.arange(
-            begin, self._length, device=self.positions.device
+        # Where new keys and values belong: one place in all rows, or one in each.
+        self._together = min(starts) == max(starts)
+        self._place: tuple[slice | Tensor, slice, slice | Tensor] = (
+            (self._here, slice(None), slice(starts[0], starts[0] + time))
+            if self._together
+            else (
+                torch.arange(first, first + len(starts), device=device)[:, None],  # [B, 1]
+                slice(None),
+                self.positions,
+            )
         )
-        return begin, distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        self._views = {
+            window: list(self._seen(window, min(starts), max(starts), time))
+            for window in set(cache.windows)
+        }
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store new keys and values `[B, K, T, E]`; returns the visible keys and values,
-        `[B, K, S, E]` each, and the mask `[B, 1, T, S]`.
+    def _seen(self, window: int | None, least: int, most: int, time: int) -> Iterator[_View]:
+        """What a layer with this window sees. On a CPU, which computes masked scores as well, block
+        by block of queries.
         """
-        keys, values = self._cache.store(layer, k)
-        keys[self._rows, :, self.positions] = k.transpose(1, 2)
-        values[self._rows, :, self.positions] = v.transpose(1, 2)
-        here = slice(self._first, self._last)
-        begin, mask = self._masks[self._cache.windows[layer]]
-        return keys[here, :, begin : self._length], values[here, :, begin : self._length], mask
+        step = QUERIES if self.positions.device.type == "cpu" else time
+        for first in range(0, time, step):
+            end = min(first + step, time)
+            stored = slice(0 if window is None else max(0, least + first - window + 1), most + end)
+            seen = None
+            if end - first > 1 or least != most:
+                keys = torch.arange(stored.start, stored.stop, device=self.positions.device)
+                distance = self.positions[:, None, first:end, None] - keys
+                seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            yield _View(slice(first, end), stored, seen)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store new keys and values `[B, K, T, E]`, and attend with q `[B, H, T, E]` over all that
+        each query sees; `[B, H, T, E]`.
+        """
+        stores = self._cache.store(layer, k)
+        for store, new in zip(stores, (k, v), strict=True):
+            store[self._place] = new if self._together else new.transpose(1, 2)
+        keys, values = (store[self._here] for store in stores)
+        mixed = []
+        for view in self._views[self._cache.windows[layer]]:
+            part, k, v = q[:, :, view.queries], keys[:, :, view.stored], values[:, :, view.stored]
+            mixed.append(
+                functional.scaled_dot_product_attention(
+                    part, k, v, view.added(q), enable_gqa=q.shape[1] != k.shape[1]
+                )
+                if sinks is None
+                else attend(part, k, v, view.seen, sinks)
+            )
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:

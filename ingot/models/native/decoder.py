@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ingot.models.native import attention
-from ingot.models.native.attention import AttnFn, attend
+from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import ACTIVATIONS, DecoderConfig
 from ingot.models.native.experts import Held, LayerRouting, Routing, SparseMLP, whole
 from ingot.models.native.head import LogitsView, TokenFunction, VocabularyHead, apply_head
@@ -28,10 +28,10 @@ from ingot.models.native.rope import Rope, Turns, rotate, turns_of
 class AttentionCache(Protocol):
     """Keys and values of earlier tokens."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store one layer's new k and v `[B, K, T, E]`; returns the keys and values to attend over,
-        `[B, K, S, E]` each, and a bool mask `[B, 1, T, S]`.
-        """
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store one layer's new k and v `[B, K, T, E]`, and attend with q, as an `AttnFn`."""
         ...
 
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
             mixed = attn_fn(q, k, v, **sinks)
         else:
             assert cache is not None
-            mixed = attend(q, *cache.append(self.layer, k, v), **sinks)
+            mixed = cache.attend(self.layer, q, k, v, **sinks)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))  # [B, T, D]
         return out
 

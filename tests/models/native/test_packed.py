@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +28,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "olmo2": {},
+}
+"""Model types with what their layers differ in. OLMo 2's are not computed in two parts."""
+
+
 def decoder(
-    *, tied: bool = True, bias: bool = False, dtype: torch.dtype = torch.bfloat16
+    kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.bfloat16
 ) -> Decoder:
     """A random model in float32 whose weights are numbers of `dtype`."""
     config = {
-        "model_type": "qwen2" if bias else "llama",
+        "model_type": kind,
         "vocab_size": 97,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -43,12 +55,13 @@ def decoder(
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
         "initializer_range": 0.3,
+        **KINDS[kind],
     }
     model = Decoder(DecoderConfig.from_hf(config)).eval()
     init_weights(model, 5)
     with torch.no_grad():
         for parameter in model.parameters():
-            if bias and parameter.ndim == 1:
+            if parameter.ndim == 1:
                 parameter.normal_()
             parameter.copy_(parameter.to(dtype))
     return model
@@ -60,10 +73,9 @@ def answers(model: Decoder) -> list[list[int]]:
     return [[token.id for token in done.tokens] for done in generator.run(requests)]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_numbers_and_answers_stay(tied: bool, bias: bool) -> None:
-    model, tokens = decoder(tied=tied, bias=bias), torch.arange(60).view(2, 30)
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), *((kind, True) for kind in KINDS)])
+def test_numbers_and_answers_stay(kind: str, tied: bool) -> None:
+    model, tokens = decoder(kind, tied=tied), torch.arange(60).view(2, 30)
     positions = torch.arange(30).expand(2, 30)
     with torch.inference_mode():
         before = model.logits(model.hidden(tokens, positions))
@@ -73,6 +85,20 @@ def test_numbers_and_answers_stay(tied: bool, bias: bool) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
     assert after.dtype == torch.float32
     assert answers(model) == said
+    halves = [type(part).__name__ for part in model.modules()].count("RecursiveScriptModule")
+    assert (halves == 0) == (kind == "olmo2"), "its layers run without Python"
+
+
+def test_where_torchscript_is_gone_the_same_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, positions = torch.arange(60).view(2, 30), torch.arange(30).expand(2, 30)
+    models = [decoder("qwen3")]
+    models.append(copy.deepcopy(models[0]))
+    assert pack_weights(models[0])
+    monkeypatch.delattr(torch.jit, "script")
+    assert pack_weights(models[1])
+    with torch.inference_mode():
+        one, other = (model.logits(model.hidden(tokens, positions)) for model in models)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
