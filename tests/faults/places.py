@@ -109,6 +109,14 @@ FAULTS = [
         "an asynchronous save is still in flight at exit",
     ),
     Fault(
+        "last-save-not-waited-for",
+        "ingot/checkpoints/saver.py",
+        "if job.waited_for:\n            self._join",
+        "if self._staging is None:\n            self._join",
+        "the last checkpoint is written from a state that may change meanwhile",
+        by="tests/checkpoints/test_saver.py",
+    ),
+    Fault(
         "failed-save-forgotten",
         "ingot/checkpoints/saver.py",
         "if error is not None:\n            raise error",
