@@ -308,7 +308,7 @@ FAULTS = [
     ),
     Fault(
         "span-starts-late",
-        "ingot/tokenizers/chat.py",
+        "ingot/tokenizers/chat_plan.py",
         "return bisect.bisect_right(edges, place) % 2 == 1",
         "return bisect.bisect_left(edges, place) % 2 == 1",
         "the first token of an answer is not trained",
