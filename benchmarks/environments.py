@@ -1,5 +1,5 @@
 """The peers' own environments: each library with what it needs, from the package index, torch first
-and the same for all.
+and the same for all that compute with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ PEERS: dict[str, tuple[str, ...]] = {
         "datasets==5.2.0",
     ),
     "litgpt": ("litgpt==0.5.13", "huggingface-hub<1.4"),
+    "datatrove": ("datatrove[processing]==0.10.1", "spacy==3.8.18", "orjson"),
+    "text-dedup": ("text-dedup==0.4.0",),
 }
+WITHOUT_TORCH = ("datatrove", "text-dedup")
 MARKER = "installed.json"
 
 
@@ -36,7 +39,8 @@ def make_environment(folder: Path, name: str) -> Path:
     """Install a peer under `folder`, unless exactly this is there already. Answers its interpreter;
     ends the program when it cannot be had.
     """
-    wanted = [TORCH, *PEERS[name]]
+    torch = [] if name in WITHOUT_TORCH else [TORCH]
+    wanted = [*torch, *PEERS[name]]
     marker = folder / name / MARKER
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
         return python_of(folder, name)
@@ -47,7 +51,7 @@ def make_environment(folder: Path, name: str) -> Path:
     python = python_of(folder, name)
     # torch alone first: a peer's own bound would otherwise choose the version.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for packages in ([TORCH], wanted):
+    for packages in filter(None, (torch, wanted)):
         done = subprocess.run(
             [python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=False
         )

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 
 ROUNDED_FROM = 2.0**63
+CONTAINERS = (dict, list, tuple)
+EXACT = {str, int, bool, type(None)}
 
 
 def parse_json(text: str) -> Any:
@@ -47,29 +49,17 @@ def compact_json(value: Any, *, sort_keys: bool = False) -> str:
 
 def is_rounded(value: Any) -> bool:
     """Whether orjson may have read an integer as a float."""
-    left = [value]
-    while left:
-        item = left.pop()
-        kind = type(item)
-        if kind is dict:
-            left += item.values()
-        elif kind is list:
-            left += item
-        elif kind is float and abs(item) >= ROUNDED_FROM:
-            return True
-    return False
+    kind = type(value)
+    if kind not in CONTAINERS:
+        return kind is float and abs(value) >= ROUNDED_FROM
+    items = value.values() if kind is dict else value
+    return not EXACT.issuperset(map(type, items)) and any(map(is_rounded, items))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is made of lists, dicts, texts and integers alone."""
-    left = [value]
-    while left:
-        item = left.pop()
-        kind = type(item)
-        if kind is dict:
-            left += item.values()
-        elif kind is list or kind is tuple:
-            left += item
-        elif kind is not str and kind is not int and kind is not bool and item is not None:
-            return False
-    return True
+    kind = type(value)
+    if kind not in CONTAINERS:
+        return kind in EXACT
+    items = value.values() if kind is dict else value
+    return EXACT.issuperset(map(type, items)) or all(map(_is_plain, items))

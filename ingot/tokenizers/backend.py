@@ -289,25 +289,29 @@ def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:
 
 def _without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
+        if set(map(type, value.values())) == {int}:  # a vocabulary
+            return {key: item for key, item in value.items() if key != "trim_offsets"}
         return {
-            key: item if type(item) is int else _without_defaults(item)
+            key: _without_defaults(item)
             for key, item in value.items()
             if key != "trim_offsets" and item is not None and item != "" and item is not False
         }
-    if not isinstance(value, list):
+    if not isinstance(value, list) or _is_plain(value):
         return value
-    # Merges and vocabularies are tens of thousands of short lists of texts and numbers.
-    return [
-        item if type(item) in PLAIN or _is_plain(item) else _without_defaults(item)
-        for item in value
-    ]
+    return [_without_defaults(item) for item in value]
 
 
-PLAIN = (str, int, float)
+PLAIN = {str, int, float}
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) is list and all(type(item) in PLAIN for item in value)
+def _is_plain(value: list[Any]) -> bool:
+    """Whether a list holds texts and numbers alone, or short lists of such, as merges and some
+    vocabularies do by the hundred thousand.
+    """
+    kinds = set(map(type, value))
+    return kinds <= PLAIN or (
+        kinds == {list} and set(map(type, itertools.chain.from_iterable(value))) <= PLAIN
+    )
 
 
 @dataclass(frozen=True)

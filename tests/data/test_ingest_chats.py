@@ -120,6 +120,16 @@ def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
         ingest(chats(tmp_path, tmp_path / f"a.{kind}"))
 
 
+def test_a_record_too_deep_to_look_through_is_skipped(tmp_path: Path) -> None:
+    """orjson parses what is too deep for Python; the chat after it is read."""
+    deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"
+    path = tmp_path / "deep.jsonl"
+    path.write_text(f"{deep}\n{json.dumps(CHATS[0])}\n")
+    made = chats(tmp_path, path)
+    ingest(made)
+    assert found(made) == CHATS[:1]
+
+
 def test_large_integers_stay_exact(tmp_path: Path) -> None:
     call = {
         "role": "assistant",

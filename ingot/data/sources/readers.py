@@ -59,14 +59,13 @@ def json_lines(
 def _json_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDocument | BadRecord:
     try:
         value = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        # A chat may hold the arguments of a tool call.
+        rounded = extractor.exact_numbers and is_rounded(value)
+    except (orjson.JSONDecodeError, RecursionError):
         # The standard library's parser decides: it accepts some values that orjson does not, and
         # describes the error.
         return _exact_line(row, line, extractor)
-    # A chat may hold the arguments of a tool call.
-    if extractor.exact_numbers and is_rounded(value):
-        return _exact_line(row, line, extractor)
-    return extractor.extract(row, value)
+    return _exact_line(row, line, extractor) if rounded else extractor.extract(row, value)
 
 
 def _exact_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDocument | BadRecord:
