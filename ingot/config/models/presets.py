@@ -148,8 +148,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qwen3",
         128,
         3,
-        4,
         2,
+        1,
         384,
         vocab=2048,
         positions=1024,
@@ -216,6 +216,8 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
     },
 }
 """Small models of the other kinds, for experiments."""
