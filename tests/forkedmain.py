@@ -34,7 +34,7 @@ from ingot.base.processes import die_with_parent
 
 FIXED = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "MKL_", "KMP_", "TORCH_", "CUDA_", "TMPDIR")
 """Beginnings of names of variables that libraries read when they are imported."""
-_PROGRAM = "ingot"
+_PROGRAM, _PROGRAMS = "ingot", ("ingot", "benchmarks")
 _original_init = subprocess.Popen.__init__
 
 
@@ -84,11 +84,12 @@ def _is_ours(args: Any, environment: Mapping[str, str] | None) -> bool:
 
 
 def is_program(args: Any) -> bool:
-    """Whether a command is `python -m ingot...`."""
+    """Whether a command is `python -m ingot...` or `python -m benchmarks...`."""
     return (
         isinstance(args, list | tuple)
         and len(args) > 2
-        and (args[0], args[1], str(args[2]).partition(".")[0]) == (sys.executable, "-m", _PROGRAM)
+        and (args[0], args[1]) == (sys.executable, "-m")
+        and str(args[2]).partition(".")[0] in _PROGRAMS
     )
 
 

@@ -14,6 +14,7 @@ from benchmarks.gpu.results import Results, head, nvidia
 from benchmarks.gpu.rows import ROWS, in_miniature
 from benchmarks.gpu.runner import Runner, in_words
 from benchmarks.gpu.table import show
+from ingot.base.errors import WrongInput
 from ingot.plan.devices.types import device_type
 
 
@@ -70,17 +71,21 @@ def main() -> int:
             " machine with one, or `--device cpu --tiny` to see that it runs"
         )
     about: dict[str, Any] = head(asked.device)
-    planned = planned_device(asked.plans or gpu.get("device", "h100" if asked.tiny else "cpu"))
+    name = asked.plans or gpu.get("device", "h100" if asked.tiny else "cpu")
+    planned = planned_device(name)
+    if planned is None:
+        console.print(f"no plans: `ingot plan` does not know {name}")
+        rows = [row for row in rows if not row.beside]
     if asked.plans:
         rows = [row for row in rows if row.beside]
-    results = Results(asked.results, about, asked.also, planned)
+    results = Results(asked.results, about, asked.also, planned or "unknown")
     if not asked.show:
         runner = Runner(
             results,
             asked.device,
             asked.tiny,
             began + 60 * asked.minutes,
-            planned,
+            planned or "unknown",
             show=lambda row, line: tell(console, line),
         )
         for why in runner.run(rows):
@@ -88,9 +93,14 @@ def main() -> int:
     return 1 if show(results, console) else 0
 
 
-def planned_device(name: str) -> str:
-    """Its name in plans, the same for what CUDA calls it."""
-    return name if name == "cpu" else device_type(name).name
+def planned_device(name: str) -> str | None:
+    """Its name in plans, the same for what CUDA calls it; None where they know none."""
+    if name == "cpu":
+        return name
+    try:
+        return device_type(name).name
+    except WrongInput:
+        return None
 
 
 def tell(console: Console, line: dict[str, Any]) -> None:

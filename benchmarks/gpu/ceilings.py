@@ -15,7 +15,7 @@ TIMES, WARM_UP = 20, 5
 
 
 def run(asked: Asked, record: Record) -> None:
-    size, copied = (8192, 2**32) if asked.cuda else (256, 2**22)
+    size, copied = (8192, 2**32) if asked.cuda else (64, 2**20)
     draw = torch.Generator(asked.device).manual_seed(0)
 
     def matrix(dtype: torch.dtype) -> torch.Tensor:

@@ -32,9 +32,6 @@ def run(asked: Asked, record: Record, *, preset: str) -> None:
             measure(name, work, values["vocab_size"], asked, record)
             del work
         gc.collect()
-        if asked.cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 Work = Callable[[list[list[int]], int], None]
@@ -46,6 +43,10 @@ def measure(name: str, work: Work, vocabulary: int, asked: Asked, record: Record
     length, tokens = (TINY_PROMPT, TINY_NEW_TOKENS) if asked.tiny else (PROMPT, NEW_TOKENS)
     longest = TINY_PROMPT if asked.tiny else LONG
     draw = torch.Generator().manual_seed(0)
+    if asked.cuda:
+        # Without what the making of the model took.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
     def seconds(together: int, length: int, tokens: int) -> float:
         prompts = torch.randint(0, vocabulary, (together, length), generator=draw).tolist()

@@ -68,7 +68,8 @@ def kernels(profile: torch.profiler.profile, asked: Asked) -> list[tuple[str, fl
     found = []
     for event in profile.key_averages():
         on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if asked.cuda and not on_device:
+        # A named part, such as a step of an optimizer, is there beside the kernels in it.
+        if asked.cuda and (not on_device or event.is_user_annotation):
             continue
         micros = event.self_device_time_total if asked.cuda else event.self_cpu_time_total
         found.append((event.key, micros / 1e6, event.count))

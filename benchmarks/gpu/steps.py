@@ -21,13 +21,7 @@ from ingot.config.shape import flops_per_token
 from ingot.parallel import float8 as float8_products
 from ingot.verify.bench_row import measure_row
 
-SEQ_LEN, TINY_SEQ_LEN, TINY = 4096, 32, "llama-3m"
-FORMULA = (
-    "share of peak = tokens/s x flops per token / peak; flops per token = 6 (with LoRA 4, as kept"
-    " weights have no gradients) x weights of matrices (head included, embedding not; of a mixture"
-    " those that a token meets) + 12 x layers x heads x head size x seq_len / 2; peak = the large"
-    " bf16 matrix product of random numbers in the row `ceilings`, of float8 rows too"
-)
+SEQ_LEN, TINY_SEQ_LEN = 4096, 32
 MIXTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -63,20 +57,18 @@ TINY_SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
 }
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def model_values(preset: str, layers: int | None, *, tiny: bool) -> dict[str, Any]:
     """The configuration of the model; in miniature one with all of its parts."""
     if preset == "mixture":
-        return {**MIXTURE, **(TINY_SIZES if tiny else {})}
-    values = preset_of(TINY if tiny else preset)
+        return {**MIXTURE, **({**TINY_SIZES, **TINY_EXPERTS} if tiny else {})}
+    values = preset_of(preset)
     if layers is not None:
-        values["num_hidden_layers"] = 2 if tiny else layers
-    return values
+        values["num_hidden_layers"] = layers
+    return {**values, **(TINY_SIZES if tiny else {})}
 
 
 def recipe_of(folder: Path, *, tiny: bool, preset: str, micro_batch: int, **knobs: Any) -> Recipe:

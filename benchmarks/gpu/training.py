@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.attention import relative
 from benchmarks.gpu.record import Asked, Record
-from benchmarks.gpu.steps import emulating
+from benchmarks.gpu.steps import TINY_SIZES, emulating
 from ingot.base.environment import Ranks
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
@@ -48,6 +48,9 @@ SMALL: dict[str, Any] = {
     "train.optimizer.lr": 1e-3,
     "precision.compute": "fp32",
 }
+TINY_DECODER = {name: size for name, size in TINY_SIZES.items() if name != "vocab_size"}
+TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2}
+TINY_BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SGD = {"train.optimizer": {"kind": "sgd", "lr": 0.1}}
 BF16 = {"precision.compute": "bf16"}
 BESIDE_CPU: dict[str, dict[str, Any]] = {
@@ -56,15 +59,22 @@ BESIDE_CPU: dict[str, dict[str, Any]] = {
     "LoRA": {**SGD, "model.lora": {"rank": 4}},
     "adamw": {},
     "muon": {"train.optimizer": {"kind": "muon"}},
-    "T5": {**SGD, "model.source": "preset:t5-mini", "objective.kind": "seq2seq"},
+    "T5": {
+        **SGD,
+        "model.source": "preset:t5-mini",
+        "model.config": {"dropout_rate": 0.0},
+        "objective.kind": "seq2seq",
+    },
     "BERT": {
         **SGD,
         "model.source": "preset:bert-mini",
+        "model.config": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "objective": {"kind": "classify", "labels": ["a", "b"]},
     },
     "DPO": {**SGD, "objective.kind": "dpo"},
 }
-"""Float32 on the device against the CPU."""
+"""Float32 on the device against the CPU; without dropout, whose draws are a device's own."""
+TINY = {"preset:t5-mini": TINY_T5, "preset:bert-mini": TINY_BERT}
 SAME_BITS: dict[str, dict[str, Any]] = {
     "twice the same": {},
     "full recomputation": {"memory.recompute.kind": "full"},
@@ -104,8 +114,18 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
+def sized(knobs: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """Knobs of `SMALL`, in miniature with a smaller model and shorter rows."""
+    given = {**SMALL, **knobs}
+    if not asked.tiny:
+        return given
+    sizes = TINY.get(given["model.source"], TINY_DECODER)
+    config = {**given.get("model.config", {}), **sizes}
+    return {**given, "model.config": config, "data.seq_len": 32}
+
+
 def recipe_of(folder: Path, knobs: Mapping[str, Any]) -> Recipe:
-    given = {"name": "gpu", "output": str(folder), **SMALL, **knobs}
+    given = {"name": "gpu", "output": str(folder), **knobs}
     lines = [f"{name}={json.dumps(value)}" for name, value in given.items()]
     return load_recipe((), lines, environ={}, dotenv=None).at("train")
 
@@ -171,6 +191,7 @@ def run(asked: Asked, record: Record) -> None:
 def beside_cpu(
     what: str, knobs: Mapping[str, Any], steps: int, asked: Asked, record: Record
 ) -> None:
+    knobs = sized(knobs, asked)
     here, there = train(knobs, CPU, steps), train(knobs, asked.device, steps)
     record.within(f"{what} beside the CPU: losses", apart(here, there), tolerances.SPLIT_LOSS)
     if knobs.get("train.optimizer") == SGD["train.optimizer"]:
@@ -183,12 +204,13 @@ def beside_cpu(
 def same_bits(
     form: str, knobs: Mapping[str, Any], steps: int, asked: Asked, record: Record
 ) -> None:
+    knobs = sized(knobs, asked)
     plain = train(knobs, asked.device, steps)
     for what, more in SAME_BITS.items():
         with record.trying(f"{form}, {what}"):
             other = train({**knobs, **more}, asked.device, steps)
             if asked.cuda and "memory.offload.optimizer" in more:
-                bound = tolerances.BF16_LOSS if knobs else tolerances.SPLIT_LOSS
+                bound = tolerances.SPLIT_LOSS if form == "float32" else tolerances.BF16_LOSS
                 record.within(f"{form}, {what}: losses", apart(other, plain), bound)
                 continue
             differ = [
@@ -206,9 +228,8 @@ def same_bits(
 
 def nearly(steps: int, asked: Asked, record: Record) -> None:
     """What rounds otherwise: compiled steps, stochastic rounding, float8."""
-    exact, half = train({}, asked.device, steps), train(BF16, asked.device, steps)
+    exact, half = (train(sized(knobs, asked), asked.device, steps) for knobs in ({}, BF16))
     pairs: dict[str, tuple[Trained, dict[str, Any], float]] = {
-        "bf16 beside float32": (exact, BF16, tolerances.BF16_LOSS),
         "compiled, float32": (exact, {"train.compile": True}, tolerances.SPLIT_LOSS),
         "compiled, bf16": (half, {**BF16, "train.compile": True}, tolerances.BF16_LOSS),
         "stochastic rounding": (
@@ -227,11 +248,13 @@ def nearly(steps: int, asked: Asked, record: Record) -> None:
             tolerances.FLOAT8_LOSS * exact.losses[0],
         ),
     }
-    for what, (plain, knobs, bound) in pairs.items():
+    record.within("bf16 beside float32: losses", apart(exact, half), tolerances.BF16_LOSS)
+    for what, (plain, more, bound) in pairs.items():
+        knobs = sized(more, asked)
         with record.trying(what), emulating(asked):
             other = train(knobs, asked.device, steps)
             record.within(f"{what}: losses", apart(plain, other), bound)
-            if "precision.master" in knobs:
+            if "precision.master" in more:
                 again = train(knobs, asked.device, steps)
                 same = all(
                     torch.equal(tensor, again.weights[name])
@@ -258,7 +281,7 @@ def offloaded_weights(steps: int, asked: Asked, record: Record) -> None:
     """Weights, gradients and optimizer on the host. Offloaded weights are shards, here the only
     one of each, in bf16, where weights are gathered in another type.
     """
-    knobs = {**BF16, **SGD}
+    knobs = sized({**BF16, **SGD}, asked)
     with shards_of_one(asked.device) as mesh:
         plain = train(knobs, asked.device, steps, mesh)
         other = train(knobs, asked.device, steps, mesh, Offload(weights=True))

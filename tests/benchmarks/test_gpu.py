@@ -1,5 +1,5 @@
-"""The program for a GPU, without one: what it does with its minutes and its results, and every row
-in miniature.
+"""The program for a GPU, without one: what it does with its minutes and its results. It runs whole in
+test_gpu_whole.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import attention, packages, planned, results, runner, table, training
-from benchmarks.gpu.one_row import perform
+from benchmarks.gpu import attention, packages, results, runner, table, training
 from benchmarks.gpu.record import Asked, Record
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.rows import ROWS, Row, in_miniature
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.steps import flops_of
+from ingot.base.environment import Ranks
+from ingot.parallel.mesh import Mesh
+from ingot.train.micro_batch.trial import made_up_plan
 
 HERE = Asked(torch.device("cpu"), tiny=True, steps=2)
 HEAD = {"device": "a GPU", "commit": "abc"}
@@ -162,6 +164,29 @@ def test_a_part_that_raises_is_a_fault_and_the_rest_is_done() -> None:
         raise torch.OutOfMemoryError
 
 
+@pytest.mark.parametrize("what", training.BESIDE_CPU)
+def test_no_dropout_where_devices_are_compared(what: str, tmp_path: Path) -> None:
+    """What a GPU draws is not what a CPU draws."""
+    asked = Asked(torch.device("cpu"), tiny=False)
+    recipe = training.recipe_of(tmp_path, training.sized(training.BESIDE_CPU[what], asked))
+    plan = made_up_plan(recipe, Mesh(Ranks(), asked.device))
+    assert recipe.model.lora is None or recipe.model.lora.dropout == 0
+    config = plan.model_spec.config.to_hf()
+    rates = {name: rate for name, rate in config.items() if "drop" in name}
+    assert bool(rates) == (what in ("T5", "BERT"))
+    assert not any(rates.values())
+
+
+def test_a_device_that_plans_do_not_know_has_no_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.planned_device("NVIDIA H100 80GB HBM3") == "h100"
+    monkeypatch.setattr(program, "nvidia", lambda: {"device": "NVIDIA GB10"})
+    monkeypatch.setattr("sys.argv", ["gpu", "--only", "plan:", "--results", str(tmp_path / "a")])
+    program.main()
+    assert "no plans: `ingot plan` does not know NVIDIA GB10" in capsys.readouterr().out
+
+
 def test_gradients_of_kept_weights_are_not_counted() -> None:
     full, adapted = (flops_of(tiny=False, preset="llama-8b", lora=lora) for lora in (False, True))
     # 2 of 6 operations a weight; those of attention remain.
@@ -210,48 +235,10 @@ def test_files_without_a_commit_have_a_hash(
     assert one != results.source_id()
 
 
-LIGHT = ("ceilings", "attention", "families", "planned", "generation")
-"""Programs that take seconds; those of `training` and `kernels` are tried in parts."""
-MINIATURE = [
-    *(row for row in in_miniature() if row.program in LIGHT),
-    Row(
-        "kernels",
-        "speed",
-        "kernels",
-        1,
-        {"preset": "llama-1b", "micro_batch": 4, "compiled": False},
-    ),
-]
-
-
-@pytest.mark.drawn("the program for a GPU in miniature")
-@pytest.mark.parametrize("row", MINIATURE, ids=lambda row: row.name)
-def test_a_row_in_miniature(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planned.DEVICE, "h100")
-    record = Record()
-    perform(row, HERE, record)
-    assert record.lines
-    assert all(line.get("holds") is not False for line in record.lines), record.lines
-
-
-@pytest.mark.drawn("the program for a GPU in miniature")
-@pytest.mark.parametrize("what", training.BESIDE_CPU)
-def test_training_beside_the_cpu_in_miniature(what: str) -> None:
-    record = Record()
-    training.beside_cpu(what, training.BESIDE_CPU[what], 1, HERE, record)
-    assert all(line["holds"] for line in record.lines)
-
-
-def test_offloaded_weights_in_miniature() -> None:
-    record = Record()
-    training.offloaded_weights(1, HERE, record)
-    assert [line["holds"] for line in record.lines] == [True, True, None]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_rows_in_miniature(tmp_path: Path) -> None:
-    """Each by its own process, as on a GPU."""
+    """Each by an interpreter of its own, as on a GPU."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"]
     options = ["--minutes", "58", "--results", str(tmp_path / "gpu.jsonl")]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
