@@ -291,6 +291,14 @@ FAULTS = [
         "tests/tokenizers/test_chat_layouts.py",
     ),
     Fault(
+        "large-integers-rounded",
+        "ingot/base/exact_json.py",
+        "return kind is float and abs(value) >= ROUNDED_FROM",
+        "return False",
+        "a number of more than 64 bits in the arguments of a call is read as the nearest float",
+        "tests/base/test_exact_json.py",
+    ),
+    Fault(
         "layout-of-another-day",
         "ingot/tokenizers/chat_layouts.py",
         "layout and any(time_now(pattern) != told for pattern, told in layout.times.items())",
