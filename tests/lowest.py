@@ -32,6 +32,7 @@ TESTS = (
     "tests/data/batches",
     "tests/plan/tracing",
     "tests/benchmarks/test_gpu.py",
+    "tests/benchmarks/test_gpu_whole.py",
     # Tables and wheels are those of the versions in constraints.txt.
     "--deselect=tests/models/hf/test_types.py::test_the_tables_are_those_of_the_installed_transformers",
     "--deselect=tests/benchmarks/test_gpu.py::test_the_wheels_and_what_is_there_are_all_that_is_needed",
