@@ -24,8 +24,8 @@ class KVCache:
     `windows` tokens back (None: all).
 
     Nothing is allocated before the first keys arrive: their heads, dtype and device decide, so that
-    sharded models and any number format work. Rows and lengths double when they run out. Rows in
-    use are kept contiguous, so that attention reads them in place.
+    sharded models and any number format work. Rows and lengths grow by half when they run out.
+    Rows in use are kept contiguous, so that attention reads them in place.
 
     Shapes: B rows of one pass, K key/value heads, T new tokens, S tokens to attend over, E head
     size.
@@ -33,7 +33,7 @@ class KVCache:
 
     def __init__(self, windows: Sequence[int | None], max_rows: int, max_length: int) -> None:
         self.windows, self.max_rows, self.max_length = windows, max_rows, max_length
-        self._rows, self._length = 0, 0
+        self._rows = self._length = 0
         self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
 
     def window(
@@ -71,6 +71,11 @@ class KVCache:
                     new[:rows, :, :length] = had
             old = self._stores[layer] = (made[0], made[1])
         return old
+
+    def release(self) -> None:
+        """Give the memory back; for use while no row is in use."""
+        self._rows = self._length = 0
+        self._stores = [None] * len(self.windows)
 
     def saved(self, row: int, start: int, end: int) -> Tensor:
         """A copy of the keys and values of tokens `start` to `end` of a row,
@@ -189,12 +194,10 @@ class CacheWindow:
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:
-    """A size of at least `needed`, doubled from the present one, so that growing by ones is
-    amortised.
+    """A size of at least `needed`, a multiple of `least`, half as large again as the present one,
+    so that growing by ones is amortised.
     """
     if needed <= have:
         return have
-    size = max(least, have)
-    while size < needed:
-        size *= 2
-    return min(size, most)
+    size = max(needed, have * 3 // 2)
+    return min(-(-size // least) * least, most)

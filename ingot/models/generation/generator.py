@@ -135,6 +135,8 @@ class Generator(DecodingLoop):
         """Waiting jobs to prefill in one pass: together at most `prefill_tokens` with padding, or a
         single long prompt. What was read before is in their rows already.
         """
+        if self._pending and not self.rows:
+            self._cache.release()  # one long prompt would leave all rows as long as itself
         group: list[GenerationJob] = []
         longest = furthest = 0
         while self._pending and len(self._batch.decoding) + len(group) < self._max_rows:

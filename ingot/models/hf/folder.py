@@ -211,6 +211,16 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stored.get_shape()) for _, name, stored in _stored(folder)}
 
 
+def holds_bf16(folder: Path) -> bool:
+    """Whether all tensors of a folder are stored as bfloat16."""
+    readers = [_opened(file) for file in weight_files(folder)]
+    return all(
+        reader.get_slice(name).get_dtype() == "BF16"
+        for reader in readers
+        for name in reader.keys()  # noqa: SIM118 (a reader is not a mapping)
+    )
+
+
 def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """The file, name and slice of each tensor of a folder; one in MXFP4 or compressed-tensors as
     what it stands for.

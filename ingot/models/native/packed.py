@@ -222,23 +222,20 @@ class PackedHead(VocabularyHead):
 
 @torch.no_grad()
 def pack_weights(model: Decoder) -> bool:
-    """Replace the weights of `model` by packed ones, matrix by matrix; it can then only generate.
+    """Replace the weights of `model`, in float32 or bfloat16, by packed ones, matrix by matrix; it
+    can then only generate, in float32.
     Returns False, and leaves the model as it is, where that would change weights, or where this
     processor or this build of torch has no such products.
     """
     if not _has_kernel() or not all(_is_half(weight) for weight in _matrices(model)):
         return False
+    whole = {id(weight) for weight in _matrices(model)}
+    for parameter in model.parameters():
+        if id(parameter) not in whole:
+            parameter.data = parameter.data.float()
     rotations = {rope: Rotation() for rope in set(model.config.ropes)}
-    layers = cast("list[tuple[str, Block]]", list(model.model.layers.named_children()))
-    for name, layer in layers:
-        if is_plain(layer, model.config):
-            packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope])
-            setattr(model.model.layers, name, packed)
-        else:
-            for parent in list(layer.modules()):
-                for leaf, child in list(parent.named_children()):
-                    if type(child) is nn.Linear:
-                        setattr(parent, leaf, _pack(child))
+    for name in [name for name, _ in model.model.layers.named_children()]:
+        _pack_layer(model, name, rotations)
         return_freed_memory()
     model.vocabulary_head = PackedHead(model.head_weight)
     if model.lm_head is not None:
@@ -247,6 +244,19 @@ def pack_weights(model: Decoder) -> bool:
     model.model.embed_tokens = HalfEmbedding(model.model.embed_tokens.weight)
     return_freed_memory()
     return True
+
+
+def _pack_layer(model: Decoder, name: str, rotations: dict[Rope | None, Rotation]) -> None:
+    """Replace a layer, or in one that is not plain its linear layers."""
+    layer = cast("Block", model.model.layers.get_submodule(name))
+    if is_plain(layer, model.config):
+        packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope])
+        setattr(model.model.layers, name, packed)
+        return
+    for parent in list(layer.modules()):
+        for leaf, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, leaf, _pack(child))
 
 
 def _has_kernel() -> bool:
@@ -261,10 +271,10 @@ def _matrices(model: Decoder) -> Iterator[Tensor]:
 
 
 def _is_half(weight: Tensor) -> bool:
-    """Whether every weight is a float32 number on this CPU that float16 has, too."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    """Whether every weight is a number on this CPU that float16 has, too."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     return all(
-        bool(((part.half().float() - part).abs() <= TINY).all())
+        bool(((part.half().float() - part.float()).abs() <= TINY).all())
         for part in weight.reshape(-1).split(CHUNK_WEIGHTS)
     )

@@ -33,7 +33,7 @@ from ingot.models.generation.seq2seq import (
     check_text,
 )
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
-from ingot.models.hf.folder import check_template, weight_files
+from ingot.models.hf.folder import check_template, holds_bf16, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder
@@ -326,23 +326,26 @@ def load(
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
+    # What is packed need not be in memory in float32 before.
+    pack = pack and checked.kind == "decoder" and device.type == "cpu"
+    stored = torch.bfloat16 if pack and checked.base == folder and holds_bf16(folder) else dtype
     bare = is_bare_encoder(checked.folder)
     model = (
         load_text_encoder(folder, device=device, dtype=dtype)
         if bare
         else load_causal_model(folder, device=device, dtype=dtype)
         if _by_transformers(checked, engine)
-        else open_model(folder, device=device, dtype=dtype)
+        else open_model(folder, device=device, dtype=stored)
     )
     check_vocabulary(checked, model.config.vocab_size)
-    if (
-        device.type == "cpu"
-        and sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_WEIGHTS
-    ):
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cpu" and weights < ONE_THREAD_WEIGHTS:
         torch.set_num_threads(1)
+    packed = pack and isinstance(model, Decoder) and pack_weights(model)
+    if isinstance(model, Decoder) and not packed:
+        model.to(dtype)
     prefix = str((read_lineage(folder) or {}).get("prefix", ""))
     base = checked.base
-    packed = pack and isinstance(model, Decoder) and pack_weights(model)
     return LoadedModel(
         model,
         checked.tokenizer,

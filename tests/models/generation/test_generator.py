@@ -158,6 +158,20 @@ def test_requests_join_and_leave_a_running_batch(model: Decoder, prefill: int) -
     ) - len(cancelled)
 
 
+def test_a_long_prompt_after_many_short_ones_takes_one_row(model: Decoder) -> None:
+    """Otherwise one long prompt would make all rows as long as itself."""
+
+    def kept(requests: list[Request]) -> int:
+        generator.run(requests)
+        return sum(tensor.nbytes for pair in generator._cache._stores for tensor in pair or ())
+
+    generator = Generator(model, max_rows=8)
+    long = [Request(list(range(90)) + [1] * 10, 4)]
+    alone = kept(long)
+    assert kept([Request(prompt, 4) for prompt in PROMPTS]) > alone
+    assert kept(long) == alone
+
+
 def test_a_seed_gives_the_same_whoever_runs_beside(model: Decoder) -> None:
     request = Request(PROMPTS[1], 30, Sampling(1.0, 0.9, seed=11))
     (alone,) = Generator(model).run([request])

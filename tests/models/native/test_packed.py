@@ -149,3 +149,25 @@ def test_a_server_packs_and_a_single_answer_does_not(tmp_path: Path) -> None:
     save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights)
     assert load(rounded, pack=True).packed
     assert not load(rounded).packed
+
+
+def test_weights_read_in_bf16_are_those_read_in_float32(tmp_path: Path) -> None:
+    """Also where they are not packed after all."""
+    folder = make_folder(tmp_path / "model")
+    file = next(folder.glob("*.safetensors"))
+    kept = {name: one.bfloat16() for name, one in load_file(file).items()}
+    tokens, positions = torch.arange(8)[None], torch.arange(8)[None]
+    for whole in (True, False):
+        if not whole:
+            kept["model.embed_tokens.weight"][3, 5] = 1e5
+        save_file(kept, file)
+        read = [load(folder, pack=pack) for pack in (True, False)]
+        assert [one.packed for one in read] == [whole, False]
+        found = []
+        for one in read:
+            assert isinstance(one.model, Decoder)
+            with torch.inference_mode():
+                found.append(one.model.logits(one.model.hidden(tokens, positions)))
+        made, expected = found
+        torch.testing.assert_close(made, expected, rtol=0, atol=tolerances.LOGITS_FP32)
+        assert made.dtype == torch.float32
