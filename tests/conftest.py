@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from hypothesis import settings
 
 from tests import adopted
 from tests.forkedmain import FIXED
@@ -24,9 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # A slow example on a busy machine is no fault.
-    settings.register_profile("ingot", deadline=None)
-    settings.load_profile("ingot")
+    if importlib.util.find_spec("hypothesis") is not None:  # a bare GPU machine lacks it
+        from hypothesis import settings
+
+        # A slow example on a busy machine is no fault.
+        settings.register_profile("ingot", deadline=None)
+        settings.load_profile("ingot")
     config.pluginmanager.register(Session(config))
     adopted.install()
     os.environ.setdefault("TEST_DRAW", commit())  # inherited by the processes of the run

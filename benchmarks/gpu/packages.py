@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +36,12 @@ WHEELS = (
     "awkward-cpp",
     "lazy-importer",
     "importlib-metadata",
+    "zipp",
+    "attrs",
     "fastokens",
     "llguidance",
     "fastapi",
+    "annotated-doc",
     "starlette",
     "opentelemetry-api",
     "uvicorn",
@@ -48,7 +52,7 @@ THERE = (
     *("torch", "transformers", "tokenizers", "tiktoken", "sentencepiece", "safetensors"),
     *("huggingface-hub", "numpy", "pyarrow", "fsspec", "pyyaml", "jinja2", "typer", "rich"),
     *("psutil", "httpx", "prometheus-client", "tensorboard", "nvidia-ml-py", "packaging"),
-    *("typing-extensions", "annotated-doc", "anyio", "click", "h11", "zipp", "attrs"),
+    *("typing-extensions", "anyio", "click", "h11"),
 )
 """What comes with torch, transformers and the libraries that are usual beside them."""
 PLATFORM, PYTHON = "manylinux_2_{}_x86_64", "3.12"
@@ -64,34 +68,22 @@ def dependencies() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Distributions that the program needs and this Python does not have."""
+    """Distributions that the program needs and this Python does not have, also what those need that
+    are brought as wheels: pip installs these without.
+    """
     names = [*dependencies(), *TESTS]
     modules = {name: IMPORTED_AS.get(name.lower(), name.replace("-", "_")) for name in names}
-    return [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
+    lacks = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
+    if lacks:
+        return lacks
+    return [f"{name} for {wheel}" for name, wheel in needed_by_wheels() if not is_there(name)]
 
 
-def versions() -> list[str]:
-    """The wheels at the versions of constraints.txt."""
-    pinned = {}
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        name, equals, number = line.partition("==")
-        if equals:
-            pinned[name.lower().replace("_", "-")] = number
-    return [f"{name}=={pinned[name]}" for name in WHEELS]
+def needed_by_wheels() -> list[tuple[str, str]]:
+    """(distribution, the installed wheel that needs it)."""
+    # It comes with what `missing` looks for first.
+    from packaging.requirements import Requirement
 
-
-def download(folder: Path, python: str) -> int:
-    """Fill the folder; answer its size in bytes."""
-    platforms = [f"--platform={PLATFORM.format(number)}" for number in GLIBC]
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
-            *("--implementation=cp", f"--python-version={python}", *platforms),
-            *("--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"),
-            *("-d", str(folder), *versions()),
-        ],
-        check=True,
-    )
     return sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
 
 

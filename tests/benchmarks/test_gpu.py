@@ -10,13 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as program
@@ -198,6 +196,10 @@ def test_it_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packages.missing() == []
     assert set(packages.WHEELS) > {"pydantic", "pydantic-core", "torchao"}
     assert all("==" in one for one in packages.versions())
+    was = packages.is_there
+    with monkeypatch.context() as without:
+        without.setattr(packages, "is_there", lambda name: name != "annotated-doc" and was(name))
+        assert packages.missing() == ["annotated-doc for fastapi"]
     monkeypatch.setattr("sys.argv", ["gpu"])
     monkeypatch.setattr(program, "nvidia", dict)
     with pytest.raises(SystemExit, match="names none here"):
@@ -209,12 +211,8 @@ def test_it_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wheels_and_what_is_there_are_all_that_is_needed() -> None:
     there = {*packages.WHEELS, *packages.THERE}
-    needed = dict.fromkeys(packages.dependencies(), "ingot")
-    for wheel in packages.WHEELS:
-        for line in metadata.requires(wheel) or []:
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                needed[requirement.name] = wheel
+    needed = dict.fromkeys(packages.dependencies(), "ingot") | dict(packages.needed_by_wheels())
+    assert all(map(packages.is_there, packages.WHEELS))
     lacking = {
         f"{name} for {wheel}"
         for name, wheel in needed.items()
