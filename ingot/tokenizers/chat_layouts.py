@@ -25,7 +25,7 @@ from ingot.tokenizers.chat_render import (
     time_now,
 )
 from ingot.tokenizers.chat_spans import RenderedChat, render_with_spans, turn_format
-from ingot.tokenizers.chat_watch import Shape, Skeleton, joins_only, skeleton_of
+from ingot.tokenizers.chat_watch import Question, Shape, Skeleton, joins_only, skeleton_of
 
 MOST_MESSAGES = 1000
 MOST_LAYOUTS = 1000
@@ -52,12 +52,13 @@ class LayoutPiece:
 class ChatLayout:
     """The pieces of every chat of one shape. `unindented`: contents that must not begin with
     whitespace, or the place of the turn is found in another way. `times`: what the template was
-    told of the time, by pattern.
+    told of the time, by pattern. `asked`: questions about contents whose answer must be no.
     """
 
     pieces: tuple[LayoutPiece, ...]
     unindented: tuple[int, ...]
     times: Mapping[str, str]
+    asked: tuple[Question, ...]
 
 
 class ChatLayouts:
@@ -144,7 +145,7 @@ class _Outline:
         first: int,
     ) -> None:
         self._form, self._probe, self._found, self._first = form, probe, found, first
-        self._blocks, self._times = skeleton.text.count(BEGIN), skeleton.times
+        self._blocks, self._skeleton = skeleton.text.count(BEGIN), skeleton
         plain = skeleton.text.replace(BEGIN, "").replace(END, "")
         self._parts: list[Part] = [
             ord(text) - FIRST_MARK if number % 2 else text
@@ -160,7 +161,9 @@ class _Outline:
         if unindented is None:
             return None
         pieces = self._pieces()
-        return None if pieces is None else ChatLayout(tuple(pieces), unindented, self._times)
+        if pieces is None:
+            return None
+        return ChatLayout(tuple(pieces), unindented, self._skeleton.times, self._skeleton.asked)
 
     def _said(self, part: Part) -> str:
         return part if isinstance(part, str) else self._probe[part // 2]["content"]
@@ -194,6 +197,7 @@ class _Outline:
         how, unindented, last = turn_format(self._form), [], 0
         if not how.prompt or how.end is None:
             return None
+        special = any_of_pattern(tuple(self._form.special))
         ended = re.compile(rf"\s*{re.escape(how.end)}")
         for turn in turns:
             places = [
@@ -207,12 +211,17 @@ class _Outline:
             begin = sum(len(self._said(part)) for part in self._parts[: places[0]])
             end = begin + len(self._probe[turn]["content"])
             closing = ended.match(after)
-            if closing is None or not before.endswith(how.prompt) or begin - len(how.prompt) < last:
+            # Between the prompt and the content the template may write for the assistant.
+            _, prompt, own = before.rpartition(how.prompt)
+            begin -= len(own)
+            if closing is None or not prompt or begin - len(prompt) < last:
+                return None
+            if own and (special.search(own) or not special.search(prompt)):
                 return None
             last = end + closing.end()
             if turn >= self._first and (begin, last) not in self._found.spans:
                 return None
-            if int(self._parts[places[0]]) % 2:
+            if own or int(self._parts[places[0]]) % 2:
                 unindented.append(turn)
         return tuple(unindented)
 

@@ -21,7 +21,7 @@ from ingot.tokenizers.chat_render import (
     unmask,
 )
 from ingot.tokenizers.chat_spans import render_with_spans
-from ingot.tokenizers.chat_watch import Shape
+from ingot.tokenizers.chat_watch import QUESTIONS, Shape
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -169,7 +169,7 @@ class _LayoutGroup:
         self.firsts: list[int] = []
         """Of each chat the number of its first text."""
         self._fillings: list[Filling] = []
-        self._unindented = layout.unindented
+        self._unindented, self._asked = layout.unindented, layout.asked
         found = [
             (-1 - piece.token, 0) if piece.token is not None else self._text(piece.parts, number)
             for piece in layout.pieces
@@ -197,7 +197,13 @@ class _LayoutGroup:
         return len(self._fillings) - 1, 1
 
     def takes(self, contents: Sequence[str]) -> bool:
-        return not any(contents[number][0].isspace() for number in self._unindented)
+        """Whether the layout is that of a chat with these contents."""
+        return not any(contents[number][0].isspace() for number in self._unindented) and not any(
+            QUESTIONS[question](
+                contents[slot // 2].strip() if slot % 2 else contents[slot // 2], text
+            )
+            for question, slot, text in self._asked
+        )
 
     def filled(self, contents: Sequence[str]) -> list[str]:
         """The texts of one chat."""

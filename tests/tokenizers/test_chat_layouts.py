@@ -119,16 +119,16 @@ def test_templates_that_only_join_have_layouts(template: str) -> None:
     "looks",
     [
         "{% if m.content == 'b' %}!{% endif %}",
-        "{% if 'b' in m.content %}!{% endif %}",
         "{% if m.content in 'abc' %}!{% endif %}",
         "{% if m.content in ['b'] %}!{% endif %}",
         "{% if m.content | length > 1 %}!{% endif %}",
-        "{% if m.content.startswith('b') %}!{% endif %}",
         "{% if m.content[0] == 'b' %}!{% endif %}",
         "{{ m.content | upper }}",
         "{{ m.content | tojson }}",
-        "{{ m.content.strip('b') }}",
         "{{ (m.role + m.content) | trim }}",
+        "{% if 'b' in m.role + m.content %}!{% endif %}",
+        "{% if m.role in m.content %}!{% endif %}",
+        "{% if m.content.startswith(m.content) %}!{% endif %}",
         "{{ 'x'.join([m.content]) }}",
         "{{ {'b': 1}[m.content] }}",
         "{% set x = m.content ~ '' %}{% if x == 'b' %}!{% endif %}",
@@ -144,6 +144,45 @@ def test_a_template_that_looks_into_contents_has_none(
     assert layout(template, U, A) is None
     tokenizer = chatty(template)
     chats = [turns((U, text), (A, "yes")) for text in ("b", "c", "bb", "abc", " b ")] * 5
+    check_alike(tokenizer, chats, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "{% if 'z' in m.content %}!{% endif %}",
+        "{% if 'z' not in m.content | trim %}!{% endif %}",
+        "{% if m.content.startswith('z') %}!{% endif %}",
+        "{% if m.content.endswith('z') or m.content.startswith('z') %}!{% endif %}",
+        "{{ m.content.strip('z') }}",
+        "{{ m.content.lstrip('z') }}",
+        "{{ m.content.rstrip('z') }}",
+        "{% if m.role == 'assistant' %}{{ '\n' + '<z>'.strip('<') + m.content }}{% endif %}",
+    ],
+)
+def test_a_template_may_ask_what_contents_hold(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chats for which the answer is no have a layout, the others are rendered."""
+    template = CHATML.replace("%}{{", "%}" + asks.replace("m.", "message.") + "{{", 1)
+    tokenizer = chatty(template)
+    said = ("z", "c", "zz", "azc", "xz", "zx", " z ", "\nz", "x y")
+    chats = [turns((U, text), (U, other)) for text in said for other in said]
+    check_alike(tokenizer, chats, monkeypatch)
+    found = layout(template, U, U)
+    assert found is not None
+    assert bool(found.asked) == ("role" not in asks)
+
+
+def test_what_qwen_writes_before_an_answer_is_trained_with_it(
+    test_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its template asks for thoughts, and writes empty ones between the prompt and the answer."""
+    tokenizer = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
+    shape = (U, True), (A, True), (U, True), (A, True)
+    found = layout_of(tokenizer.chat_format, shape, 0)
+    assert found is not None
+    assert {question for question, _, _ in found.asked} == {"startswith", "__contains__", "lstrip"}
+    said = ("yes", "<think>\nhm\n</think>\n\nyes", "\n\nyes", "</think>", "<tool_response>a")
+    chats = [turns((U, one), (A, other), (U, other), (A, one)) for one in said for other in said]
     check_alike(tokenizer, chats, monkeypatch)
 
 
