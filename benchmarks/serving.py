@@ -223,11 +223,13 @@ NOTE = (
 
 
 @contextlib.contextmanager
-def started(folder: Path, vllm: str | None, only: Sequence[str]) -> Iterator[list[Contender]]:
+def started(
+    folder: Path, vllm: str | None, vllm_dtype: str, only: Sequence[str]
+) -> Iterator[list[Contender]]:
     """The contenders, loaded one after the other; each waits while the next one loads."""
     made = {"ingot": lambda: ingot_server(folder), "generate": lambda: generate_program(folder)}
     if vllm is not None:
-        made["vllm"] = lambda: vllm_server(vllm, folder)
+        made["vllm"] = lambda: vllm_server(vllm, folder, vllm_dtype)
     with contextlib.ExitStack() as stack:
         contenders = []
         for name in ("ingot", "vllm", "generate"):
@@ -240,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="model folder; a tiny one if --quick")
     parser.add_argument("--vllm", metavar="PYTHON", help="of the environment that vLLM lives in")
+    parser.add_argument("--vllm-dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument(
         "--only",
         nargs="+",
@@ -265,7 +268,7 @@ def main() -> None:
         folder = asked.folder or tiny_folder(Path(scratch))
         tokenizer = load_tokenizer(folder)
         with (
-            started(folder.absolute(), asked.vllm, asked.only) as contenders,
+            started(folder.absolute(), asked.vllm, asked.vllm_dtype, asked.only) as contenders,
             generate_program(folder.absolute(), "float32") as reference,
         ):
             played = compare(contenders, reference, tokenizer, sizes, rounds, loads)

@@ -298,8 +298,8 @@ def test_a_classifier_writes_no_text(judging: Running) -> None:
         ("writing", {"instances": [{"text": "the"}]}, "prompt` is missing"),
         (
             "writing",
-            {"instances": ["the"] * 73},
-            "73 prompts in one request; this server takes at most 72",
+            {"instances": ["the"] * 97},
+            "97 prompts in one request; this server takes at most 96",
         ),
         (
             "judging",

@@ -156,8 +156,10 @@ class Serve(Section):
     """Most tokens that one request may generate."""
     max_queue: Positive = 64
     """Requests that may wait; more get 429."""
-    max_batch: Positive = 8
-    """Requests that are decoded together."""
+    max_batch: Positive = 32
+    """Requests that are decoded together: more of them share the reading of the weights, and each
+    takes the memory of its keys and values.
+    """
     pack: bool = True
     """On an x86 CPU, keep a decoder's weights packed as float16 where that changes none of them, as
     for models that were exported in bf16: half the memory and half the time for a token. The

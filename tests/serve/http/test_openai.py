@@ -385,7 +385,7 @@ def test_who_hangs_up_is_no_longer_computed_for(server: Running, stream: bool) -
         ({"prompt": ["a", []]}, "the prompt is empty"),
         ({"prompt": [5, 100_000]}, "token 100000 is not in the vocabulary"),
         ({"prompt": "a\ud800"}, "half of a surrogate pair"),
-        ({"prompt": ["a"] * 100}, "100 prompts in one request; this server takes at most 72"),
+        ({"prompt": ["a"] * 100}, "100 prompts in one request; this server takes at most 96"),
         ({}, "`prompt` is missing"),
         ([1], "not a JSON object"),
     ],
