@@ -84,6 +84,45 @@ def needed_by_wheels() -> list[tuple[str, str]]:
     # It comes with what `missing` looks for first.
     from packaging.requirements import Requirement
 
+    found = []
+    for wheel in filter(is_there, WHEELS):
+        for line in metadata.requires(wheel) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                found.append((requirement.name, wheel))
+    return found
+
+
+def is_there(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def versions() -> list[str]:
+    """The wheels at the versions of constraints.txt."""
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        name, equals, number = line.partition("==")
+        if equals:
+            pinned[name.lower().replace("_", "-")] = number
+    return [f"{name}=={pinned[name]}" for name in WHEELS]
+
+
+def download(folder: Path, python: str) -> int:
+    """Fill the folder; answer its size in bytes."""
+    platforms = [f"--platform={PLATFORM.format(number)}" for number in GLIBC]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+            *("--implementation=cp", f"--python-version={python}", *platforms),
+            *("--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"),
+            *("-d", str(folder), *versions()),
+        ],
+        check=True,
+    )
     return sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
 
 
