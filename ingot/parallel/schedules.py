@@ -30,7 +30,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-ZERO_BUBBLE_SINCE = (2, 13)
+ZERO_BUBBLE_SINCE = "2.13"
 """The version of torch that takes a backward pass apart which has functions of our own."""
 
 
@@ -164,8 +164,8 @@ def _schedule_class(kind: str) -> Callable[..., Schedule]:
         case "zero_bubble":
             if torch.__version__ < ZERO_BUBBLE_SINCE:
                 raise WrongInput(
-                    "parallel.schedule zero_bubble needs torch 2.13 or newer, and this is"
-                    f" {torch.__version__}; set it to interleaved"
+                    f"parallel.schedule zero_bubble needs torch {ZERO_BUBBLE_SINCE} or newer, and"
+                    f" this is {torch.__version__}; set it to interleaved"
                 )
             return ScheduleInterleavedZeroBubble
     raise ValueError(f"parallel.schedule {kind!r} is not gpipe, 1f1b, interleaved or zero_bubble")

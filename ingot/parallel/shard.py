@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
-INTEGERS_SINCE = (2, 13)
+INTEGERS_SINCE = "2.13"
 """The version of torch whose FSDP gives no gradients to weights that can have none."""
 
 
@@ -62,13 +62,7 @@ def shard_weights(
     Raises:
         WrongInput: weights are in few bits, and this torch cannot shard them.
     """
-    if torch.__version__ < INTEGERS_SINCE and not all(
-        parameter.is_floating_point() for parameter in model.parameters()
-    ):
-        raise WrongInput(
-            "parallel.shard and parallel.replicate of a model in few bits (model.quantize) need"
-            f" torch 2.13 or newer, and this is {torch.__version__}; set model.quantize to null"
-        )
+    _check_integers(model)
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -109,6 +103,17 @@ def shard_weights(
             # FSDP averages by default; the divide factor alone does not change that on gloo.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _check_integers(model: nn.Module) -> None:
+    """Raises WrongInput where weights are in few bits, and this torch cannot shard them."""
+    whole = all(parameter.is_floating_point() for parameter in model.parameters())
+    if torch.__version__ < INTEGERS_SINCE and not whole:
+        raise WrongInput(
+            "parallel.shard and parallel.replicate of a model in few bits (model.quantize) need"
+            f" torch {INTEGERS_SINCE} or newer, and this is {torch.__version__}; set model.quantize"
+            " to null"
+        )
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
