@@ -18,8 +18,7 @@ from ingot.cli.cloud import images, submit
 from ingot.cli.completion import complete_arguments, completion
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
-from ingot.cli.output import AsJson
-from ingot.cli.overview import Overview
+from ingot.cli.output import AsJson, Overview
 from ingot.cli.plan import plan
 from ingot.cli.recipes import init, new, recipes
 from ingot.cli.show import adopt, show, ui

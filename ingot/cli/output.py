@@ -1,4 +1,6 @@
-"""Results of verbs as JSON: one object on stdout, the same form for all (docs/JSON.md)."""
+"""What the command line writes: results of verbs as JSON, one object on stdout, the same form for all
+(docs/JSON.md); and the help of `ingot` itself.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import PurePath
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 SCHEMA = 1
 
@@ -37,3 +40,30 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     return value
+
+
+LONGEST_SENTENCE = 300
+"""Characters of what a verb is said to do: its first sentence."""
+
+
+class Overview(TyperGroup):
+    """A group of verbs whose help is plain text, a sentence for each, by panel: the import of rich,
+    which draws the help of a verb, takes longer than all the rest.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        # Past TyperGroup's own, which draws with rich.
+        super(TyperGroup, self).format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        verbs = [(name, verb) for name, verb in self.commands.items() if not verb.hidden]
+        panels = dict.fromkeys(getattr(verb, "rich_help_panel", None) for _, verb in verbs)
+        for panel in panels:
+            with formatter.section(panel or "Commands"):
+                formatter.write_dl(
+                    [
+                        (name, verb.get_short_help_str(LONGEST_SENTENCE))
+                        for name, verb in verbs
+                        if getattr(verb, "rich_help_panel", None) == panel
+                    ]
+                )
