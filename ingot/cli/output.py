@@ -1,5 +1,5 @@
-"""What the command line writes: results of verbs as JSON, one object on stdout, the same form for all
-(docs/JSON.md); and the help of `ingot` itself.
+"""What the command line writes: results of verbs as JSON, one object on stdout, the same form for
+all (docs/JSON.md); and the help of `ingot` itself.
 """
 
 from __future__ import annotations
