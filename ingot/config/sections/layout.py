@@ -52,7 +52,8 @@ class Parallel(Section):
     """
     schedule: PipelineSchedule = "auto"
     """With `pipeline`: the order of the micro-batches. `auto`: `1f1b`, or `interleaved` where
-    `virtual` is above 1. `zero_bubble` fills the gaps with gradients of weights.
+    `virtual` is above 1. `zero_bubble` fills the gaps with gradients of weights; it needs torch
+    2.13.
     """
     context: Positive = 1
     """Ranks that share each sequence; for very long ones."""
