@@ -90,7 +90,9 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         _write_no_more()
         return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)
     except Exception as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # `ingot` alone: its help was shown
+        if type(error).__name__ == "NoArgsIsHelpError":
+            if told := getattr(error, "message", ""):  # empty where rich has drawn the help
+                print(told)
             return EXIT_DONE
         if _is_usage(error):
             return _tell(f"error: {_usage(error)}", EXIT_WRONG_INPUT, debug=debug)
