@@ -17,7 +17,7 @@ TEXTS = [
     f'"{"".join(map(chr, range(0x80, 0x300)))}"',
 ]
 VALUES: list[Any] = [
-    {"b": 1, "a": {"\x7f": "\x00\x1f\n\"\\/é\u2028🔥"}, "🔥": None, "\uffff": 2, "A": True},
+    {"b": 1, "a": {"\x7f": '\x00\x1f\n"\\/é\u2028🔥'}, "🔥": None, "\uffff": 2, "A": True},
     {"floats": [1e16, 1e-7, 0.1, -0.0, 5.0]},
     {"large": 2**70, "exact": 2**64 - 1, "less": -(2**63) - 1},
     {"half": "\ud800"},

@@ -31,8 +31,8 @@ class Checkpoint(Section):
     """
     asynchronous: bool = True
     """Write checkpoints while training goes on, from a copy of the state in the host's memory (12
-    bytes a trained parameter with Adam). The last one is written from the state itself, and takes no
-    copy. Without it training waits for the disk.
+    bytes a trained parameter with Adam). The last one is written from the state itself, without a
+    copy. If false, training waits for the disk each time.
     """
     upload: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
     """`gs://BUCKET/FOLDER` that each checkpoint is copied to once it is committed here, and fetched
