@@ -269,8 +269,8 @@ FAULTS = [
     Fault(
         "layout-though-content-decides",
         "ingot/tokenizers/chat_watch.py",
-        "return None if environment.seen else Skeleton(",
-        "return Skeleton(",
+        "if environment.seen\n",
+        "if False\n",
         "what a template does with one content is done with all others",
         "tests/tokenizers/test_chat_layouts.py",
     ),

@@ -193,7 +193,7 @@ def test_saves_and_restarts_that_eat_the_run(tmp_path: Path) -> None:
 
 def test_room_devices_and_limits(tmp_path: Path) -> None:
     def told(place: Any = PLACE, recipe: Recipe | None = None, **changed: Any) -> list[str]:
-        recipe = recipe or small_recipe(tmp_path, launch__kind="gce")
+        recipe = recipe or small_recipe(tmp_path, launch__kind="gce", checkpoint__every=4)
         return warned(judge_place(recipe, place, cost(recipe, place, **changed)))
 
     assert told() == []
