@@ -10,10 +10,10 @@
 #SBATCH --mem=512G
 #SBATCH --signal=B:USR1@600
 #SBATCH --no-requeue
-#SBATCH --output=/shared/work/runs/small/logs/slurm-train-%j.log
+#SBATCH --output=/scratch/team/runs/small/logs/slurm-train-%j.log
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
-#SBATCH --chdir=/shared/work
+#SBATCH --chdir=/scratch/team
 #SBATCH --constraint=h100
 export NCCL_SOCKET_IFNAME=eth0
 export PET_MASTER_PORT=29500
@@ -27,7 +27,7 @@ tell() {
   echo '{"number": 10, "rank": null, "by": "slurm"}' > "$note.partial" && mv "$note.partial" "$note.json"
 }
 trap tell USR1
-srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 '--container-image=registry/team#ingot:1' --container-mounts=/shared/work:/shared/work,/data:/data --container-workdir=/shared/work bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -m ingot.launch.node --rendezvous runs/small/jobs/train-1 --rendezvous-timeout-s 1620 --run-folder runs/small --environment '"'"'runs/small/jobs/train-1/secrets-{node}.json'"'"' -- train '"'"'my recipe.yaml'"'"' train.steps=10' &
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 '--container-image=registry/team#ingot:1' --container-mounts=/scratch/team:/scratch/team,/data:/data --container-workdir=/scratch/team bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -m ingot.launch.node --rendezvous runs/small/jobs/train-1 --rendezvous-timeout-s 1620 --run-folder runs/small --environment '"'"'runs/small/jobs/train-1/secrets-{node}.json'"'"' -- train '"'"'my recipe.yaml'"'"' train.steps=10' &
 srun=$!
 wait $srun; code=$?
 while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done

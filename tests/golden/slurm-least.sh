@@ -6,10 +6,10 @@
 #SBATCH --mem=0
 #SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
-#SBATCH --output=/shared/work/runs/small/logs/slurm-evaluate-%j.log
+#SBATCH --output=/scratch/team/runs/small/logs/slurm-evaluate-%j.log
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
-#SBATCH --chdir=/shared/work
+#SBATCH --chdir=/scratch/team
 export PET_MASTER_PORT=29500
 export PET_NNODES=1
 export PET_NPROC_PER_NODE=1

@@ -93,7 +93,7 @@ def script_of(tmp_path: Path, job: Job, **knobs: Any) -> str:
     recipe = small_recipe(
         tmp_path,
         launch__kind="slurm",
-        launch__folder="/shared/work",
+        launch__folder="/scratch/team",
         launch__python="/opt/py/bin/python",
         **knobs,
     )
