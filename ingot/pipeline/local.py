@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -261,7 +260,7 @@ def print_summary(recipe: Recipe, done: PipelineResult) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     if any(record.step == "serve" for record in done.records):
-        console.print(_answer_panel(recipe.folder.reports / "predict.json"))
+        console.print(_answer_panel(recipe))
     where, within = paths_of_run([record.where for record in done.records], recipe.folder.root)
     console.print(_steps_table(recipe, done, where))
     if within:
@@ -275,13 +274,16 @@ def print_summary(recipe: Recipe, done: PipelineResult) -> None:
     )
 
 
-def _answer_panel(path: Path) -> Panel:
-    """The prompt and the first lines of the answer."""
+def _answer_panel(recipe: Recipe) -> Panel:
+    """The prompt and the first lines of the answer, below it unless that goes on writing it."""
+    path = recipe.folder.reports / "predict.json"
     saved = json.loads(path.read_bytes())
+    goes_on = recipe.objective.native and recipe.documents not in CHAT_TEMPLATED
     lines = saved["completion"].rstrip().split("\n")
     shown = "\n".join(lines[:MAX_ANSWER_LINES])
     answer = Text.assemble(
         (saved["prompt"], "bold"),
+        "" if goes_on else "\n",
         shown,
         (
             (

@@ -103,3 +103,10 @@ def test_a_model_of_chats_is_asked_as_in_a_chat(server: Server) -> None:
     chats = Tokenizer({**tokenizer.files, "chat_template.jinja": template})
     assert chats.decode(encode_sample(chats, "fox", recipe)) == "user: fox"
     assert encode_sample(chats, "fox", written(["r.yaml"])) == chats.encode_prompt("fox")
+
+
+@pytest.mark.parametrize(("kind", "between"), [("pretrain", ""), ("sft", "\n")])
+def test_a_chats_answer_stands_below_its_prompt(server: Server, kind: str, between: str) -> None:
+    recipe = written(["r.yaml", f"objective.kind={kind}"])
+    ask.serve_and_query(recipe, ["r.yaml"])
+    assert str(ask._answer_panel(recipe).renderable) == f"def {between}lazy dog"

@@ -23,6 +23,7 @@ from ingot.data.batches.rows import PackedRow
 from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
+from ingot.verify.layout import modes
 from ingot.verify.layout.modes import (
     HUB_MODES,
     MODES,
@@ -211,6 +212,20 @@ def test_what_is_tried_for_a_recipe() -> None:
     assert [one.name for one in layouts_for(seq2seq)] == [
         layout(**MODES[mode]).name for mode in HUB_MODES
     ]
+
+
+def test_a_torch_too_old_for_zero_bubble_tries_the_other_modes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = recipe(parallel=json.dumps(MODES["1f1b"]))
+    every = [one.name for one in layouts_for(asked)]
+    assert "left out" not in capsys.readouterr().err
+    monkeypatch.setattr(modes, "ZERO_BUBBLE_SINCE", "99.0")
+    assert [one.name for one in layouts_for(asked)] == [
+        name for name in every if "zero bubble" not in name
+    ]
+    assert "zero bubble needs torch 99.0 and is left out" in capsys.readouterr().err
+    assert layouts_for(recipe(parallel=json.dumps(MODES["zero bubble"])))[0].name in every
 
 
 def test_the_table_has_every_mode_every_pair_and_six_products() -> None:

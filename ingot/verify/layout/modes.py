@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
+from ingot.parallel.schedules import ZERO_BUBBLE_SINCE
 from ingot.train.automatic_layout import read_layout
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -177,7 +180,8 @@ def all_layouts() -> list[Layout]:
 
 def layouts_for(recipe: Recipe) -> list[Layout]:
     """The recipe's own layout, scaled down; then each mode alone, and the pairs of the modes that
-    the recipe uses; all ways to share experts if it shares them.
+    the recipe uses; all ways to share experts if it shares them. Zero bubble is left out where
+    torch is too old for it, unless it is the recipe's own.
     """
     own = scaled_layout(recipe)
     modes = tuple(MODES) if recipe.objective.native else HUB_MODES
@@ -186,6 +190,9 @@ def layouts_for(recipe: Recipe) -> list[Layout]:
         # The ranks of a tensor axis must share experts.
         alone = [one for one in alone if one.parallel.tensor == 1]
         alone += [layout(**knobs) for knobs in EXPERT_MODES.values()]
+    if torch.__version__ < ZERO_BUBBLE_SINCE:
+        say(f"verify layout: zero bubble needs torch {ZERO_BUBBLE_SINCE} and is left out")
+        alone = [one for one in alone if one.parallel.schedule != "zero_bubble"]
     return unique([own, *alone])
 
 
