@@ -117,6 +117,10 @@ PURPOSES = {
     ),
 }
 """What a new recipe can be for: its data, the model that is proposed, and the sections it needs."""
+BYTES_A_TOKEN = 5
+"""Of a file of documents, with what JSON needs around them."""
+ENOUGH_STEPS = 50
+"""Fewer in an epoch change a pretrained model too little to be seen."""
 
 
 def new(
@@ -191,7 +195,11 @@ def _written(file: Path, data: str, purpose: str, model: str, devices: int) -> s
         if random
         else ""
     )
-    batch = (16, 4) if devices == 0 else (64, 8 if devices < 8 else 4)
+    seq_len = 256 if random else 512
+    rows = _rows_here(data, seq_len)
+    batch = _batch(devices, rows)
+    if not random and rows is not None and rows < ENOUGH_STEPS * batch[0]:
+        length = ("epochs: 3    ", "little data, so each document three times; or steps: N")
     launch = (
         f"launch: {{processes: {devices}}}              # one for each GPU of this machine\n\n"
         if devices > 1
@@ -212,7 +220,7 @@ model: {{source: {quoted["model"]}}}
 data:
   train: [{{source: {quoted["data"]}}}]      # several sources: more entries, each with a weight
   validation: {{fraction: 0.05}}          # held out, the same documents in every run
-  seq_len: {256 if random else 512}
+  seq_len: {seq_len}
 
 train:
   {length[0]}                 # {length[1]}
@@ -227,6 +235,36 @@ checkpoint: {{every: 100, keep: 2}}       # what was interrupted goes on from th
 {launch}evaluate:
   tasks: [{{kind: loss}}]
 """
+
+
+def _rows_here(data: str, seq_len: int) -> int | None:
+    """About how many rows local files fill; None where they lie elsewhere, or are not there yet."""
+    from ingot.base.errors import IngotError
+    from ingot.config.sections.data import SourceSettings
+    from ingot.data.sources.find import find_source
+
+    source = SourceSettings(source=data)
+    if source.scheme not in ("", "builtin"):
+        return None
+    try:
+        return sum(file.bytes for file in find_source(source)) // (BYTES_A_TOKEN * seq_len)
+    except IngotError:
+        return None
+
+
+def _batch(devices: int, rows: int | None) -> tuple[int, int]:
+    """Rows a step over all devices, and rows at once on one of them. Of little data a step takes an
+    eighth at most, so that it has some.
+    """
+    ways = max(1, devices)
+    usual, micro = (16, 4) if devices == 0 else (64, 8 if devices < 8 else 4)
+    batches = -(-usual // (micro * ways))
+    most = usual if rows is None else rows // 8
+    while batches > 1 and batches * micro * ways > most:
+        batches //= 2
+    while micro > 1 and batches * micro * ways > most:
+        micro //= 2
+    return batches * micro * ways, micro
 
 
 def _not_ready(file: Path) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ingot.cli import doctor
+from ingot.cli.recipes import new
 from ingot.config.load import load_recipe
 from ingot.config.shipped import names
 from tests.cli.commands import ingot
@@ -133,6 +134,34 @@ def test_a_new_recipe_is_commented_and_passes_the_check(
     assert recipe.model.source == chosen
     assert recipe.launch.processes == (4 if machine == "4" else 1)
     assert recipe.documents == {"chat": "chat", "prefer": "preference"}.get(purpose, "text")
+
+
+@pytest.mark.parametrize(
+    ("machine", "documents", "batch", "micro", "epochs"),
+    [
+        ("cpu", 100, 1, 1, 3),  # some 7 rows of 512 tokens
+        ("cpu", 2_000, 16, 4, 3),
+        ("cpu", 20_000, 16, 4, 1),
+        ("3", 1_000, 6, 2, 3),
+        ("3", 100_000, 72, 8, 1),
+    ],
+)
+def test_a_new_recipes_steps_suit_the_amount_of_data(
+    machine: str,
+    documents: int,
+    batch: int,
+    micro: int,
+    epochs: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = json.dumps({"text": "a b c d " * 20}) + "\n"
+    (tmp_path / "mine.jsonl").write_text(line * documents)
+    data, model = str(tmp_path / "mine.jsonl"), str(write_model(tmp_path / "tiny"))
+    assert new(data, "adapt", model, machine, str(tmp_path / "n.yaml")) == 0
+    assert "before it can run" not in capsys.readouterr().err
+    train = load_recipe([tmp_path / "n.yaml"], environ={}, dotenv=None).train
+    assert (train.global_batch, train.micro_batch, train.epochs) == (batch, micro, epochs)
 
 
 def test_what_a_new_recipe_lacks_is_told(tmp_path: Path) -> None:
