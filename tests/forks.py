@@ -45,9 +45,15 @@ PRELOADED = (
     "ingot.serve.server",
     "ingot.data.ingest",
     "ingot.data.prepare",
+    "ingot.evaluate.evaluate",
+    "ingot.cli.check.recipe",
+    "ingot.plan.storage",
+    "ingot.models.device",
     "ingot.launch.supervisor.supervise",
     "ingot.__main__",
 )
+THEIRS = ("pandas", "tabulate", "httpcore")
+"""What other libraries import at some use, where it is installed: pyarrow with its first table."""
 # What ingot starts by multiprocessing in pytest's own process is forked from a server alike.
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
 _AT_START = dict(os.environ)
@@ -373,12 +379,23 @@ def _main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    _make_ready()
     gc.freeze()
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         forkedmain.install()
         forkedmain.run(lambda: _do(request))
+
+
+def _make_ready() -> None:
+    """What each process would make anew, alike in all, and which takes longer than its work."""
+    for name in THEIRS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sys.modules["ingot.models.device"].PEAK_SIZE["cpu"] = 256  # tiny models need no better figure
+    importlib.import_module("ingot.cli.app").command()
+    importlib.import_module("ingot.report.page").template()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -70,7 +72,18 @@ def main() -> None:
         die_with_parent(os.getppid(), signal.SIGKILL)
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
-    leave(guarded(lambda: app(arguments, prog_name="ingot", standalone_mode=False), debug=debug))
+    leave(
+        guarded(
+            lambda: command()(args=arguments, prog_name="ingot", standalone_mode=False),
+            debug=debug,
+        )
+    )
+
+
+@functools.cache
+def command() -> Callable[..., object]:
+    """The command line, made of all verbs and their options."""
+    return typer.main.get_command(app)
 
 
 @app.callback()

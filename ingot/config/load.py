@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from ingot.base.environment import holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.documents import Constructor, compose, value_of
 from ingot.config.knobs import all_knobs, changed_values, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, suggestion, tell_names
@@ -47,21 +48,6 @@ LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
 """Stand-ins for required sections when the recipe's own cannot be read."""
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 _MERGE = "tag:yaml.org,2002:merge"
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses integers beyond 64 bits, which later code cannot handle."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        number = super().construct_yaml_int(node)
-        if number.bit_length() > 63:
-            raise yaml.constructor.ConstructorError(
-                None, None, "a whole number beyond 64 bits", node.start_mark
-            )
-        return number
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -263,7 +249,7 @@ def dump_recipe(recipe: Recipe, *, changed: bool = False) -> str:
 
 def _scalar(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return value_of(text)
     except (
         yaml.YAMLError,
         ValueError,
@@ -297,7 +283,7 @@ def _merge_file(values: Values, path: Path) -> None:
 
 def _merge_text(values: Values, text: str, path: Path) -> None:
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = compose(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -345,7 +331,7 @@ def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml
                 " section; keep one"
             )
         seen.add(key)
-    _with_loader(lambda loader: loader.flatten_mapping(node), node, file)
+    _with_constructor(lambda constructor: constructor.flatten_mapping(node), node, file)
     return {
         str(_construct(key_node, file)): (key_node, value_node)
         for key_node, value_node in node.value
@@ -365,13 +351,12 @@ def _note_lines(values: Values, path: KeyPath, node: yaml.Node, file: str) -> No
 
 
 def _construct(node: yaml.Node, file: str) -> Any:
-    return _with_loader(lambda loader: loader.construct_object(node, deep=True), node, file)
+    return _with_constructor(lambda made: made.construct_object(node, deep=True), node, file)
 
 
-def _with_loader(call: Callable[[yaml.SafeLoader], Any], node: yaml.Node, file: str) -> Any:
-    loader = _Loader("")
+def _with_constructor(call: Callable[[Constructor], Any], node: yaml.Node, file: str) -> Any:
     try:
-        return call(loader)
+        return call(Constructor())
     except (
         yaml.YAMLError,
         ValueError,
@@ -380,5 +365,3 @@ def _with_loader(call: Callable[[yaml.SafeLoader], Any], node: yaml.Node, file: 
             f"{file}:{node.start_mark.line + 1}: not valid YAML"
             f" ({getattr(error, 'problem', error)}); mend that line"
         ) from None
-    finally:
-        loader.dispose()

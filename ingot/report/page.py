@@ -45,7 +45,7 @@ def write_page(run: RunFolder, doing: str = "", metrics: MetricsFile | None = No
 def render(view: RunView) -> str:
     """The page as HTML. That of a verb at work asks the browser to load it again."""
     top = headline(view)
-    return _template().render(
+    return template().render(
         view=view,
         headline=top,
         reload_s=RELOAD_S if view.doing else 0,
@@ -76,7 +76,7 @@ def render(view: RunView) -> str:
 
 
 @functools.cache
-def _template() -> Template:
+def template() -> Template:
     loader = PackageLoader("ingot.report", ".")
     return Environment(
         loader=loader,

@@ -262,7 +262,7 @@ def late():
         os.kill(os.getpid(), signal.{name})
 last = AtTheVeryEnd()
 atexit.register(lambda: os.kill(os.getpid(), signal.{name}))
-app.app = lambda *arguments, **knobs: late()
+app.command = lambda: lambda **knobs: late()
 app.main()
 """
 

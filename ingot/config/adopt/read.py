@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from ingot.base.errors import WrongInput
+from ingot.config.documents import compose
 from ingot.config.values import one_line
 
 Form = Literal["mapping", "environment", "flags"]
@@ -251,7 +252,7 @@ def _flatten_pairs(
 def _from_yaml(text: str, path: Path, *, required: bool) -> list[GivenEntry] | None:
     """None if it is not a mapping, unless `required`, which makes that an error."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = compose(text)
         if isinstance(node, yaml.MappingNode):
             found: list[GivenEntry] = []
             _flatten_node(node, "", path, found)

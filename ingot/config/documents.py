@@ -1,0 +1,62 @@
+"""YAML as recipes are written in it: nodes that know their lines, and the values that they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError, SafeConstructor
+from yaml.resolver import Resolver
+
+_DEEPEST = 1000
+_Parser: Any = getattr(yaml, "CSafeLoader", None)
+"""libyaml's, ten times as fast as PyYAML's own, where PyYAML was built with it. It recurses on C's
+stack, which nothing guards.
+"""
+
+
+class Constructor(SafeConstructor, Resolver):
+    """Makes values of nodes; an integer beyond 64 bits, which later code cannot handle, is none."""
+
+    def __init__(self) -> None:
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number = super().construct_yaml_int(node)
+        if number.bit_length() > 63:
+            raise ConstructorError(None, None, "a whole number beyond 64 bits", node.start_mark)
+        return number
+
+
+Constructor.add_constructor("tag:yaml.org,2002:int", Constructor.construct_yaml_int)
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The node of a document, None of an empty one.
+
+    A text that may be nested deeply (a level takes a bracket or a column) is read by PyYAML's own
+    parser, which a depth cannot crash; so is one with an error, for its messages.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+        RecursionError: it is nested too deeply.
+    """
+    brackets = text.count("[") + text.count("{")
+    columns = max(map(len, text.splitlines()), default=0)
+    if _Parser is not None and brackets + columns < _DEEPEST:
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.compose(text, Loader=_Parser)
+    return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
+def value_of(text: str) -> Any:
+    """The value that a text stands for.
+
+    Raises:
+        yaml.YAMLError, ValueError, RecursionError: none; a date such as 2001-99-99 and a number of
+            5,000 digits are values for no one.
+    """
+    node = compose(text)
+    return None if node is None else Constructor().construct_document(node)
