@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat_render import (
@@ -22,18 +20,18 @@ from ingot.tokenizers.chat_render import (
     MARKS,
     ChatFormat,
     any_of_pattern,
+    strings_in,
     time_now,
 )
-from ingot.tokenizers.chat_spans import RenderedChat, render_with_spans, turn_format
-from ingot.tokenizers.chat_watch import Question, Shape, Skeleton, joins_only, skeleton_of
+from ingot.tokenizers.chat_shapes import Shape, probe_of, unseen_chat
+from ingot.tokenizers.chat_spans import RenderedChat, render_with_spans
+from ingot.tokenizers.chat_turns import MARK, Turn, TurnSearch
+from ingot.tokenizers.chat_unseen import Question, Slot, Watch
+from ingot.tokenizers.chat_watch import joins_only, skeleton_of
 
-MOST_MESSAGES = 1000
 MOST_LAYOUTS = 1000
-SLOT = re.compile("([\U00100010-\U0010ffef])")
 Part = str | int
-"""Text of the template, or the number of a content: 2i as it is, 2i + 1 without outer whitespace,
-where i is the number of the message.
-"""
+"""Text of the template, or the number of a slot."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,16 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class ChatLayout:
-    """The pieces of every chat of one shape. `unindented`: contents that must not begin with
-    whitespace, or the place of the turn is found in another way. `times`: what the template was
-    told of the time, by pattern. `asked`: questions about contents whose answer must be no.
+    """The pieces of every chat of one shape, and the slots in them. `unindented`: contents that
+    must not begin with whitespace, and `parted`: pairs of texts of which neither may begin with the
+    other, or the place of the turn is found in another way. `times`: what the template was told of
+    the time, by pattern. `asked`: questions about contents whose answer must be no.
     """
 
     pieces: tuple[LayoutPiece, ...]
+    slots: tuple[Slot, ...]
     unindented: tuple[int, ...]
+    parted: tuple[tuple[Part, Part], ...]
     times: Mapping[str, str]
     asked: tuple[Question, ...]
 
@@ -88,85 +89,71 @@ class ChatLayouts:
         return layout
 
 
-def shape_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Shape, list[str]] | None:
-    """The shape of a chat and its contents. None if a message has more than role and content, if
-    white space alone is said, if the assistant says nothing, or if there is no message.
-    """
-    if not 0 < len(messages) <= MOST_MESSAGES or set(map(len, messages)) != {2}:
-        return None
-    try:
-        roles = [message["role"] for message in messages]
-        contents = [message["content"] for message in messages]
-    except KeyError:
-        return None
-    if set(map(type, roles)) != {str} or set(map(type, contents)) != {str}:
-        return None
-    if any(map(str.isspace, contents)) or (
-        "" in contents and ("assistant", "") in zip(roles, contents, strict=True)
-    ):
-        return None
-    return tuple(zip(roles, map(bool, contents), strict=True)), contents
-
-
 def layout_of(form: ChatFormat, shape: Shape, first: int) -> ChatLayout | None:
     """The layout of chats of this shape, trained from message `first` on; None if nothing proves
     that there is one.
     """
     if not joins_only(form.template) or any(
-        MARKS.search(role) or (form.special and any_of_pattern(tuple(form.special)).search(role))
-        for role, _ in shape
+        MARKS.search(text) or (form.special and any_of_pattern(tuple(form.special)).search(text))
+        for text in strings_in(shape)
     ):
         return None
-    probe = [
-        {"role": role, "content": f"probe{number}" if said else ""}
-        for number, (role, said) in enumerate(shape)
-    ]
     try:
-        skeleton = skeleton_of(form.template, form.named, shape)
-        if skeleton is None:
-            return None
-        found = render_with_spans(form, probe, first)
-    except WrongInput:
+        return _Outline(form, shape, first).layout()
+    except (WrongInput, LookupError):
         return None
-    return _Outline(form, skeleton, probe, found, first).layout()
 
 
 class _Outline:
-    """Cuts the text around contents into pieces, with the turns found on a probe of the same
-    shape.
+    """Cuts the text around the values of a chat into pieces, with the turns found on a probe of the
+    same shape.
+
+    Raises:
+        LookupError: the template looks into a value.
+        WrongInput: it refuses chats of this shape.
     """
 
-    def __init__(
-        self,
-        form: ChatFormat,
-        skeleton: Skeleton,
-        probe: list[dict[str, str]],
-        found: RenderedChat,
-        first: int,
-    ) -> None:
-        self._form, self._probe, self._found, self._first = form, probe, found, first
-        self._blocks, self._skeleton = skeleton.text.count(BEGIN), skeleton
-        plain = skeleton.text.replace(BEGIN, "").replace(END, "")
+    def __init__(self, form: ChatFormat, shape: Shape, first: int) -> None:
+        self._form, self._shape, self._first = form, shape, first
+        self._watch = Watch()
+        self._unseen = unseen_chat(shape, self._watch)
+        whole = self._skeleton(len(shape), prompt=False)
+        self._blocks, self._plain = whole.count(BEGIN), without_blocks(whole)
         self._parts: list[Part] = [
             ord(text) - FIRST_MARK if number % 2 else text
-            for number, text in enumerate(SLOT.split(plain))
+            for number, text in enumerate(MARK.split(self._plain))
         ]
-        self._edges = [edge for span in found.spans for edge in span]
+        self._probe, self._values = probe_of(shape)
+        self._found: RenderedChat = render_with_spans(form, self._probe, first)
+        self._edges = [edge for span in self._found.spans for edge in span]
+
+    def _skeleton(self, count: int, *, prompt: bool) -> str:
+        """The text of the first messages, with marks in place of values."""
+        text = skeleton_of(
+            self._form.template,
+            self._form.named,
+            self._unseen[:count],
+            self._watch,
+            generation_prompt=prompt,
+        )
+        if text is None:
+            raise LookupError(f"the template looks into a content ({self._watch.seen})")
+        return text
 
     def layout(self) -> ChatLayout | None:
-        said = [self._said(part) for part in self._parts]
-        if "".join(said) != self._found.text or not self._is_cut_alike():
+        said = "".join(self._said(part) for part in self._parts)
+        if said != self._found.text or not self._is_cut_alike():
             return None
-        unindented = self._places_of_turns()
-        if unindented is None:
-            return None
+        conditions = self._conditions()
         pieces = self._pieces()
-        if pieces is None:
+        if conditions is None or pieces is None:
             return None
-        return ChatLayout(tuple(pieces), unindented, self._skeleton.times, self._skeleton.asked)
+        watch = self._watch
+        slots, asked = tuple(watch.slots), tuple(dict.fromkeys(watch.asked))
+        return ChatLayout(tuple(pieces), slots, *conditions, dict(watch.times), asked)
 
     def _said(self, part: Part) -> str:
-        return part if isinstance(part, str) else self._probe[part // 2]["content"]
+        return part if isinstance(part, str) else self._watch.slots[part].text(self._values)
 
     def _is_cut_alike(self) -> bool:
         """Whether no content can make a special token together with the text beside it."""
@@ -185,45 +172,62 @@ class _Outline:
                     return False
         return True
 
-    def _places_of_turns(self) -> tuple[int, ...] | None:
-        """The assistant's contents that must not begin with whitespace; None unless each turn is
-        found by the template's text right beside its content, whatever is said.
+    def _conditions(self) -> tuple[tuple[int, ...], tuple[tuple[Part, Part], ...]] | None:
+        """`unindented` and `parted` of the layout; None unless they are enough for each turn to be
+        found beside the same text of the template, whatever is said.
         """
         turns = [
-            number for number, message in enumerate(self._probe) if message["role"] == "assistant"
+            (index, list(self._marks_of(index)))
+            for index, (role, *_) in enumerate(self._shape)
+            if role == "assistant"
         ]
         if self._blocks:
-            return () if self._blocks == len(turns) or not self._first else None
-        how, unindented, last = turn_format(self._form), [], 0
-        if not how.prompt or how.end is None:
+            return ((), ()) if self._blocks == len(turns) or not self._first else None
+        if any(len(marks) > 1 for _, marks in turns):
             return None
-        special = any_of_pattern(tuple(self._form.special))
-        ended = re.compile(rf"\s*{re.escape(how.end)}")
-        for turn in turns:
-            places = [
-                at
-                for at, part in enumerate(self._parts)
-                if not isinstance(part, str) and part // 2 == turn
+        found = TurnSearch(
+            self._form,
+            self._plain,
+            lambda mark, side: bool(getattr(self._watch.slot(mark), side)),
+            self._first_messages,
+        ).find(
+            [
+                Turn(index, marks[0] if marks else None, bool(self._probe[index].get("tool_calls")))
+                for index, marks in turns
             ]
-            if len(places) != 1:
-                return None
-            before, after = str(self._parts[places[0] - 1]), str(self._parts[places[0] + 1])
-            begin = sum(len(self._said(part)) for part in self._parts[: places[0]])
-            end = begin + len(self._probe[turn]["content"])
-            closing = ended.match(after)
-            # Between the prompt and the content the template may write for the assistant.
-            _, prompt, own = before.rpartition(how.prompt)
-            begin -= len(own)
-            if closing is None or not prompt or begin - len(prompt) < last:
-                return None
-            if own and (special.search(own) or not special.search(prompt)):
-                return None
-            last = end + closing.end()
-            if turn >= self._first and (begin, last) not in self._found.spans:
-                return None
-            if own or int(self._parts[places[0]]) % 2:
-                unindented.append(turn)
-        return tuple(unindented)
+        )
+        if found is None:
+            return None
+        spans = [
+            (self._place(begin), self._place(end))
+            for (index, _), (begin, end) in zip(turns, found.spans, strict=True)
+            if index >= self._first and begin < end
+        ]
+        if spans != self._found.spans:
+            return None
+        parted = tuple((_part_of(one), _part_of(other)) for one, other in found.parted)
+        return found.unindented, parted
+
+    def _marks_of(self, message: int) -> Iterator[str]:
+        """The marks in the text that stand for a content; as JSON it is no turn of its own."""
+        for number in {part for part in self._parts if not isinstance(part, str)}:
+            slot = self._watch.slots[number]
+            if slot.value == message:
+                if slot.settings is not None:
+                    raise LookupError("the assistant's content is written as JSON")
+                yield chr(FIRST_MARK + number)
+
+    def _first_messages(self, count: int, prompt: bool) -> str | None:
+        try:
+            return without_blocks(self._skeleton(count, prompt=prompt))
+        except WrongInput:
+            return None
+
+    def _place(self, place: int) -> int:
+        """The place in the probe's text of one in the text with marks."""
+        return sum(
+            len(self._said(_part_of(text))) for text in MARK.split(self._plain[:place]) if text
+        )
 
     def _pieces(self) -> list[LayoutPiece] | None:
         pieces, place, parts, begin = list[LayoutPiece](), 0, list[Part](), 0
@@ -268,6 +272,16 @@ class _Outline:
 
     def _is_trained(self, place: int) -> bool:
         return bisect.bisect_right(self._edges, place) % 2 == 1
+
+
+def without_blocks(text: str) -> str:
+    """A text without the marks of `{% generation %}` blocks."""
+    return text.replace(BEGIN, "").replace(END, "")
+
+
+def _part_of(text: str) -> Part:
+    """The slot of a mark, or the text itself."""
+    return ord(text) - FIRST_MARK if MARK.fullmatch(text) else text
 
 
 @functools.lru_cache(maxsize=16)

@@ -5,6 +5,7 @@ of one layout are laid out as one array.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,17 @@ import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.backend import TokenBatch
-from ingot.tokenizers.chat_layouts import ChatLayout, Part, shape_of
+from ingot.tokenizers.chat_layouts import ChatLayout, Part
 from ingot.tokenizers.chat_render import (
     any_of_pattern,
     has_look_alikes,
     mask_look_alikes,
+    strings_in,
     unmask,
 )
+from ingot.tokenizers.chat_shapes import Shape, shape_of
 from ingot.tokenizers.chat_spans import render_with_spans
-from ingot.tokenizers.chat_watch import QUESTIONS, Shape
+from ingot.tokenizers.chat_unseen import QUESTIONS, Value
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -68,29 +71,33 @@ class ChatPlan:
         """
         shaped = [None if self._whole else shape_of(chat) for chat in chats]
         # What looks alike is masked, also from trimming.
-        doubtful = has_look_alikes(
-            [content for found in shaped if found for content in found[1]], self._special
-        )
+        doubtful = self._looks_alike([value for found in shaped if found for value in found[1]])
         for chat, found, first in zip(chats, shaped, firsts, strict=True):
             group = found and self._group(found[0], first)
-            if not (
-                found
-                and group
-                and group.takes(found[1])
-                and not (doubtful and has_look_alikes(found[1], self._special))
+            if (
+                not found
+                or not group
+                or (doubtful and self._looks_alike(found[1]))
+                or (texts := group.filled(found[1])) is None
             ):
                 self._add_rendered(chat, first)
             else:
                 group.starts.append(self._count)
                 group.firsts.append(len(self._texts))
-                self._texts += group.filled(found[1])
+                self._texts += texts
                 self._count += len(group.pieces)
             self._ends.append(self._count)
+
+    def _looks_alike(self, values: Sequence[Value]) -> bool:
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < len(values):
+            texts = list(strings_in(values))
+        return has_look_alikes(texts, self._special)
 
     def _group(self, shape: Shape, first: int) -> _LayoutGroup | None:
         group = self._groups.get((shape, first))
         if group is None and (layout := self._tokenizer.chat_layouts.find(shape, first)):
-            group = self._groups[shape, first] = _LayoutGroup(layout, self._number)
+            group = self._groups[shape, first] = _LayoutGroup(layout, self._number, self._special)
         return group
 
     def _add_rendered(self, chat: Messages, first: int) -> None:
@@ -163,13 +170,23 @@ class _LayoutGroup:
     where `own` is 1 the number of a text among those of one chat.
     """
 
-    def __init__(self, layout: ChatLayout, number: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        layout: ChatLayout,
+        number: Callable[[str], int],
+        special: re.Pattern[str] | None,
+    ) -> None:
         self.starts: list[int] = []
         """Of each chat the place of its first piece."""
         self.firsts: list[int] = []
         """Of each chat the number of its first text."""
         self._fillings: list[Filling] = []
         self._unindented, self._asked = layout.unindented, layout.asked
+        self._parted, self._special = layout.parted, special
+        self._slots = layout.slots
+        self._as_json = [
+            number for number, slot in enumerate(layout.slots) if slot.settings is not None
+        ]
         found = [
             (-1 - piece.token, 0) if piece.token is not None else self._text(piece.parts, number)
             for piece in layout.pieces
@@ -196,18 +213,22 @@ class _LayoutGroup:
         self._fillings.append(("".join(map(str, parts[:at])), int(parts[at]), after, more))
         return len(self._fillings) - 1, 1
 
-    def takes(self, contents: Sequence[str]) -> bool:
-        """Whether the layout is that of a chat with these contents."""
-        return not any(contents[number][0].isspace() for number in self._unindented) and not any(
-            QUESTIONS[question](
-                contents[slot // 2].strip() if slot % 2 else contents[slot // 2], text
-            )
-            for question, slot, text in self._asked
-        )
-
-    def filled(self, contents: Sequence[str]) -> list[str]:
-        """The texts of one chat."""
-        said = [text for content in contents for text in (content, content.strip())]
+    def filled(self, values: Sequence[Value]) -> list[str] | None:
+        """The texts of one chat; None if the layout is not that of a chat with these values."""
+        if any(str(values[number])[0].isspace() for number in self._unindented) or any(
+            QUESTIONS[question](slot.text(values), text) for question, slot, text in self._asked
+        ):
+            return None
+        said = [slot.text(values) for slot in self._slots]
+        if any(
+            one.startswith(other) or other.startswith(one)
+            for pair in self._parted
+            for one, other in [[_joined([part], said) for part in pair]]
+        ):
+            return None
+        # Writing values as JSON puts characters beside each other that were not.
+        if self._as_json and has_look_alikes([said[n] for n in self._as_json], self._special):
+            return None
         return [
             before + said[number] + after + (_joined(more, said) if more else "")
             for before, number, after, more in self._fillings

@@ -144,7 +144,7 @@ def environment_of(
 ) -> ImmutableSandboxedEnvironment:
     """The sandbox that templates run in, with what they may call."""
     environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = time_now
     return environment
@@ -164,7 +164,7 @@ class _Generation(Extension):
         return [begin, *inside, end]
 
 
-def _to_json(
+def to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -190,7 +190,7 @@ def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[s
     """A copy of `messages` in which each look-alike of a special token or mark is replaced by one
     private-use character, and the table from character to original.
     """
-    texts = list(_strings(messages))
+    texts = list(strings_in(messages))
     looks, present = any_of_pattern(tuple(special)), set[str]()
     for text in texts:
         if special:
@@ -246,12 +246,13 @@ def any_of_pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON but the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _strings(item)
+            yield from strings_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings_in(item)

@@ -46,11 +46,13 @@ class RenderedChat:
 @dataclass(frozen=True)
 class TurnFormat:
     """What a template writes around an assistant's turn: the generation prompt before it and the
-    special token right after it.
+    special token right after it. `bare`: there is no prompt, and an answer follows what was said
+    before it at once, with white space between them at most.
     """
 
     prompt: str
     end: str | None
+    bare: bool
 
 
 def turn_format(form: ChatFormat) -> TurnFormat:
@@ -77,15 +79,15 @@ def _turn_format(
             generation_prompt=False,
         )
     except WrongInput:
-        return TurnFormat("", None)
+        return TurnFormat("", None, bare=False)
     after = (
         re.match(rf"\s*{any_of_pattern(special).pattern}", whole.partition(ANSWER)[2])
         if special
         else None
     )
-    return TurnFormat(
-        asked.removeprefix(bare) if asked.startswith(bare) else "", after[1] if after else None
-    )
+    prompt = asked.removeprefix(bare) if asked.startswith(bare) else ""
+    follows = whole.startswith(bare) and whole[len(bare) :].lstrip().startswith(ANSWER)
+    return TurnFormat(prompt, after[1] if after else None, bare=follows and not prompt)
 
 
 def last_user_turn(form: ChatFormat, prompt: str) -> str:
@@ -284,7 +286,7 @@ class _SpanFinder:
         if self._prompt_is_special and (place := self._text.find(prompt, lowest)) >= 0:
             return place + len(prompt)
         before = self._prefix(index, prompt=True)
-        if before is None or not prompt:
+        if before is None or not (prompt or self._how.bare):
             raise self._unsure(index)
         return before
 

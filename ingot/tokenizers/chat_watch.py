@@ -7,238 +7,174 @@ do not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-from ingot.tokenizers.chat_render import FIRST_MARK, environment_of, rendered
-
-Shape = tuple[tuple[str, bool], ...]
-"""For each message its role and whether it has a content."""
-
-Question = tuple[str, int, str]
-"""A key of `QUESTIONS`, the number of a content (2i as it is, 2i + 1 without outer whitespace), and
-the text that was asked for.
-"""
-QUESTIONS: Mapping[str, Callable[[str, str], bool]] = {
-    "__contains__": str.__contains__,
-    "startswith": str.startswith,
-    "endswith": str.endswith,
-    "strip": lambda content, characters: content.strip(characters) != content,
-    "lstrip": lambda content, characters: content[0] in characters,
-    "rstrip": lambda content, characters: content[-1] in characters,
-}
-"""What a template may ask of a content, and whether the answer is yes: stripping changes it."""
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """The text of a chat with a mark in place of each content: chr(FIRST_MARK + 2i) as it is, one
-    more without outer whitespace. `times`: what the template was told of the time, by pattern.
-    `asked`: what it asked of contents and was answered no.
-    """
-
-    text: str
-    times: Mapping[str, str]
-    asked: tuple[Question, ...]
-
-
-def _watched(name: str) -> Callable[..., Any]:
-    def look(self: _Unseen, *_: Any, **__: Any) -> Any:
-        self._watch.seen.append(name)
-        raise TypeError(f"{name} looks into a content")
-
-    return look
-
+from ingot.base.errors import WrongInput
+from ingot.tokenizers.chat_render import environment_of, rendered
+from ingot.tokenizers.chat_unseen import Unseen, UnseenMapping, Watch, json_of
 
 OF_JINJA = {"_loop_vars", "_block_vars"}
 """What compiled templates pass beside the arguments of a function."""
-UNWATCHED = {
-    *dir(object),
-    "__getnewargs__",
-} - {
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__hash__",
-    "__format__",
-    "__repr__",
-}
-_Watched: Any = type(
-    "_Watched", (str,), {name: _watched(name) for name in dir(str) if name not in UNWATCHED}
-)
-
-
-class _Unseen(_Watched):  # type: ignore[misc]
-    """A content that can be joined with text, trimmed, printed, and is not empty. The answer to
-    `QUESTIONS` is no, and noted; whatever else is asked of it is noted and fails, as a sandbox may
-    swallow the failure.
-    """
-
-    _watch: _WatchedEnvironment
-
-    @classmethod
-    def of(cls, text: str, watch: _WatchedEnvironment) -> _Unseen:
-        made = cls(text)
-        made._watch = watch
-        return made
-
-    def __add__(self, other: str) -> _Unseen:
-        return _Unseen.of(_plain(self) + _plain(other), self._watch)
-
-    def __radd__(self, other: str) -> _Unseen:
-        return _Unseen.of(_plain(other) + _plain(self), self._watch)
-
-    def __str__(self) -> str:
-        return self
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __contains__(self, text: str) -> bool:
-        return self._note("__contains__", text)
-
-    def startswith(self, text: str) -> bool:
-        return self._note("startswith", text)
-
-    def endswith(self, text: str) -> bool:
-        return self._note("endswith", text)
-
-    def lstrip(self, chars: str) -> _Unseen:
-        self._note("lstrip", chars)
-        return self
-
-    def rstrip(self, chars: str) -> _Unseen:
-        self._note("rstrip", chars)
-        return self
-
-    def strip(self, chars: str | None = None) -> _Unseen:
-        if chars is not None:
-            self._note("strip", chars)
-            return self
-        self._check_alone("strip")
-        return _Unseen.of(chr(ord(_plain(self)) | 1), self._watch)
-
-    def _note(self, question: str, text: str) -> bool:
-        if type(text) is not str or not text:
-            self._watch.seen.append(question)
-            raise TypeError(f"{question} does not ask for a text")
-        self._check_alone(question)
-        self._watch.asked.append((question, ord(_plain(self)) - FIRST_MARK, text))
-        return False
-
-    def _check_alone(self, question: str) -> None:
-        if len(_plain(self)) != 1:
-            self._watch.seen.append(question)
-            raise TypeError(f"{question} looks into a content that was joined with text")
-
-
-def _plain(text: str) -> str:
-    """The characters, as a str and nothing more."""
-    return str.__str__(text)
+FILTERS = {"trim", "length", "first", "last", "list", "default", "d", "string", "map"}
+FILTERS |= {"select", "reject", "selectattr", "rejectattr"}
+TESTS = {"defined", "undefined", "none", "string", "mapping", "number", "integer", "float"}
+TESTS |= {"boolean", "true", "false", "iterable", "equalto", "eq", "==", "ne", "!="}
+"""What asks for the kind of a value alone, or asks the value itself."""
+OF_MAPPINGS = {"get", "items", "keys", "values"}
 
 
 class _WatchedEnvironment(ImmutableSandboxedEnvironment):
-    """Notes in `seen` each function that a template calls and that might look into a content
-    without asking it, in `times` what the template is told of the time, in `asked` what it asks of
-    contents.
+    """Notes each function that a template calls and that might look into a content without asking
+    it, and what the template is told of the time.
     """
 
-    seen: list[str]
-    times: dict[str, str]
-    asked: list[Question]
+    watch: Watch
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Visible().visit(super()._parse(source, name, filename))
+        tree.set_lineno(1).set_environment(self)
+        return tree
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(function, "__self__", None)
-        # A text that is no content, asked for such texts, cannot tell of one.
-        plain = type(own) is str and all(type(text) is str for text in args)
-        plain = plain and not set(kwargs) - OF_JINJA
-        if (
-            own.__class__ is not _Unseen
-            and not plain
-            and function
-            not in (
-                self.globals["namespace"],
-                self.globals["strftime_now"],
-                self.globals["range"],
-            )
-        ):
-            self.seen.append(str(function))
+        if not self._is_blind(function, args, kwargs):
+            self.watch.seen.append(str(function))
         found = super().call(context, function, *args, **kwargs)
         if function is self.globals["strftime_now"]:
-            self.times[args[0]] = found
-        return found
+            self.watch.times[args[0]] = found
+        return self.watch.text(found) if type(found) is str else found
+
+    def _is_blind(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function cannot look into a content, unless the content notes it."""
+        own = getattr(function, "__self__", None)
+        if own.__class__ is Unseen or isinstance(function, Macro):
+            return True
+        if function is self.globals["namespace"]:
+            return not args
+        # A text that is no content, asked for such texts, cannot tell of one.
+        if any(isinstance(value, Unseen | UnseenMapping) for value in (*args, *kwargs.values())):
+            return False
+        if type(own) is str:
+            return all(type(text) is str for text in args) and not set(kwargs) - OF_JINJA
+        return (type(own) is dict and function.__name__ in OF_MAPPINGS) or function in (
+            self.globals["strftime_now"],
+            self.globals["raise_exception"],
+            self.globals["range"],
+        )
 
 
-def skeleton_of(template: str, named: Mapping[str, str], shape: Shape) -> Skeleton | None:
-    """What the template writes around the contents of a chat of this shape; None if it looks into
-    one.
+def skeleton_of(
+    template: str,
+    named: Mapping[str, str],
+    chat: Sequence[Mapping[str, Any]],
+    watch: Watch,
+    *,
+    generation_prompt: bool = False,
+) -> str | None:
+    """What the template writes around the values of a chat, which stand in it as unseen ones of
+    `watch`. None if it looks into one.
 
     Raises:
         WrongInput: the template refuses such a chat.
     """
     compiled, environment = _watched_template(template)
-    environment.seen.clear()
-    environment.times.clear()
-    environment.asked.clear()
-    chat = [
-        {
-            "role": role,
-            "content": _Unseen.of(chr(FIRST_MARK + 2 * number), environment) if said else "",
-        }
-        for number, (role, said) in enumerate(shape)
-    ]
-    text = rendered(lambda: compiled, chat, named)
-    return (
-        None
-        if environment.seen
-        else Skeleton(text, dict(environment.times), tuple(dict.fromkeys(environment.asked)))
-    )
+    environment.watch = watch
+    try:
+        text = rendered(lambda: compiled, chat, named, generation_prompt=generation_prompt)
+    except WrongInput:
+        if watch.seen:
+            return None
+        raise
+    return None if watch.seen else text
 
 
 @functools.lru_cache(maxsize=16)
 def _watched_template(template: str) -> tuple[jinja2.Template, _WatchedEnvironment]:
     environment: Any = environment_of(_WatchedEnvironment)
-    environment.seen, environment.times, environment.asked = [], {}, []
-    tables: tuple[tuple[dict[str, Any], set[str]], ...] = (
-        (environment.filters, {"trim", "length", "first", "last"}),
-        (environment.tests, {"defined", "undefined", "none", "string", "mapping"}),
-    )
-    for table, kept in tables:
+    environment.watch = Watch()
+    for table, kept in ((environment.filters, FILTERS), (environment.tests, TESTS)):
         for name in set(table) - kept:
-            table[name] = functools.partial(_noted, environment.seen, name)
+            table[name] = functools.partial(_noted, environment, name)
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **settings: json_of(
+        value, environment.watch, ensure_ascii=ensure_ascii, **settings
+    )
+    environment.filters[CONTENT] = lambda text: environment.watch.text(text)
+    environment.filters[HOLDS] = functools.partial(_holds, environment)
+    environment.filters[PERCENT] = functools.partial(_percent, environment)
+    environment.tests["iterable"] = functools.partial(_is_iterable, environment.tests["iterable"])
     return environment.from_string(template), environment
 
 
-def _noted(seen: list[str], name: str, *_: Any, **__: Any) -> None:
-    seen.append(name)
-    raise TypeError(f"{name} may look into a content")
+CONTENT, HOLDS, PERCENT = "(content)", "(holds)", "(percent)"
+"""Filters that no template can name."""
+
+
+class _Visible(NodeTransformer):
+    """Replaces what makes a plain text of a content, or looks into one without asking it, by
+    filters that do the same and tell of it.
+    """
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        texts: list[nodes.Expr] = [_filtered("string", self.visit(part)) for part in node.nodes]
+        return functools.reduce(nodes.Add, texts)
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        self.generic_visit(node)
+        if node.filter is None:
+            node.filter = _filtered(CONTENT, None)
+        return node
+
+    def visit_Mod(self, node: nodes.Mod) -> nodes.Node:
+        return _filtered(PERCENT, self.visit(node.left), self.visit(node.right))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin"):
+            return node
+        found = _filtered(HOLDS, node.ops[0].expr, node.expr)
+        return found if node.ops[0].op == "in" else nodes.Not(found)
+
+
+def _filtered(name: str, value: nodes.Expr | None, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(args), [], None, None)
+
+
+def _holds(environment: _WatchedEnvironment, whole: Any, part: Any) -> bool:
+    if isinstance(part, Unseen) and isinstance(whole, str):
+        raise environment.watch.looked("in")
+    return part in whole
+
+
+def _percent(environment: _WatchedEnvironment, left: Any, right: Any) -> Any:
+    if isinstance(left, str) and not type(left) is type(right) is str:
+        raise environment.watch.looked("%")
+    return left % right
+
+
+def _is_iterable(test: Any, value: Any) -> bool:
+    return isinstance(value, Unseen | UnseenMapping) or test(value)
+
+
+def _noted(environment: _WatchedEnvironment, name: str, *_: Any, **__: Any) -> None:
+    raise environment.watch.looked(name)
 
 
 @functools.lru_cache(maxsize=16)
 def joins_only(template: str) -> bool:
-    """Whether no construct of a template makes a plain text of a content and lets it look into that
-    later: what a macro or a block returns, `~`, `%`, and the search for one text in another.
-    """
+    """Whether no construct of a template makes a plain text of a content where that is not seen."""
     tree = environment_of().parse(template)
-    hidden = (nodes.Concat, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
-    known = (nodes.Const, nodes.List, nodes.Tuple)
+    hidden = (nodes.CallBlock, nodes.FilterBlock)
     return (
         next(tree.find_all(hidden), None) is None
-        and all(isinstance(node.right, nodes.Const) for node in tree.find_all(nodes.Mod))
+        and all(node.filter is None for node in tree.find_all(nodes.AssignBlock))
         and all(
-            isinstance(node.expr, nodes.Const)
-            or all(
-                operand.op not in ("in", "notin") or isinstance(operand.expr, known[1:])
-                for operand in node.ops
-            )
+            len(node.ops) == 1 or all(operand.op not in ("in", "notin") for operand in node.ops)
             for node in tree.find_all(nodes.Compare)
         )
     )

@@ -14,7 +14,8 @@ from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
 from ingot.tokenizers import chat_layouts, chat_render, chat_watch
 from ingot.tokenizers.chat import encode_chats
-from ingot.tokenizers.chat_layouts import ChatLayout, ChatLayouts, layout_of, shape_of
+from ingot.tokenizers.chat_layouts import ChatLayout, ChatLayouts, layout_of
+from ingot.tokenizers.chat_shapes import shape_of
 from ingot.tokenizers.chat_templates import find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, chatty, real_tokenizer
@@ -118,23 +119,32 @@ def test_templates_that_only_join_have_layouts(template: str) -> None:
 @pytest.mark.parametrize(
     "looks",
     [
-        "{% if m.content == 'b' %}!{% endif %}",
         "{% if m.content in 'abc' %}!{% endif %}",
-        "{% if m.content in ['b'] %}!{% endif %}",
         "{% if m.content | length > 1 %}!{% endif %}",
         "{% if m.content[0] == 'b' %}!{% endif %}",
         "{{ m.content | upper }}",
-        "{{ m.content | tojson }}",
-        "{{ (m.role + m.content) | trim }}",
         "{% if 'b' in m.role + m.content %}!{% endif %}",
-        "{% if m.role in m.content %}!{% endif %}",
         "{% if m.content.startswith(m.content) %}!{% endif %}",
         "{{ 'x'.join([m.content]) }}",
         "{{ {'b': 1}[m.content] }}",
-        "{% set x = m.content ~ '' %}{% if x == 'b' %}!{% endif %}",
+        "{{ m.content[:-1] }}",
+        "{{ ('a' + m.content)[:-1] }}",
+        "{{ ('a' + m.content)[1:2] }}",
+        "{{ ('a' + m.content) | tojson }}",
+        "{{ [m.content] | tojson(indent=1) }}",
+        "{{ m.content.split() | length }}",
+        "{{ m.content.replace(m.role, 'x', 1).upper() }}",
+        "{{ 'abcbu'.replace(m.content, '!') }}",
+        "{% if 'abc' is eq(m.content) or m.content is lt('b') %}!{% endif %}",
+        "{% for m in messages | selectattr('content', 'in', 'abc') %}!{% endfor %}",
+        "{% if 1 < 2 in [m.content == 'b'] %}!{% endif %}",
+        "{% set x = m.content ~ '' %}{% if x | upper == 'B' %}!{% endif %}",
+        "{% set x %}{{ m.content }}{% endset %}{% if x | length == 1 %}!{% endif %}",
+        "{% set x | upper %}{{ m.content }}{% endset %}{{ x }}",
+        "{% filter upper %}{{ m.content }}{% endfilter %}",
+        "{% macro f() %}{{ caller() | upper }}{% endmacro %}{% call f() %}{{ m.content }}{% endcall %}",
+        "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) < 'b' %}!{% endif %}",
         "{% set x = '%s' % (m.content,) %}{% if x == 'b' %}!{% endif %}",
-        "{% set x %}{{ m.content }}{% endset %}{% if x == 'b' %}!{% endif %}",
-        "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) == 'b' %}!{% endif %}",
     ],
 )
 def test_a_template_that_looks_into_contents_has_none(
@@ -151,6 +161,14 @@ def test_a_template_that_looks_into_contents_has_none(
     "asks",
     [
         "{% if 'z' in m.content %}!{% endif %}",
+        "{% if m.content == 'z' %}!{% endif %}",
+        "{% if m.content in ['z', 'c'] %}!{% endif %}",
+        "{% if 'zxz' is eq(m.content) or m.content == m.role or not m.content != 'z' %}!{% endif %}",
+        "{% set x = m.role ~ (m.content ~ '') %}{{ x }}{% if 'z' not in m.content %}!{% endif %}",
+        "{% set x %}{{ m.content }}{% endset %}{% if x == 'z' %}!{% endif %}",
+        "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) == 'z' %}!{% endif %}",
+        "{% if messages | selectattr('content', 'equalto', 'z') | list %}!{% endif %}",
+        "{{ m.content.split('z') | last }}.{{ m.content.replace('z', '?') }}.",
         "{% if 'z' not in m.content | trim %}!{% endif %}",
         "{% if m.content.startswith('z') %}!{% endif %}",
         "{% if m.content.endswith('z') or m.content.startswith('z') %}!{% endif %}",
@@ -169,7 +187,28 @@ def test_a_template_may_ask_what_contents_hold(asks: str, monkeypatch: pytest.Mo
     check_alike(tokenizer, chats, monkeypatch)
     found = layout(template, U, U)
     assert found is not None
-    assert bool(found.asked) == ("role" not in asks)
+    assert bool(found.asked) == ("strip('<')" not in asks)
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "{{ m.content | tojson }}",
+        "{{ {'a': [m.content, m.role], 'é': 1} | tojson }}",
+        "{{ ({'a': m.content} | tojson)[1:-1] }}",
+        "{{ (' ' + m.content) | trim }}.{{ (m.content + ' x ').rstrip() }}",
+        "{{ (m.content + '\n' + m.content).strip() + '.' + m.content.lstrip().rstrip() }}.",
+        "{{ m.content.text }}{% if m.content is string and m.content is iterable %}!{% endif %}",
+    ],
+)
+def test_a_template_may_join_trim_and_write_json(
+    writes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = CHATML.replace("%}{{", "%}" + writes.replace("m.", "message.") + "{{", 1)
+    said = ("z", ' "a"', "\n\t b \\", "é🔥 ", " x y ")
+    chats = [turns((U, text), (U, other)) for text in said for other in said]
+    check_alike(chatty(template), chats, monkeypatch)
+    assert layout(template, U, U) is not None
 
 
 def test_what_qwen_writes_before_an_answer_is_trained_with_it(
@@ -177,7 +216,7 @@ def test_what_qwen_writes_before_an_answer_is_trained_with_it(
 ) -> None:
     """Its template asks for thoughts, and writes empty ones between the prompt and the answer."""
     tokenizer = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
-    shape = (U, True), (A, True), (U, True), (A, True)
+    shape = tuple((role, True, ()) for role in (U, A, U, A))
     found = layout_of(tokenizer.chat_format, shape, 0)
     assert found is not None
     assert {question for question, _, _ in found.asked} == {"startswith", "__contains__", "lstrip"}
@@ -198,7 +237,10 @@ def test_a_special_token_that_a_content_completes_is_one(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "messages",
     [
-        [{"role": U, "content": "a", "name": "b"}],
+        [{"role": U, "content": "a", "name": " "}],
+        [{"role": U, "content": "a", "weight": {1: 2}}],
+        [{"content": "a", "role": U, "name": "b"}],
+        [{"role": U, "name": "b"}],
         [{"role": U, "content": [{"type": "text", "text": "a"}]}],
         turns((U, "a"), (A, "")),
         turns((U, " \n"), (A, "b")),

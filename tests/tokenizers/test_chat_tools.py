@@ -1,0 +1,209 @@
+"""Chats with tool calls, and templates that fold the system prompt into a question, laid out without
+rendering: the same ids and masks as rendered one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.base.errors import WrongInput
+from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chat_layouts import ChatLayouts, layout_of
+from ingot.tokenizers.chat_shapes import shape_of
+from tests.tokenizers.small import chatty
+from tests.tokenizers.test_chat_layouts import check_alike
+from tests.tokenizers.test_chat_masks import A, Chat, S, U, bracketed, turns
+
+IN_TURN = (
+    "{% if messages[0].role == 'system' %}{% set before, talk = messages[0].content ~ '\n\n',"
+    " messages[1:] %}{% else %}{% set before, talk = '', messages %}{% endif %}{% set turn ="
+    " namespace(count=0) %}{% for m in talk if m.role != 'tool' and not m.tool_calls %}{% if"
+    " (m.role == 'user') != (turn.count % 2 == 0) %}{{ raise_exception('speak in turn') }}{% endif"
+    " %}{% set turn.count = turn.count + 1 %}{% endfor %}{{ bos_token }}{% for m in talk %}{% if"
+    " m.role == 'user' %}[ASK] {{ (before if loop.first else '') + m.content }} [/ASK]{% elif"
+    " m.tool_calls %}[CALL] [{% for call in m.tool_calls %}{% set text = call.function | tojson"
+    " %}{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}{{"
+    " text[:-1] + ', \"id\": \"' + call.id + '\"}' }}{% if not loop.last %}, {% endif %}{% endfor"
+    " %}]{{ eos_token }}{% elif m.role == 'tool' %}[RESULT] {{ {'content': m.content} | tojson"
+    " }}[/RESULT]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LAST_QUESTION = IN_TURN.replace("before if loop.first", "before if loop.last")
+FOLDED = IN_TURN.replace(
+    "[ASK] {{ (before if loop.first else '') + m.content }} [/ASK]",
+    "{% set text = 'SYS: ' ~ before ~ '.\n' + m.content if loop.first else m.content %}"
+    "{{ '[ASK] ' + text.strip() + ' [/ASK]' }}",
+)
+CALLS = (
+    "{% macro said(text) %}{{ text | trim }}{% endmacro %}{% for m in messages %}{{ '<|im_start|>'"
+    " + m.role + '\n' }}{{ said(m.content) }}{% for call in m.get('tool_calls', []) %}"
+    '<call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments if'
+    " call.function.arguments is string else call.function.arguments | tojson }}}</call>{% endfor"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%"
+    " endif %}"
+)
+NO_END = CALLS.replace("<|im_end|>\n{% endfor %}{% if add", "\n{% endfor %}{% if add").replace(
+    "\n' }}{{ said(", "\n' + ('<think></think>' if m.role == 'assistant' else '') }}{{ said("
+)
+JSON_RESULTS = CALLS.replace(
+    "{{ said(m.content) }}", "{{ m.content | tojson if m.role == 'tool' else said(m.content) }}"
+)
+TEMPLATES = {
+    "in turn": IN_TURN,
+    "last question": LAST_QUESTION,
+    "folded": FOLDED,
+    "calls": CALLS,
+    "no end": NO_END,
+    "json results": JSON_RESULTS,
+}
+TOKENIZERS = {name: chatty(template) for name, template in TEMPLATES.items()}
+
+
+def call(name: str, arguments: Any, identity: str = "abcdefgh1") -> dict[str, Any]:
+    about = {"name": name, "arguments": arguments}
+    return {"id": identity, "type": "function", "function": about}
+
+
+def calling(content: str, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": A, "content": content, "tool_calls": list(calls)}
+
+
+def told(content: str, identity: str = "abcdefgh1") -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": identity}
+
+
+TOOLS: Chat = [
+    *turns((S, "melt"), (U, "ask")),
+    calling("", call("f", {"a": [1, "é"]}), call("g", '{"b": null}')),
+    told('{"c": 2}'),
+    *turns((A, "so"), (U, "and?"), (A, "thus")),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("begin", [0, 1])
+def test_they_are_not_rendered_one_by_one(name: str, begin: int) -> None:
+    chats = [turns((S, "a"), (U, "b"), (A, "c"), (U, "d"), (A, "e"))[begin:]]
+    if begin or name != "last question":  # which hides where a call begins behind it
+        chats.append(TOOLS[begin:])
+    for chat in chats:
+        found = shape_of(chat)
+        assert found is not None
+        assert layout_of(TOKENIZERS[name].chat_format, found[0], 0) is not None
+
+
+def test_what_is_trained_of_a_call_without_a_prompt() -> None:
+    """The call with its end; what the tool tells is not."""
+    assert bracketed(TOKENIZERS["in turn"], TOOLS) == (
+        "<|begin_of_text|>[ASK] melt\n\nask [/ASK]⟦[CALL]"
+        ' [{"name": "f", "arguments": {"a": [1, "é"]}, "id": "abcdefgh1"}, {"name": "g",'
+        ' "arguments": "{\\"b\\": null}", "id": "abcdefgh1"}]<|end_of_text|>⟧[RESULT] {"content":'
+        ' "{\\"c\\": 2}"}[/RESULT]⟦ so<|end_of_text|>⟧[ASK] and? [/ASK]⟦ thus<|end_of_text|>⟧'
+    )
+
+
+def test_a_header_before_a_call_is_not_trained() -> None:
+    """Without a prompt it cannot be told from the call, so the chat is refused."""
+    tokenizer = chatty(CALLS.partition("{% if add")[0])
+    with pytest.raises(WrongInput, match="does not show where message 3"):
+        encode_chats(tokenizer, [TOOLS], tokenizer.encode_batch)
+
+
+BITS = ["a", "b ", " c", "\n", "\t", '"', "\\", "é", "🔥", "[/ASK]", " [/ASK] ", "<|", "im_end|>"]
+BITS += ["<think>", ">>\n", "</call>", "<|im_end|>", "assistant\n", "{}", "\U00100011"]
+TEXT = st.lists(st.sampled_from(BITS), max_size=4).map("".join)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from("ab"), TEXT | st.none() | st.integers() | st.lists(TEXT, max_size=1), max_size=2
+)
+CALL = st.builds(
+    call,
+    st.sampled_from(["f", "gé", "<|im_end|>"]),
+    ARGUMENTS | ARGUMENTS.map(json.dumps),
+    st.sampled_from(["abcdefgh1", "abcdefgh2", "short"]),
+)
+CALLING = st.builds(calling, st.just("") | TEXT, CALL) | st.builds(calling, TEXT, CALL, CALL)
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> Chat:
+    """A chat in which each of few shapes is likely."""
+    chat = turns((S, draw(TEXT))) if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 2))):
+        chat.append({"role": U, "content": draw(TEXT)})
+        if draw(st.booleans()):
+            chat += [draw(CALLING), told(draw(TEXT))]
+        chat.append({"role": A, "content": draw(TEXT)})
+    return chat
+
+
+@given(st.lists(talks(), min_size=1, max_size=4), st.sampled_from(list(TEMPLATES)))
+def test_any_chats(chats: list[Chat], name: str) -> None:
+    tokenizer, kept = TOKENIZERS[name], list[Chat]()
+    for chat in chats:
+        try:
+            # A shape has a layout from its second chat on.
+            encode_chats(tokenizer, [chat, chat], tokenizer.encode_batch)
+        except WrongInput:
+            continue
+        kept.append(chat)
+    for firsts in (None, [len(chat) // 2 for chat in kept]):
+        found = encode_chats(tokenizer, kept, tokenizer.encode_batch, firsts)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ChatLayouts, "find", lambda *_: None)
+            wanted = encode_chats(tokenizer, kept, tokenizer.encode_batch, firsts)
+        assert [one.tolist() for one in found] == [one.tolist() for one in wanted]
+
+
+def test_a_length_that_a_template_checks_is_that_of_each_chat() -> None:
+    tokenizer = TOKENIZERS["in turn"]
+    chats = [
+        [
+            *turns((U, "ask")),
+            calling("", call("f", {"a": 1}, identity)),
+            told("x"),
+            *turns((A, "b")),
+        ]
+        for identity in ("abcdefgh1", "abcdefgh2", "abcdefgh3", "short")
+    ]
+    encode_chats(tokenizer, chats[:3], tokenizer.encode_batch)
+    with pytest.raises(WrongInput, match="nine characters"):
+        encode_chats(tokenizer, chats, tokenizer.encode_batch)
+
+
+def test_a_question_that_is_written_otherwise_when_it_is_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a chat begins with its first messages alone then depends on what is said, and with
+    it where a turn without a prompt begins.
+    """
+    template = (
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %} {{ m.content |"
+        " trim }}{{ eos_token }}{% else %}{{ messages[0].content if loop.last else m.content + '\n'"
+        " }}{% endif %}{% endfor %}"
+    )
+    said = ("x", "y", "x y", " x", "y ")
+    chats = [turns((S, one), (U, other), (A, "b")) for one in said for other in said]
+    check_alike(chatty(template), chats, monkeypatch)
+    found = shape_of(chats[0])
+    assert found is not None
+    layout = layout_of(chatty(template).chat_format, found[0], 0)
+    assert layout is not None
+    assert layout.parted
+
+
+def test_json_may_make_a_special_token_of_what_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = CALLS.replace("said(m.content)", "[m.content, 1] | tojson")
+    tokenizer = chatty(template)
+    special = '", 1]'
+    files = dict(tokenizer.files)
+    state = json.loads(str(files["tokenizer.json"]))
+    state["added_tokens"].append({**state["added_tokens"][-1], "id": 302, "content": special})
+    tokenizer = type(tokenizer)({**files, "tokenizer.json": json.dumps(state)})
+    chats = [[*turns((U, text)), calling("", call("f", {"a": text}))] for text in ("x", "y", "z")]
+    check_alike(tokenizer, chats * 10, monkeypatch)
+    chats = [[*turns((U, "x")), calling("", call("f", {"a": [text, 1]}))] for text in "abcd"]
+    check_alike(tokenizer, chats * 10, monkeypatch)
