@@ -230,6 +230,7 @@ class Erring:
 def test_a_fast_encoder_that_errs_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("ingot.data.tokenizing.parts.FEW_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
     right = recipe(tmp_path / "right", source, tokenizer__encoder="reference")
@@ -254,6 +255,21 @@ def test_a_fast_encoder_that_errs_is_found_out(
     assert "erring 1.0 gave other ids than the reference for a.jsonl:" in capsys.readouterr().err
     manifest = json.loads((small.folder.columns / "done" / "train-00000.json").read_text())
     assert manifest["redone"].startswith("a.jsonl:")
+
+
+def test_few_documents_are_encoded_without_opening_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their number of bytes decides, and never about the ids."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, made = write_jsonl(tmp_path / "a.jsonl", sentences(200)), []
+    for name in ("few", "many"):
+        small = recipe(tmp_path / name, source)
+        ingest(small)
+        made.append(prepare(small).outputs)
+        assert ("encoding with" in capsys.readouterr().err) == (name == "many")
+        monkeypatch.setattr("ingot.data.tokenizing.parts.FEW_BYTES", small.data.seq_len)
+    assert made[0] == made[1]
 
 
 def refusing(root: Path, **knobs: object) -> Recipe:
@@ -294,6 +310,7 @@ def test_an_encoder_chosen_before_is_compared_on_these_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It errs in documents of which none is drawn for the usual comparison."""
+    monkeypatch.setattr("ingot.data.tokenizing.parts.FEW_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write_jsonl(tmp_path / "a.jsonl", sentences(200))
     first = recipe(tmp_path / "first", source)

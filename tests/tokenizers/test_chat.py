@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 
 import pytest
+from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat_render import mask_look_alikes, render, split_at_special
@@ -129,3 +130,22 @@ def test_a_template_in_the_configuration() -> None:
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     assert Tokenizer(bpe_files(chat_template=named)).template == CHATML
     assert Tokenizer(bpe_files("file", chat_template=CHATML)).template == "file"
+
+
+@pytest.mark.parametrize("files", [bpe_files(), unigram_files()], ids=["bpe", "unigram"])
+def test_the_encoder_of_chats_is_that_of_the_file(files: dict[str, str]) -> None:
+    """It shares the vocabulary of the one that encodes texts, and neither changes the other."""
+    tokenizer, library = (
+        Tokenizer({**files, "chat_template.jinja": CHATML}),
+        Library.from_str(files["tokenizer.json"]),
+    )
+    text = "a " + "b ".join(tokenizer.special_ids) + " <|im_end|>x"
+    plain = tokenizer.encode(text)
+    control = tokenizer.chat_format.control
+    assert isinstance(control, Library)
+    assert control.to_str() == library.to_str()
+    found = control.encode(text, add_special_tokens=False).ids
+    assert found == library.encode(text, add_special_tokens=False).ids
+    assert set(tokenizer.special_ids.values()) <= set(found)
+    assert tokenizer.encode(text) == plain
+    assert not set(tokenizer.special_ids.values()) & set(plain) - {tokenizer.token_id("<unk>")}

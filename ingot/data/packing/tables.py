@@ -17,11 +17,14 @@ from ingot.base.storage import link_file
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.manifest import MASK, PreparedData, missing_files
 from ingot.data.engines.engine import Engine
+from ingot.data.engines.local import LocalEngine
 from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordStage, truncation
 from ingot.data.splits import Split
 
 ONE_PER_ROW: tuple[Documents, ...] = ("preference", "rated", "pair", "labelled")
 """Kinds of documents with one record per row."""
+FEW_RECORDS = 20_000
+"""So few are planned in less time than worker processes take to start."""
 PLAN = "pack-1"
 """Version in the marker; raise it when the same columns would give other rows."""
 
@@ -132,7 +135,9 @@ def pack(
         for source in sources
         for part in source.parts
     ]
-    made = dict(zip(tasks, engine.run(work, tasks, progress), strict=True))
+    records = sum(prepared.total(split, "documents") for split in prepared.splits)
+    packer = LocalEngine(1) if records < FEW_RECORDS else engine
+    made = dict(zip(tasks, packer.run(work, tasks, progress), strict=True))
     rows: dict[Split, list[list[int]]] = {
         split: [
             [made[split, part.number].counts.rows for part in source.parts] for source in sources

@@ -26,6 +26,10 @@ from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.remembered import forget_encoder, remember_encoder, remembered_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
 
+FEW_BYTES = 2_000_000
+"""So few of documents are encoded by the reference in less time than another library takes to read
+a vocabulary.
+"""
 TRIED_BYTES = 500_000
 """Of the documents on which an encoder is chosen."""
 TRIED_AGAIN, LEAST_TRIED = 200_000, 10_000
@@ -62,7 +66,8 @@ def tokenise(
         return [kept[task] for task in tasks]
     if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
-    encoder, tried_here = _encoder(recipe, raw, tokenizer, cleaned)
+    few = sum(task.bytes for task in missing) < FEW_BYTES
+    encoder, tried_here = (REFERENCE, True) if few else _encoder(recipe, raw, tokenizer, cleaned)
     work = TokeniseStage(
         raw.folder,
         folder,
