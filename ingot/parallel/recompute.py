@@ -46,6 +46,7 @@ KEPT = (
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
     "ingot::cpu_attention",
+    "ingot::cpu_relative_attention",
     "flex_attention",
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ingot.config.models.types import (
     HFKind,
     installed_types,
 )
+from ingot.models.hf.relative import NAME, LeanNorm, attend_relative
 
 RELATIVE_POSITIONS = 8192
 """Maximum length in tokens for models such as T5 that use relative positions and have no limit of
@@ -93,9 +95,24 @@ class HFConfig:
             if self.kind == "encoder"
             else library.AutoModelForSeq2SeqLM
         )
-        return auto.from_config(
+        model = auto.from_config(
             _parsed(self.source, "model.config"), dtype=torch.float32, trust_remote_code=False
         )
+        if self.model_type in RELATIVE:
+            _train_lean(model)
+        return model
+
+
+def _train_lean(model: Any) -> None:
+    """Give a model like T5 an attention and norms that keep less for backward."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.__class__ = LeanNorm
+    if model.config._attn_implementation == "sdpa":
+        functions, masks = _library().AttentionInterface, _library().AttentionMaskInterface
+        functions.register(NAME, partial(attend_relative, functions()["sdpa"]))
+        masks.register(NAME, masks()["sdpa"])
+        model.set_attn_implementation(NAME)
 
 
 def read_hf_config(

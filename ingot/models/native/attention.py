@@ -139,7 +139,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """
     _, _, length, size = q.shape
     groups = k.shape[1]
-    out = _empty_like(q)
+    out = empty_heads_like(q)
     scaled = (q * size**-0.5).unflatten(1, (groups, -1))  # [B, K, G, T, E]
     mixed = out.unflatten(1, (groups, -1))
     for rows, seen in _rows_together(q, mask):
@@ -160,7 +160,7 @@ def _attention_backward(
     """
     _, _, length, size = q.shape
     groups, scale = k.shape[1], size**-0.5
-    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+    dq, dk, dv = empty_heads_like(q), empty_heads_like(k), empty_heads_like(v)
     scaled, grad_groups, dq_groups = (x.unflatten(1, (groups, -1)) for x in (q * scale, grad, dq))
     for rows, seen in _rows_together(q, mask):
         keys, values = _flat(k[rows]), _flat(v[rows])  # [N * K, T, E]
@@ -180,7 +180,7 @@ def _attention_backward(
     return dq, dk, dv
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def empty_heads_like(x: Tensor) -> Tensor:
     """An uninitialised `[B, H, T, E]` stored as `[B, T, H, E]`, so that the next product needs no
     copy.
     """
@@ -202,7 +202,7 @@ def _no_backward(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("attention in bf16 on a CPU has no second derivative")
 
 
-def _operator(
+def cpu_operator(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     backward: Callable[..., Any],
@@ -223,12 +223,14 @@ def _operator(
     return getattr(torch.ops.ingot, f"cpu{function.__name__}").default
 
 
-cpu_attention_backward = _operator(
+cpu_attention_backward = cpu_operator(
     _attention_backward,
-    lambda grad, q, k, v, mask: tuple(map(_empty_like, (q, k, v))),
+    lambda grad, q, k, v, mask: tuple(map(empty_heads_like, (q, k, v))),
     _no_backward,
 )
-cpu_attention = _operator(_attention, lambda q, k, v, mask: _empty_like(q), _backward, _save_inputs)
+cpu_attention = cpu_operator(
+    _attention, lambda q, k, v, mask: empty_heads_like(q), _backward, _save_inputs
+)
 
 
 AttnFn = Callable[..., Tensor]

@@ -27,6 +27,7 @@ from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Offload
 from ingot.data.batches.loader import Batch
+from ingot.models.hf import relative
 from ingot.models.native import head
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.decoder import Decoder, RMSNorm
@@ -232,7 +233,8 @@ def _replaced(until: contextlib.ExitStack, owner: object, name: str, value: obje
 @contextlib.contextmanager
 def as_on_cuda(model: nn.Module, mesh: Mesh, meter: Meter, offload: Offload) -> Iterator[None]:
     """Replace what a CUDA device computes with other kernels, in the model for good, and inside the
-    block the pieces into which a CPU cuts the logits of a chunk, and what it offloads.
+    block the pieces into which a CPU cuts the logits of a chunk, its attention with relative
+    positions, and what it offloads.
     """
     for stage in local_stages(model):
         if isinstance(stage, Decoder) and mesh.context.world == 1:
@@ -242,6 +244,7 @@ def as_on_cuda(model: nn.Module, mesh: Mesh, meter: Meter, offload: Offload) -> 
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
     with contextlib.ExitStack() as replaced:
         _replaced(replaced, head, "PIECE_LOGITS", head.CHUNK_LOGITS)
+        _replaced(replaced, relative, "is_for_blocks", lambda *given: False)
         replaced.enter_context(_apart_from_host(meter, offload))
         yield
 

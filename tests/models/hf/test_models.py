@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.config.models.types import RELATIVE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.hf.relative import NAME
 from ingot.models.native import head
 from ingot.models.native.head import IGNORE, LogitsView
 from tests import tolerances
@@ -201,7 +203,8 @@ def test_fast_attention_is_plain_attention(name: str) -> None:
     with torch.no_grad():
         fast = model(tokens, POSITIONS, segments, labels, nll)
         if name not in ("deberta-v2", "mpnet"):
-            assert model.inner.config._attn_implementation == "sdpa"
+            wanted = NAME if model.config.model_type in RELATIVE else "sdpa"
+            assert model.inner.config._attn_implementation == wanted
         model.inner.set_attn_implementation("eager")
         torch.testing.assert_close(
             model(tokens, POSITIONS, segments, labels, nll),
