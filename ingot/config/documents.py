@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import yaml
@@ -13,6 +14,11 @@ _DEEPEST = 1000
 _Parser: Any = getattr(yaml, "CSafeLoader", None)
 """libyaml's, ten times as fast as PyYAML's own, where PyYAML was built with it. It recurses on C's
 stack, which nothing guards.
+"""
+_Dumper: Any = getattr(yaml, "CSafeDumper", None)
+_OTHERWISE = re.compile(r"\\|^[ ?:-]*'':|^.{100}", re.MULTILINE)
+"""Where PyYAML's own dumper may write something else than libyaml: characters that are escaped, an
+empty key and a long one.
 """
 
 
@@ -60,3 +66,17 @@ def value_of(text: str) -> Any:
     """
     node = compose(text)
     return None if node is None else Constructor().construct_document(node)
+
+
+def dump(values: Any) -> str:
+    """Values of JSON as a document, the same bytes whether libyaml is there or not."""
+    if _Dumper is not None:
+        text = _dump(values, _Dumper)
+        if not _OTHERWISE.search(text):
+            return text
+    return _dump(values, yaml.SafeDumper)
+
+
+def _dump(values: Any, dumper: Any) -> str:
+    text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ingot.base.environment import holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.documents import Constructor, compose, value_of
+from ingot.config.documents import Constructor, compose, dump, value_of
 from ingot.config.knobs import all_knobs, changed_values, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, suggestion, tell_names
@@ -244,7 +244,7 @@ def dump_recipe(recipe: Recipe, *, changed: bool = False) -> str:
     values = changed_values(recipe) if changed else recipe.model_dump(mode="json")
     if not changed and not recipe.trains_tokenizer:
         del values["tokenizer"]["vocab_size"]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return dump(values)
 
 
 def _scalar(text: str, where: str) -> Any:

@@ -232,11 +232,11 @@ def test_a_board_that_does_not_answer_keeps_nobody_from_ending(
 ) -> None:
     google_, state = place
     monkeypatch.setattr(tensorboard, "END_S", 0.3)
-    state.server.fault("*", 0, times=10**6, delay_s=5.0)
+    state.server.fault("*", 0, times=10**6, delay_s=30.0)
     began = time.monotonic()
     with upload_metrics(google_, "run", logged(tmp_path / "metrics.jsonl", range(2))):
         time.sleep(0.2)
-    assert 0.4 < time.monotonic() - began < 3.0
+    assert 0.4 < time.monotonic() - began < 20
 
 
 def test_without_a_board_nothing_is_asked(

@@ -6,9 +6,12 @@ from itertools import chain
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ingot.config import documents
 from ingot.config.shipped import FOLDER
+from tests.exhaustive import examples
 
 ODD = """\
 base: &base {lr: 1e-3, "on": true, half: .5, day: 2001-02-03, none: ~}
@@ -54,8 +57,34 @@ def test_what_is_wrong_is_told_alike(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "- " * 100_000 + "a", "".join(" " * n + "a:\n" for n in range(3000))]
+    "text", ["[" * 40_000, "- " * 40_000 + "a", "".join(" " * n + "a:\n" for n in range(3000))]
 )
 def test_a_depth_crashes_nothing(text: str) -> None:
     with pytest.raises(RecursionError):
         documents.compose(text)
+
+
+TEXTS = st.text(max_size=12) | st.text("ab 10.:-#'\"[]{},&*!|>%@`?\\~\t\n", max_size=200)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=examples(60, 3000))
+@given(st.dictionaries(TEXTS, VALUES, max_size=4))
+def test_bytes_do_not_tell_by_what_they_were_written(values: dict[str, object]) -> None:
+    theirs = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    assert documents.dump(values) == theirs
+    assert documents.dump({"name": values, "path": "a/b"}) == yaml.safe_dump(
+        {"name": values, "path": "a/b"}, sort_keys=False, allow_unicode=True
+    )
+
+
+@pytest.mark.skipif(documents._Dumper is None, reason="PyYAML was built without libyaml")
+def test_what_libyaml_writes_otherwise_is_known() -> None:
+    assert documents._OTHERWISE.search(documents._dump({"a": {"": 1}}, documents._Dumper))
+    assert not documents._OTHERWISE.search(documents._dump({"a": ["", "b c"]}, documents._Dumper))
+    for odd in ({"": 1}, {"a" * 130: 1}, {"a": "🔥"}):
+        assert documents.dump(odd) == documents._dump(odd, yaml.SafeDumper)

@@ -238,7 +238,7 @@ def test_all_layouts_equal_one_process(
             knobs,
             id=f"{way}: {layout(**knobs).name}",
             marks=[
-                pytest.mark.drawn("a way of training over layouts", keep=4)
+                pytest.mark.drawn("a way of training over layouts", keep=2)
                 if (way, knobs) in SHORT_WAYS
                 else pytest.mark.slow
             ],

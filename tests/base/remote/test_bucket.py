@@ -267,13 +267,13 @@ def test_a_file_that_turns_while_it_is_sent_is_refused_by_the_service(
 
 
 def test_a_service_that_delays_is_not_waited_for_for_ever(server: Server, bucket: Bucket) -> None:
-    server.fault("insert", delay_s=1.0)
+    server.fault("insert", delay_s=30.0)
     began = time.monotonic()
     with pytest.raises(
         Failed, match=r"could not write gs://bucket/runs/one/x within 0\.2 s .*[Tt]imed out"
     ):
         bucket.patient(0.2).put("x", b"late")
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 20
 
 
 def test_patience_ends(server: Server, bucket: Bucket) -> None:

@@ -62,11 +62,11 @@ def test_a_bucket_that_does_not_answer_makes_nobody_wait(
     server.faults.clear()
     wait_until(lambda: beats.trouble is None)
     asked = server.counts["list"]
-    server.fault("list", delay_s=4.0)
+    server.fault("list", delay_s=30.0)
     wait_until(lambda: server.counts["list"] > asked)
     began = time.monotonic()
     assert list(beats.latest()) == [0]
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20
     beats.close()
 
 
