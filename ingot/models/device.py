@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import mmap
 import os
 import resource
 import sys
@@ -24,6 +25,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = (
     -2,
     -3,
 )  # names and numbers of glibc's malloc.h
+MAPPED_BYTES = 2**25
+"""The largest size from which on glibc maps allocations alone of its own accord."""
 
 # Dense bf16 matrix products in FLOP/s, as stated by the vendor.
 _PEAKS = {
@@ -249,14 +252,37 @@ def keep_freed_memory() -> None:
     quarter of its time. Memory use no longer falls between steps, but its peak is the same. Does
     nothing with another C library.
     """
+    _set_malloc(_M_MMAP_THRESHOLD, 2**30)
+    _set_malloc(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _set_malloc(_M_TOP_PAD, 2**26)
+
+
+@contextlib.contextmanager
+def mapping_blocks(least_bytes: int) -> Iterator[None]:
+    """Inside the block glibc maps each allocation of `least_bytes` or more alone and unmaps it when
+    it is freed, afterwards those of `MAPPED_BYTES`. Does nothing with another C library.
+    """
+    _set_malloc(_M_MMAP_THRESHOLD, least_bytes)
+    try:
+        yield
+    finally:
+        _set_malloc(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def _set_malloc(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        for option, value in (
-            (_M_MMAP_THRESHOLD, 2**30),
-            (_M_TRIM_THRESHOLD, 2**31 - 1),
-            (_M_TOP_PAD, 2**26),
-        ):
-            libc.mallopt(option, value)
+        ctypes.CDLL("libc.so.6").mallopt(option, value)
+
+
+def give_back_pages(first: int, end: int) -> None:
+    """Give the pages that lie wholly between two addresses of this process's own memory, which hold
+    nothing but zeros, to the system; whoever reads them gets zeros.
+    """
+    first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        with contextlib.suppress(OSError, AttributeError):
+            advise = ctypes.CDLL("libc.so.6").madvise
+            advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def return_freed_memory() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ingot.models.native.attention import attend
 
-LEAST_LENGTH = 64
+LEAST_LENGTH = 32
 QUERIES = 128
 """Queries of a block that attends together."""
 
@@ -24,7 +24,7 @@ class KVCache:
     `windows` tokens back (None: all).
 
     Nothing is allocated before the first keys arrive: their heads, dtype and device decide, so that
-    sharded models and any number format work. Rows and lengths grow by half when they run out.
+    sharded models and any number format work. Rows and lengths grow by a quarter when they run out.
     Rows in use are kept contiguous, so that attention reads them in place.
 
     Shapes: B rows of one pass, K key/value heads, T new tokens, S tokens to attend over, E head
@@ -194,10 +194,10 @@ class CacheWindow:
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:
-    """A size of at least `needed`, a multiple of `least`, half as large again as the present one,
-    so that growing by ones is amortised.
+    """A size of at least `needed`, a multiple of `least`, a quarter larger than the present one, so
+    that growing by ones is amortised.
     """
     if needed <= have:
         return have
-    size = max(needed, have * 3 // 2)
+    size = max(needed, have * 5 // 4)
     return min(-(-size // least) * least, most)

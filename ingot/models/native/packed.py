@@ -10,17 +10,18 @@ model whose weights are not float16 numbers is left as it is. Weights stored as 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.models.device import return_freed_memory
+from ingot.models.device import mapping_blocks, return_freed_memory
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import AttentionCache, Block, Decoder, FeedForward
+from ingot.models.native.fbgemm import CHUNK_WEIGHTS, Float16Matrix, PackedLinear
 from ingot.models.native.head import VocabularyHead
 from ingot.models.native.rope import Rope, Turns
 
@@ -28,31 +29,21 @@ TINY = 2.0**-25
 """Half the distance between the smallest float16 numbers: the most that packing may change a
 weight.
 """
+OWN_BYTES = 2**20
+"""Blocks of this size and more are mapped alone while a model is packed: each matrix is found in
+its own, and what is freed is the system's again.
+"""
+PART_WEIGHTS = 2**23
+"""Weights of a vocabulary's head that are packed together, in which they are copied twice."""
 ENGINES = ("x86", "fbgemm")
 INSTRUCTIONS = ("AVX2", "AVX512")
-CHUNK_WEIGHTS = 2**22
-"""Weights looked at together, so that a large matrix is not copied whole."""
-
-
-class PackedLinear(nn.Module):
-    """A linear layer over packed weights `[O, D]`: float32 `[..., D]` -> `[..., O]`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(
-            weight.detach().float(), None if bias is None else bias.detach().float()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return out
 
 
 def _pack(*linears: nn.Linear) -> PackedLinear:
     """One product in place of several with the same input."""
     weights: list[Tensor] = [linear.weight for linear in linears]
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return PackedLinear(torch.cat(weights), torch.cat(biases) if biases else None)
+    return PackedLinear(Float16Matrix(torch.cat(weights), torch.cat(biases) if biases else None))
 
 
 class BeforeAttention(nn.Module):
@@ -210,45 +201,100 @@ class HalfEmbedding(nn.Module):
 
 
 class PackedHead(VocabularyHead):
-    """The vocabulary projection over packed weights."""
+    """The vocabulary projection over packed weights `[V, D]`, in parts of some rows."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._linear = PackedLinear(weight)
+        parts = -(-weight.numel() // PART_WEIGHTS)
+        self._height = -(-len(weight) // parts)  # alike, since small blocks are not found
+        self._parts = [Float16Matrix(part) for part in weight.split(self._height)]
+        self._linears = [PackedLinear(part) for part in self._parts]
 
     def project(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        logits: Tensor = self._linear(hidden)
-        return logits
+        logits = [linear(hidden) for linear in self._linears]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows` can be asked for."""
+        return all(part.numbers is not None for part in self._parts)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The weights of some tokens: `[B, T]` -> float32 `[B, T, D]`."""
+        found = torch.empty(*tokens.shape, self._parts[0].shape[1])
+        places = tokens // self._height
+        for number in places.unique().tolist():
+            here = places == number
+            found[here] = self._parts[number].rows(tokens[here] - number * self._height)
+        return found
+
+
+class SharedEmbedding(nn.Module):
+    """An embedding looked up in the packed head that it is tied to: tokens `[B, T]` -> float32
+    `[B, T, D]`.
+    """
+
+    def __init__(self, head: PackedHead) -> None:
+        super().__init__()
+        self._head = head
+        self.weight = _nothing()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self._head.rows(tokens)
+
+
+def _nothing() -> nn.Parameter:
+    """In place of a weight that nobody reads any more, but its device."""
+    return nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+ReadLayer = Callable[[str, nn.Module], None]
+"""Gives a layer of this number its weights."""
 
 
 @torch.no_grad()
-def pack_weights(model: Decoder) -> bool:
+def pack_weights(model: Decoder, read: ReadLayer | None = None) -> bool:
     """Replace the weights of `model`, in float32 or bfloat16, by packed ones, matrix by matrix; it
-    can then only generate, in float32.
-    Returns False, and leaves the model as it is, where that would change weights, or where this
-    processor or this build of torch has no such products.
+    can then only generate, in float32. With `read` the layers are still on `meta`, and are read one
+    after the other.
+    Returns False where that would change weights, or where this processor or this build of torch
+    has no such products. The model is then as it was; with `read` it is of no more use.
     """
-    if not _has_kernel() or not all(_is_half(weight) for weight in _matrices(model)):
+    if not _has_kernel() or not _are_halves(model):
         return False
-    whole = {id(weight) for weight in _matrices(model)}
-    for parameter in model.parameters():
-        if id(parameter) not in whole:
-            parameter.data = parameter.data.float()
-    rotations = {rope: Rotation() for rope in set(model.config.ropes)}
-    for name in [name for name, _ in model.model.layers.named_children()]:
-        _pack_layer(model, name, rotations)
-        return_freed_memory()
-    model.vocabulary_head = PackedHead(model.head_weight)
-    if model.lm_head is not None:
-        # Nothing reads it any more, but its device.
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.new_empty(0), requires_grad=False)
-    model.model.embed_tokens = HalfEmbedding(model.model.embed_tokens.weight)
-    return_freed_memory()
+    with mapping_blocks(OWN_BYTES):
+        _pack_ends(model)
+        rotations = {rope: Rotation() for rope in set(model.config.ropes)}
+        for name in [name for name, _ in model.model.layers.named_children()]:
+            # Nothing else may hold a layer: its weights are freed before the next one is read.
+            if read is not None:
+                read(name, model.model.layers.get_submodule(name))
+                if not _are_halves(model.model.layers.get_submodule(name)):
+                    return False
+            _pack_layer(model, name, rotations)
+            return_freed_memory()
     return True
+
+
+def _pack_ends(model: Decoder) -> None:
+    """Replace embedding and head."""
+    embedding, tied = model.model.embed_tokens.weight, model.lm_head is None
+    head = model.vocabulary_head = PackedHead(model.head_weight)
+    if model.lm_head is not None:
+        model.lm_head.weight = _nothing()
+    model.model.embed_tokens = (
+        SharedEmbedding(head) if tied and head.has_rows else HalfEmbedding(embedding)
+    )
+    model.model.norm.float()
+    return_freed_memory()
 
 
 def _pack_layer(model: Decoder, name: str, rotations: dict[Rope | None, Rotation]) -> None:
     """Replace a layer, or in one that is not plain its linear layers."""
     layer = cast("Block", model.model.layers.get_submodule(name))
+    whole = {id(weight) for weight in _matrices(layer)}
+    for parameter in layer.parameters():
+        if id(parameter) not in whole:
+            parameter.data = parameter.data.float()
     if is_plain(layer, model.config):
         packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope])
         setattr(model.model.layers, name, packed)
@@ -264,10 +310,15 @@ def _has_kernel() -> bool:
     return quantized.engine in ENGINES and capability in INSTRUCTIONS
 
 
-def _matrices(model: Decoder) -> Iterator[Tensor]:
-    for module in model.modules():
+def _matrices(part: nn.Module) -> Iterator[Tensor]:
+    for module in part.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             yield module.weight
+
+
+def _are_halves(part: nn.Module) -> bool:
+    """Whether all matrices can be packed, those on `meta` left out."""
+    return all(_is_half(weight) for weight in _matrices(part) if not weight.is_meta)
 
 
 def _is_half(weight: Tensor) -> bool:

@@ -7,6 +7,7 @@ early.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,12 @@ from ingot.models.generation.seq2seq import (
     check_text,
 )
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
-from ingot.models.hf.folder import check_template, holds_bf16, weight_files
+from ingot.models.hf.folder import check_template, holds_bf16, stored_shapes, weight_files
 from ingot.models.hf.models import Encoder, Seq2Seq
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.packed import pack_weights
+from ingot.models.packed_folder import open_packed
 from ingot.serve.native.causal import (
     CausalModel,
     TextEncoder,
@@ -326,35 +328,35 @@ def load(
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
     dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
-    # What is packed need not be in memory in float32 before.
     pack = pack and checked.kind == "decoder" and device.type == "cpu"
-    stored = torch.bfloat16 if pack and checked.base == folder and holds_bf16(folder) else dtype
-    bare = is_bare_encoder(checked.folder)
-    model = (
-        load_text_encoder(folder, device=device, dtype=dtype)
-        if bare
-        else load_causal_model(folder, device=device, dtype=dtype)
-        if _by_transformers(checked, engine)
-        else open_model(folder, device=device, dtype=stored)
-    )
+    model: AnyModel | CausalModel | None = None
+    if is_bare_encoder(checked.folder):
+        model = load_text_encoder(folder, device=device, dtype=dtype)
+    elif _by_transformers(checked, engine):
+        model = load_causal_model(folder, device=device, dtype=dtype)
+    elif pack and checked.base == folder and holds_bf16(folder):
+        model = open_packed(folder)
+    packed = isinstance(model, Decoder)
+    if model is None:
+        model = open_model(folder, device=device, dtype=dtype)
+        packed = pack and isinstance(model, Decoder) and pack_weights(model)
     check_vocabulary(checked, model.config.vocab_size)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if device.type == "cpu" and weights < ONE_THREAD_WEIGHTS:
+    counts = (
+        map(math.prod, stored_shapes(checked.base).values())  # packed ones are no parameters
+        if packed
+        else (parameter.numel() for parameter in model.parameters())
+    )
+    if device.type == "cpu" and sum(counts) < ONE_THREAD_WEIGHTS:
         torch.set_num_threads(1)
-    packed = pack and isinstance(model, Decoder) and pack_weights(model)
-    if isinstance(model, Decoder) and not packed:
-        model.to(dtype)
-    prefix = str((read_lineage(folder) or {}).get("prefix", ""))
-    base = checked.base
     return LoadedModel(
         model,
         checked.tokenizer,
-        _eos(base, checked.tokenizer, model),
-        int((base / CONFIG).stat().st_mtime),
+        _eos(checked.base, checked.tokenizer, model),
+        int((checked.base / CONFIG).stat().st_mtime),
         checked.kind,
-        prefix,
+        str((read_lineage(folder) or {}).get("prefix", "")),
         packed,
-        base,
+        checked.base,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import mmap
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
-from ingot.models.native import packed
+from ingot.models.native import fbgemm, packed
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.fbgemm import Float16Matrix
 from ingot.models.native.packed import pack_weights
 from ingot.models.parameters import init_weights
 from ingot.serve.native.model import load
@@ -39,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def decoder(
-    kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.bfloat16
+    kind: str = "llama", *, tied: bool = True, dtype: torch.dtype = torch.bfloat16, **more: Any
 ) -> Decoder:
     """A random model in float32 whose weights are numbers of `dtype`."""
     config = {
@@ -56,6 +59,7 @@ def decoder(
         "hidden_act": "silu",
         "initializer_range": 0.3,
         **KINDS[kind],
+        **more,
     }
     model = Decoder(DecoderConfig.from_hf(config)).eval()
     init_weights(model, 5)
@@ -109,6 +113,62 @@ def test_float32_weights_are_given_back(tied: bool) -> None:
     assert {name: p.dtype for name, p in left.items() if p.numel()} == {
         "model.embed_tokens.weight": torch.float16
     }
+
+
+def resident_bytes(first: int, end: int) -> int:
+    """The memory that the pages between two addresses of this process take."""
+    page = mmap.PAGESIZE
+    numbers = range(first // page, -(-end // page))
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(8 * numbers.start)
+        entries = memoryview(pages.read(8 * len(numbers))).cast("Q")
+    return page * sum(entry >> 63 for entry in entries)
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc maps blocks alone where it is told to"
+)
+def test_packed_weights_take_the_memory_of_bf16_and_a_tied_embedding_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FBGEMM itself takes 512 columns for these 32; the head is in three parts."""
+    made: list[Float16Matrix] = []
+
+    class Noted(Float16Matrix):
+        def __init__(self, *weights: Any) -> None:
+            super().__init__(*weights)
+            made.append(self)
+
+    monkeypatch.setattr(packed, "Float16Matrix", Noted)
+    monkeypatch.setattr(packed, "PART_WEIGHTS", 1500 * 32)
+    model = decoder(vocab_size=4000, intermediate_size=2048)
+    tokens = torch.arange(0, 3960, 66).view(2, 30)
+    positions = torch.arange(30).expand(2, 30)
+    with torch.inference_mode():
+        before = model.logits(model.hidden(tokens, positions))
+        assert pack_weights(model)
+        after = model.logits(model.hidden(tokens, positions))
+    torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
+    left = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert (left, len(made)) == (0, 3 + 4 * 2)
+    large = [matrix for matrix in made if matrix.lines * 16 * 512 * 2 > packed.OWN_BYTES]
+    assert len(large) == 3 + 2, "the parts of the head, gate and up of each layer"
+    for matrix in large:
+        assert matrix.numbers is not None
+        first, weights = matrix.numbers.data_ptr(), matrix.shape.numel()
+        taken = resident_bytes(first, first + 2 * 512 * 16 * matrix.lines)
+        # Two pages are used in part; the rows are a multiple of 16.
+        assert 2 * weights <= taken <= 2 * (weights + 16 * 32) + 2 * mmap.PAGESIZE
+
+
+def test_another_order_in_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "OWN_BYTES", 2**14)
+    monkeypatch.setattr(fbgemm, "LANES", 8)
+    model = decoder()
+    said = answers(model)
+    assert pack_weights(model)
+    assert type(model.model.embed_tokens) is packed.HalfEmbedding
+    assert answers(model) == said
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
