@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from ingot.models.hf.models import Seq2Seq
 from ingot.models.hf.relative import LeanNorm, attend_relative, cpu_relative_attention
 from ingot.models.native.attention import causal_mask
 from tests.models.hf.tiny import drawn
@@ -42,12 +43,10 @@ def refused(*args: Any, **more: Any) -> Any:
 
 
 def attend(given: list[Tensor], mask: Tensor | None, causal: bool, **more: Any) -> Tensor:
-    q, k, v, bias = given
+    q, k, v = (tensor.transpose(1, 2) for tensor in given[:3])
+    bias = given[3].permute(2, 0, 1)[None]
     module = SimpleNamespace(is_causal=causal)
-    heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return attend_relative(
-        refused, module, *heads, mask, position_bias=bias.permute(2, 0, 1)[None], **more
-    )[0]
+    return attend_relative(refused, module, q, k, v, mask, position_bias=bias, **more)[0]
 
 
 def seen(mask: Tensor | None, causal: bool, length: int, keys: int) -> Tensor:
@@ -80,10 +79,10 @@ def test_output_and_gradients(
     made = attend(given, mask, causal, scaling=0.3)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     bias = exact[3].permute(2, 0, 1)[None]
+    q, k, v = (tensor.transpose(1, 2) for tensor in exact[:3])
+    hidden = ~seen(mask, causal, length, keys)
     wanted = functional.scaled_dot_product_attention(
-        *(tensor.transpose(1, 2) for tensor in exact[:3]),
-        attn_mask=bias.masked_fill(~seen(mask, causal, length, keys), -torch.inf),
-        scale=0.3,
+        q, k, v, attn_mask=bias.masked_fill(hidden, -torch.inf), scale=0.3
     ).transpose(1, 2)
     gradient = torch.randn(made.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     made.backward(gradient)
@@ -157,9 +156,11 @@ def test_a_compiler_and_a_plan_take_it_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_norm_is_transformers_own(dtype: torch.dtype) -> None:
-    made: list[list[Tensor]] = []
-    for kind in (LeanNorm, T5LayerNorm):
-        norm, (x, _, gradient, _) = T5LayerNorm(SIZE, eps=0.1), inputs(7, 7, dtype)
+    made: list[list[Any]] = []
+    kinds: tuple[Any, ...] = (LeanNorm, T5LayerNorm)
+    for kind in kinds:
+        norm: Any = kinds[1](SIZE, eps=0.1)
+        x, _, gradient, _ = inputs(7, 7, dtype)
         norm.weight.data = torch.linspace(0.5, 2, SIZE)
         norm.to(dtype).__class__ = kind
         out = norm(x)
@@ -177,14 +178,17 @@ def test_training_t5_comes_here_and_answering_does_not(
 ) -> None:
     """Attention over the source has a bias of zeros, which torch is left with unless it drops."""
     model = drawn("t5").train()
+    assert isinstance(model, Seq2Seq)
     for module in model.inner.modules():
         if hasattr(module, "relative_attention_max_distance"):
             module.dropout = dropout
-    calls: list[bool] = []
-    monkeypatch.setattr(
-        "ingot.models.hf.relative.cpu_relative_attention",
-        lambda q, *more: calls.append(True) or cpu_relative_attention(q, *more),
-    )
+    calls: list[Tensor] = []
+
+    def noted(q: Tensor, *more: Any) -> Any:
+        calls.append(q)
+        return cpu_relative_attention(q, *more)
+
+    monkeypatch.setattr("ingot.models.hf.relative.cpu_relative_attention", noted)
     tokens = torch.randint(4, 50, (2, 9))
     model.hidden(tokens, None, tokens[:, :5])
     assert len(calls) == (6 if dropout else 4), "two layers: encoder, decoder, decoder over encoder"
