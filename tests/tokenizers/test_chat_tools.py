@@ -15,6 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.tokenizers.chat import encode_chats
 from ingot.tokenizers.chat_layouts import ChatLayouts, layout_of
 from ingot.tokenizers.chat_shapes import shape_of
+from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import chatty
 from tests.tokenizers.test_chat_layouts import check_alike
 from tests.tokenizers.test_chat_masks import A, Chat, S, U, bracketed, turns
@@ -195,15 +196,17 @@ def test_a_question_that_is_written_otherwise_when_it_is_the_last(
     assert layout.parted
 
 
-def test_json_may_make_a_special_token_of_what_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = CALLS.replace("said(m.content)", "[m.content, 1] | tojson")
-    tokenizer = chatty(template)
-    special = '", 1]'
-    files = dict(tokenizer.files)
+@pytest.mark.parametrize(
+    "template", [CALLS, CALLS.replace("said(m.content)", "[m.content, 1] | tojson")]
+)
+def test_json_may_make_a_special_token_of_what_is_none(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = dict(chatty(template).files)
     state = json.loads(str(files["tokenizer.json"]))
-    state["added_tokens"].append({**state["added_tokens"][-1], "id": 302, "content": special})
-    tokenizer = type(tokenizer)({**files, "tokenizer.json": json.dumps(state)})
-    chats = [[*turns((U, text)), calling("", call("f", {"a": text}))] for text in ("x", "y", "z")]
-    check_alike(tokenizer, chats * 10, monkeypatch)
-    chats = [[*turns((U, "x")), calling("", call("f", {"a": [text, 1]}))] for text in "abcd"]
+    token = {**state["added_tokens"][-1], "id": 302, "content": ", 1]"}
+    files["tokenizer.json"] = json.dumps({**state, "added_tokens": [*state["added_tokens"], token]})
+    tokenizer = Tokenizer(files)
+    arguments = [{"a": text} for text in "bcd"] + [{"a": [text, 1]} for text in "bcd"]
+    chats = [[*turns((U, "x")), calling("", call("f", given))] for given in arguments]
     check_alike(tokenizer, chats * 10, monkeypatch)
