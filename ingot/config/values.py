@@ -63,6 +63,7 @@ def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
     """Set one value, creating missing sections; a list index must already exist."""
     tree: Any = values.tree
     above: KeyPath = ()
+    before: Any = tree
     for part in path:
         key: Any = part if isinstance(tree, list) else str(part)
         if isinstance(tree, list) and not (isinstance(part, int) and part < len(tree)):
@@ -70,17 +71,20 @@ def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
                 f"{where}: `{dotted(above)}` is a list of {len(tree)}; give an index below that"
             )
         above = (*above, key)
+        before = tree[key] if isinstance(tree, list) else tree.get(key)
         if len(above) == len(path):
             tree[key] = {"degrees": value} if (above, value) == AUTOMATIC else value
             break
-        inner = tree[key] if isinstance(tree, list) else tree.get(key)
+        inner = before
         if not isinstance(inner, dict | list):
             inner = tree[key] = {}
             values.origins[above] = where
         tree = inner
     path = above
-    for known in [known for known in values.origins if known[: len(path)] == path]:
-        del values.origins[known]
+    if isinstance(before, dict | list):
+        for known in [known for known in values.origins if known[: len(path)] == path]:
+            del values.origins[known]
+    values.origins.pop(path, None)
     values.origins[path] = where
 
 
