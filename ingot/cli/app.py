@@ -81,7 +81,7 @@ def main() -> None:
 
 
 @functools.cache
-def command() -> Callable[..., object]:
+def command() -> Callable[..., int | None]:
     """The command line, made of all verbs and their options."""
     return typer.main.get_command(app)
 

@@ -36,7 +36,7 @@ class Constructor(SafeConstructor, Resolver):
         return number
 
 
-Constructor.add_constructor("tag:yaml.org,2002:int", Constructor.construct_yaml_int)
+Constructor.add_constructor("tag:yaml.org,2002:int", Constructor.construct_yaml_int)  # type: ignore[type-var]
 
 
 def compose(text: str) -> yaml.Node | None:
