@@ -582,6 +582,22 @@ FAULTS = [
         by="tests/models/native/test_packed.py",
     ),
     Fault(
+        "packed-head-read-beside",
+        "ingot/models/native/fbgemm.py",
+        "line, lane = chosen // LANES, chosen % LANES",
+        "line, lane = chosen // LANES, (chosen + 1) % LANES",
+        "a server looks up the embedding of another token in the packed head",
+        by="tests/models/native/test_packed.py",
+    ),
+    Fault(
+        "packed-padding-not-compared",
+        "ingot/models/native/fbgemm.py",
+        "if not torch.equal(held, wanted.half()):",
+        "if False:",
+        "a server takes any memory for that of its weights, and gives pages of it back",
+        by="tests/models/native/test_packed.py",
+    ),
+    Fault(
         "packed-bias-lost",
         "ingot/models/native/packed.py",
         "torch.cat(biases) if biases else None",

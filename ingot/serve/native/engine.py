@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ingot.base.progress import say
+from ingot.models.device import return_freed_memory
 from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
 from ingot.serve.http.bodies import check_count
 from ingot.serve.http.errors import ApiError
@@ -26,6 +27,10 @@ from ingot.serve.http.middleware import ServerMetrics
 # After this many consecutive failed steps the server reports itself unhealthy, so that its
 # orchestrator can restart it.
 MAX_FAILURES = 3
+IDLE_S = 5.0
+"""After so long without a request the memory of earlier ones goes back to the system. Between
+requests that follow each other it would be asked for again.
+"""
 
 
 class BatchWorker(Protocol):
@@ -216,7 +221,7 @@ class ServingEngine:
     def _work(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._waiting or self._running or self._stopping)
+                self._wait_for_work()
                 if (
                     self._stopping
                     and not self._waiting
@@ -234,6 +239,16 @@ class ServingEngine:
                 self._metrics.failures.inc()
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
                 self._fail_running()
+
+    def _wait_for_work(self) -> None:
+        """Wait for a request, or the end. The caller holds the lock."""
+
+        def is_there() -> bool:
+            return bool(self._waiting or self._running or self._stopping)
+
+        if not self._condition.wait_for(is_there, IDLE_S):
+            return_freed_memory()
+            self._condition.wait_for(is_there)
 
     def _fill_batch(self) -> None:
         """Drop cancelled requests and fill free rows from the queue. The caller holds the lock."""

@@ -161,10 +161,14 @@ def test_packed_weights_take_the_memory_of_bf16_and_a_tied_embedding_none(
         assert 2 * weights <= taken <= 2 * (weights + 16 * 32) + 2 * mmap.PAGESIZE
 
 
-def test_another_order_in_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "OWN_BYTES", 2**14)
+@pytest.mark.parametrize("corner_is_alike", [False, True])
+def test_another_order_in_memory_is_not_read(
+    corner_is_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if corner_is_alike:
+        monkeypatch.setattr(fbgemm, "_begins_with", lambda *_: True)
     monkeypatch.setattr(fbgemm, "LANES", 8)
-    model = decoder()
+    model = decoder(vocab_size=4000, intermediate_size=2048)
     said = answers(model)
     assert pack_weights(model)
     assert type(model.model.embed_tokens) is packed.HalfEmbedding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Completion, Request
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
+from ingot.serve.native import engine as module
 from ingot.serve.native.engine import MAX_FAILURES, ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel
 
@@ -80,6 +82,24 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
 
     asyncio.run(story())
     assert "OutOfMemoryError: no memory" in capsys.readouterr().err
+
+
+def test_an_idle_server_returns_memory_once_and_goes_on(
+    engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(module, "return_freed_memory", lambda: returned.put(1))
+    monkeypatch.setattr(module, "IDLE_S", 0.02)
+
+    async def story() -> None:
+        for _ in range(2):
+            (answer,) = await answers(engine.submit([request()]))
+            assert answer.generated == 4
+            returned.get(timeout=30)
+        with pytest.raises(queue.Empty):
+            returned.get(timeout=0.2)
+
+    asyncio.run(story())
 
 
 def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
