@@ -30,6 +30,8 @@ MARGIN_S = 1.0
 """Added to a lease's life before it counts as expired: the service is many machines, each with a
 clock of its own.
 """
+READ_TRIES = 3
+"""A renewal may replace what is being read, which is missing then."""
 _CLOCK = getattr(
     time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
 )  # does not stop while the machine sleeps
@@ -183,12 +185,16 @@ class Lease:
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the present holder wrote about itself; {} if that cannot be parsed."""
-        try:
-            about = json.loads(self._bucket.get(self._name))
-        except (Missing, ValueError):
-            return {}
-        return about if isinstance(about, dict) else {}
+        """What the present holder wrote about itself; {} if it is gone or cannot be parsed."""
+        for _ in range(READ_TRIES):
+            try:
+                about = json.loads(self._bucket.get(self._name))
+            except Missing:
+                continue
+            except ValueError:
+                return {}
+            return about if isinstance(about, dict) else {}
+        return {}
 
     def _holder(self) -> str:
         with contextlib.suppress(IngotError):

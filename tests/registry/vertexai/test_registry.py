@@ -215,7 +215,6 @@ def test_two_processes_that_register_the_same_model_do_it_once(place: Place) -> 
         open_bucket(f"gs://bucket/{FOLDER}"),
         "ingot register words",
         name="locks/a-tokenizer",
-        life_s=1.0,
     )
     with held, pytest.raises(Failed, match="in use by ingot register words"):
         add(place, "a")
