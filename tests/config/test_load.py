@@ -9,6 +9,7 @@ import yaml
 from ingot.base.errors import WrongInput
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
+from ingot.config.values import Values, set_value
 
 GOOD = "name: a\ndata:\n  train:\n    - {source: x.jsonl}\n"
 
@@ -575,3 +576,13 @@ def test_a_bucket_is_understood_by_its_address() -> None:
     assert load_recipe((), given, environ={}, dotenv=None).cloud.bucket == "some-bucket"
     with pytest.raises(WrongInput, match=r"cloud\.bucket"):
         load_recipe((), [*given, "cloud.bucket=gs://b/folder"], environ={}, dotenv=None)
+
+
+@pytest.mark.parametrize("value", [8, {}])
+def test_a_section_that_is_replaced_leaves_no_origins_below(value: Any) -> None:
+    values = Values()
+    set_value(values, ("train", "optimizer", "lr"), 1.0, "a.yaml:3")
+    set_value(values, ("train", "optimizer"), value, "b.yaml:7")
+    assert values.origins[("train", "optimizer")] == "b.yaml:7"
+    assert ("train", "optimizer", "lr") not in values.origins
+    assert values.origin(("train", "optimizer", "lr")) == "b.yaml:7"

@@ -219,6 +219,14 @@ FAULTS = [
         "a run whose lease is lost commits over its successor",
     ),
     Fault(
+        "holder-read-once",
+        "ingot/base/remote/lease.py",
+        "READ_TRIES = 3",
+        "READ_TRIES = 1",
+        "who holds a run is told as somebody where a renewal replaces what is read",
+        by="tests/base/remote/test_lease.py",
+    ),
+    Fault(
         "lease-released-blindly",
         "ingot/base/remote/lease.py",
         "self._renewer.delete(self._name, generation=self._generation)",

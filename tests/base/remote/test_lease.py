@@ -18,6 +18,7 @@ from ingot.base.errors import Failed
 from ingot.base.remote import lease as lease_module
 from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.lease import lease
+from ingot.base.remote.service import Missing
 from tests.gcs import Server, serving
 
 KEY = "runs/one/lease"
@@ -205,6 +206,24 @@ def test_a_renewal_whose_answer_is_lost_is_still_ours(server: Server, bucket: Bu
         held.check()
         until(lambda: not held.lost)
     assert not server.objects
+
+
+def test_a_holder_whose_renewal_replaces_what_is_read_is_told(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, missed = bucket.get, list[str]()
+
+    def replaced_once(name: str) -> bytes:
+        if not missed:
+            missed.append(name)
+            raise Missing(f"{name} was replaced")
+        return get(name)
+
+    with lease(open_bucket("gs://bucket/runs/one"), "run one"):
+        monkeypatch.setattr(bucket, "get", replaced_once)
+        with pytest.raises(Failed, match="in use by run one"), lease(bucket, "two"):
+            pass
+    assert missed == ["lease"]
 
 
 def test_an_object_that_is_no_lease_is_respected(server: Server, bucket: Bucket) -> None:
