@@ -33,7 +33,7 @@ from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model
 from ingot.models.native.decoder import Decoder
-from ingot.tokenizers.chat import stop_tokens
+from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

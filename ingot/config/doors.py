@@ -86,15 +86,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     # Settings (ingot.config.sections.deployment.GateSettings); `gate.kind`.
     "gate": {"metric": "ingot.config.sections.deployment:MetricGate"},
-    # Chat templates (ingot.tokenizers.chat_templates.NamedTemplate: a Jinja file and the tokens it
+    # Chat templates (ingot.tokenizers.chats.templates.NamedTemplate: a Jinja file and the tokens it
     # needs) by name; `tokenizer.template`.
     "template": {
-        "chatml": "ingot.tokenizers.chat_templates:CHATML",
-        "llama3": "ingot.tokenizers.chat_templates:LLAMA3",
-        "llama2": "ingot.tokenizers.chat_templates:LLAMA2",
-        "mistral": "ingot.tokenizers.chat_templates:MISTRAL",
-        "zephyr": "ingot.tokenizers.chat_templates:ZEPHYR",
-        "alpaca": "ingot.tokenizers.chat_templates:ALPACA",
+        "chatml": "ingot.tokenizers.chats.templates:CHATML",
+        "llama3": "ingot.tokenizers.chats.templates:LLAMA3",
+        "llama2": "ingot.tokenizers.chats.templates:LLAMA2",
+        "mistral": "ingot.tokenizers.chats.templates:MISTRAL",
+        "zephyr": "ingot.tokenizers.chats.templates:ZEPHYR",
+        "alpaca": "ingot.tokenizers.chats.templates:ALPACA",
     },
     # Members of the native decoder family (ingot.config.models.family.FamilyMember) by `model_type`
     # of a Hugging Face configuration.

@@ -40,8 +40,8 @@ from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import check_template, model_hash
 from ingot.models.kinds import base_folder, kind_of_folder, open_model
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.tokenizers.chat import stop_tokens
-from ingot.tokenizers.chat_templates import with_template
+from ingot.tokenizers.chats.encode import stop_tokens
+from ingot.tokenizers.chats.templates import with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -43,7 +43,7 @@ from ingot.data.tokenizing.encode import TokenRecords, encode_records
 from ingot.plan.ranges import Range
 from ingot.plan.unknown import Estimate, Unknown
 from ingot.tokenizers.bpe import train_bpe
-from ingot.tokenizers.chat_templates import for_recipe, required_tokens
+from ingot.tokenizers.chats.templates import for_recipe, required_tokens
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -25,8 +25,8 @@ from ingot.tokenizers.backend import (
     encode_beside_others,
     json_backend,
 )
-from ingot.tokenizers.chat_layouts import ChatLayouts
-from ingot.tokenizers.chat_render import ChatFormat, mask_look_alikes, split_at_special
+from ingot.tokenizers.chats.layouts import ChatLayouts
+from ingot.tokenizers.chats.render import ChatFormat, mask_look_alikes, split_at_special
 from ingot.tokenizers.sentencepiece_backend import SentencePieceBackend
 from ingot.tokenizers.settings import (
     CONVERSION_KEY,

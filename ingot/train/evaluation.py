@@ -22,7 +22,7 @@ from ingot.evaluate.validation import TaskEvaluator, validation_losses
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp
-from ingot.tokenizers.chat import stop_tokens
+from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.train.build import TrainState
 from ingot.train.goodput import TimeAccount
 from ingot.train.optim.averaging import average_in_place

@@ -39,7 +39,7 @@ from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
-from ingot.tokenizers.chat_templates import with_template
+from ingot.tokenizers.chats.templates import with_template
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.optim.optimizers import check_groups

@@ -18,7 +18,7 @@ from ingot.data.packing.tables import markers_of
 from ingot.data.raw import store as raw
 from ingot.data.raw.store import open_raw
 from ingot.data.tokenizing import vocabulary
-from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.chats.templates import find_template, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.data_columns import check_columns, check_rows

@@ -27,7 +27,7 @@ from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Shares
 from ingot.tokenizers.backend import TokenBatch, split_batch
-from ingot.tokenizers.chat_templates import for_recipe
+from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.edge_cases import describe_difference
 from ingot.tokenizers.encoders import REFERENCE, EncoderChoice, choose_encoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer

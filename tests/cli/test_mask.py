@@ -24,7 +24,7 @@ from ingot.cli.views.audit import (
 )
 from ingot.cli.views.mask import show_mask
 from ingot.data.documents.preferences import Preference
-from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty
 

@@ -48,7 +48,7 @@ JUDGED = {
     "cloud/machines:126:1440 becomes 1441": "a gigabyte of 1,440 in a table of machines",
     "cloud/vertex/models:30:8080 becomes 8081": "alike: every caller gives the port",
     "serve/engines/triton_backend:85:statement deleted": "the first test waits for its answer",
-    "tokenizers/chat_templates:145:1 becomes 2": "alike: the indentation of a JSON file",
+    "tokenizers/chats/templates:145:1 becomes 2": "alike: the indentation of a JSON file",
     "registry/verbs:56:1 becomes 2": "alike: the indentation of a JSON file",
     "verify/layout/recipe:44:3 becomes 4": "alike: a proof takes one step more",
     "train/optim/optimizers:27:32 becomes 33": "alike: the product is taken modulo 2**32",

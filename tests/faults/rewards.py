@@ -179,11 +179,11 @@ FAULTS = [
     ),
     Fault(
         "score-pads-with-what-ends-a-chat",
-        "ingot/tokenizers/chat_templates.py",
+        "ingot/tokenizers/chats/templates.py",
         "if own is not None and own in free.values():",
         "if own is not None:",
         "transformers reads the score of an exported reward model before the end of a chat",
-        "tests/tokenizers/test_chat_templates.py",
+        "tests/tokenizers/chats/test_templates.py",
     ),
     Fault(
         "reward-sides-swapped",

@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "tools-not-in-the-prompt",
-        "ingot/tokenizers/chat_render.py",
+        "ingot/tokenizers/chats/render.py",
         "tools=None if tools is None else list(tools),",
         "tools=None,",
         "the model never sees the tools that it may call",

@@ -18,7 +18,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.tokenizing.encode import _pairs, encode_framed
 from ingot.models.spec import _learnt_start
 from ingot.tokenizers.bpe import train_bpe
-from ingot.tokenizers.chat_templates import for_recipe
+from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.encoders import REFERENCE, choose_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.settings import read_config

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat import stop_tokens
+from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.tokenizers.sentencepiece_backend import (
     BPE,
     CONTROL,

@@ -42,7 +42,7 @@ from ingot.config.shape import (
     check_routers,
 )
 from ingot.config.values import Findings
-from ingot.tokenizers.chat_templates import find_template, for_recipe, with_template
+from ingot.tokenizers.chats.templates import find_template, for_recipe, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

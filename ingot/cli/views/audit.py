@@ -22,7 +22,7 @@ from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import SIDES, Preference
 from ingot.data.documents.rated import Rated
 from ingot.data.tokenizing.encode import encode_documents
-from ingot.tokenizers.chat import encode_chats, end_of_turn
+from ingot.tokenizers.chats.encode import encode_chats, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BEGIN, END = "⟦", "⟧"

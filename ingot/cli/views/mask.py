@@ -39,7 +39,7 @@ from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.sample import training_texts
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
-from ingot.tokenizers.chat_templates import for_recipe
+from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

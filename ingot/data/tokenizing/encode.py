@@ -31,7 +31,7 @@ from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
-from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # Version in the fingerprint of prepared data; raise it when the same documents would give other

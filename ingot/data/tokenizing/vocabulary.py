@@ -25,7 +25,7 @@ from ingot.data.documents.kinds import plain_text
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 from ingot.tokenizers.bpe import TRAINER, train_bpe
-from ingot.tokenizers.chat_templates import find_template, for_recipe, required_tokens
+from ingot.tokenizers.chats.templates import find_template, for_recipe, required_tokens
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

@@ -55,7 +55,7 @@ from ingot.serve.native.embedding import (
     embeds,
     read_pooling,
 )
-from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 

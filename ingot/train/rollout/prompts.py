@@ -15,7 +15,7 @@ from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.columns.manifest import prepared_for
 from ingot.data.packing.tables import read_packed
 from ingot.models.generation.request import DecoderLimits, Request, check_request
-from ingot.tokenizers.chat_spans import last_user_turn, turn_format
+from ingot.tokenizers.chats.spans import last_user_turn, turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
 
 AT_ONCE = 256

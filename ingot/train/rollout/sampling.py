@@ -21,7 +21,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import Sample
-from ingot.tokenizers.chat import stop_tokens
+from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.train.rollout.answers import RolloutAnswers, share_of
 from ingot.train.rollout.prompts import Prompt, PromptReader
 from ingot.train.rollout.server import PolicyServer

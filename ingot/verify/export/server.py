@@ -21,8 +21,8 @@ from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.data.documents.preferences import from_preference
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
-from ingot.tokenizers.chat import encode_chats
-from ingot.tokenizers.chat_plan import Messages
+from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.plan import Messages
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export.transformers import TransformersModel
 from ingot.verify.proof import Check

@@ -23,7 +23,7 @@ from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
-from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 

@@ -12,14 +12,13 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
-from ingot.tokenizers import chat_layouts, chat_render, chat_watch
-from ingot.tokenizers.chat import encode_chats
-from ingot.tokenizers.chat_layouts import ChatLayout, ChatLayouts, layout_of
-from ingot.tokenizers.chat_shapes import shape_of
-from ingot.tokenizers.chat_templates import find_template, with_template
+from ingot.tokenizers.chats import layouts, render, watch
+from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.layouts import ChatLayout, ChatLayouts, layout_of
+from ingot.tokenizers.chats.shapes import shape_of
+from ingot.tokenizers.chats.templates import find_template, with_template
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.tokenizers.small import CHATML, chatty, real_tokenizer
-from tests.tokenizers.test_chat_masks import (
+from tests.tokenizers.chats.test_masks import (
     BARE_BLOCKS,
     BLOCKS,
     END_ONCE,
@@ -34,7 +33,8 @@ from tests.tokenizers.test_chat_masks import (
     U,
     turns,
 )
-from tests.tokenizers.test_chat_templates import all_tokens
+from tests.tokenizers.chats.test_templates import all_tokens
+from tests.tokenizers.small import CHATML, chatty, real_tokenizer
 
 TEMPLATES = [CHATML, BLOCKS, BARE_BLOCKS, LAST_ONLY, NO_PROMPT, NO_END, END_ONCE, ROLE_TOKENS]
 BITS = ["a", "b ", " c", "\n", "<|im_end|>", "<|im_start|>assistant\n", "\U00100011", "\U000f0000"]
@@ -266,8 +266,8 @@ def test_a_layout_is_found_again_when_the_template_tells_another_time(
         ]
 
     for day in ("24 Nov", "25 Nov"):
-        for module in (chat_layouts, chat_render):
+        for module in (layouts, render):
             monkeypatch.setattr(module, "time_now", lambda _, day=day: day)
-        chat_render._compiled.cache_clear()
-        chat_watch._watched_template.cache_clear()
+        render._compiled.cache_clear()
+        watch._watched_template.cache_clear()
         assert all(text.startswith(day) for text in texts())

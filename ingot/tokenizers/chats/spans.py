@@ -18,7 +18,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.tokenizers.chat_render import (
+from ingot.tokenizers.chats.render import (
     BEGIN,
     END,
     FIRST_MARK,

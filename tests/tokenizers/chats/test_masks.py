@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat import encode_chats, end_of_turn
+from ingot.tokenizers.chats.encode import encode_chats, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import (
     CHATML,

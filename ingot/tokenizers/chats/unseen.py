@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ingot.tokenizers.chat_render import FIRST_MARK, to_json
+from ingot.tokenizers.chats.render import FIRST_MARK, to_json
 
 LAST_MARK = 0x10FFEF
 Value = str | Mapping[str, Any]

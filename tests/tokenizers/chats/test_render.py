@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_render import mask_look_alikes, render, split_at_special
+from ingot.tokenizers.chats.render import mask_look_alikes, render, split_at_special
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty, unigram_files
 

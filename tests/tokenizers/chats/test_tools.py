@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat import encode_chats
-from ingot.tokenizers.chat_layouts import ChatLayouts, layout_of
-from ingot.tokenizers.chat_shapes import shape_of
+from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.layouts import ChatLayouts, layout_of
+from ingot.tokenizers.chats.shapes import shape_of
 from ingot.tokenizers.tokenizer import Tokenizer
+from tests.tokenizers.chats.test_layouts import check_alike
+from tests.tokenizers.chats.test_masks import A, Chat, S, U, bracketed, turns
 from tests.tokenizers.small import chatty
-from tests.tokenizers.test_chat_layouts import check_alike
-from tests.tokenizers.test_chat_masks import A, Chat, S, U, bracketed, turns
 
 IN_TURN = (
     "{% if messages[0].role == 'system' %}{% set before, talk = messages[0].content ~ '\n\n',"

@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_render import environment_of, rendered
-from ingot.tokenizers.chat_unseen import Unseen, UnseenMapping, Watch, json_of
+from ingot.tokenizers.chats.render import environment_of, rendered
+from ingot.tokenizers.chats.unseen import Unseen, UnseenMapping, Watch, json_of
 
 OF_JINJA = {"_loop_vars", "_block_vars"}
 """What compiled templates pass beside the arguments of a function."""

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
-from ingot.tokenizers.chat import encode_chats, end_of_turn, stop_tokens
-from ingot.tokenizers.chat_templates import (
+from ingot.tokenizers.chats.encode import encode_chats, end_of_turn, stop_tokens
+from ingot.tokenizers.chats.templates import (
     NamedTemplate,
     find_template,
     required_tokens,
@@ -215,16 +215,16 @@ def test_a_template_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A named template is one row: its tokens are required, its end of turn becomes the EOS."""
     file = tmp_path / "shout.jinja"
     file.write_text("{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}\n")
-    row = "tests.tokenizers.test_chat_templates:SHOUT"
+    row = "tests.tokenizers.chats.test_templates:SHOUT"
     monkeypatch.setitem(BUILT_IN["template"], "shout", row)
     shout = NamedTemplate(file, tokens=("<|im_end|>",), end_of_turn="<|im_end|>")
-    monkeypatch.setattr("tests.tokenizers.test_chat_templates.SHOUT", shout, raising=False)
+    monkeypatch.setattr("tests.tokenizers.chats.test_templates.SHOUT", shout, raising=False)
     assert required_tokens("shout") == ("<|im_end|>",)
     tokenizer = with_template(all_tokens(), find_template("shout"))
     assert tokenizer.special.eos == tokenizer.special_ids["<|im_end|>"]
     assert "HELLO" in tokenizer.decode(tokenizer.encode_chat(CHAT))
     wanting = NamedTemplate(file, tokens=("<|nowhere|>",))
-    monkeypatch.setattr("tests.tokenizers.test_chat_templates.SHOUT", wanting)
+    monkeypatch.setattr("tests.tokenizers.chats.test_templates.SHOUT", wanting)
     with pytest.raises(WrongInput, match=r"=shout needs <\|nowhere\|>"):
         with_template(all_tokens(), find_template("shout"))
     with pytest.raises(WrongInput, match=r"those are chatml, .*, shout"):
@@ -232,7 +232,7 @@ def test_a_template_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_no_template_behind_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN["template"], "odd", "tests.tokenizers.test_chat_templates:CHAT")
+    monkeypatch.setitem(BUILT_IN["template"], "odd", "tests.tokenizers.chats.test_templates:CHAT")
     with pytest.raises(WrongInput, match=r"template\.odd .* is no NamedTemplate"):
         find_template("odd")
 

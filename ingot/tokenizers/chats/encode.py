@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_plan import ChatPlan, EncodeBatch, Ids, Indices, Mask, Messages
-from ingot.tokenizers.chat_render import any_of_pattern
-from ingot.tokenizers.chat_spans import turn_format
+from ingot.tokenizers.chats.plan import ChatPlan, EncodeBatch, Ids, Indices, Mask, Messages
+from ingot.tokenizers.chats.render import any_of_pattern
+from ingot.tokenizers.chats.spans import turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
 
 PROBE = [

@@ -1,4 +1,4 @@
-"""Where `chat_spans` finds the assistant's turns in the chats of one shape, told from what the
+"""Where `spans` finds the assistant's turns in the chats of one shape, told from what the
 template writes around their values.
 
 The same search, on a text with a mark in place of each value. What it cannot tell for all values
@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ingot.tokenizers.chat_render import ChatFormat, any_of_pattern
-from ingot.tokenizers.chat_spans import turn_format
+from ingot.tokenizers.chats.render import ChatFormat, any_of_pattern
+from ingot.tokenizers.chats.spans import turn_format
 
 MARK = re.compile("([\U00100010-\U0010ffef])")
 

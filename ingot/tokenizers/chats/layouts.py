@@ -1,8 +1,8 @@
 """What a template writes around the contents of a chat, found once for all chats of one shape: the
 same roles in the same order.
 
-Only where `chat_watch` proves that the template does not look into contents. All other templates
-and shapes are left to `chat_spans`, message by message. Encodes nothing.
+Only where `watch` proves that the template does not look into contents. All other templates
+and shapes are left to `spans`, message by message. Encodes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chat_render import (
+from ingot.tokenizers.chats.render import (
     BEGIN,
     END,
     FIRST_MARK,
@@ -23,11 +23,11 @@ from ingot.tokenizers.chat_render import (
     strings_in,
     time_now,
 )
-from ingot.tokenizers.chat_shapes import Shape, probe_of, unseen_chat
-from ingot.tokenizers.chat_spans import RenderedChat, render_with_spans
-from ingot.tokenizers.chat_turns import MARK, Turn, TurnSearch
-from ingot.tokenizers.chat_unseen import Question, Slot, Watch
-from ingot.tokenizers.chat_watch import joins_only, skeleton_of
+from ingot.tokenizers.chats.shapes import Shape, probe_of, unseen_chat
+from ingot.tokenizers.chats.spans import RenderedChat, render_with_spans
+from ingot.tokenizers.chats.turns import MARK, Turn, TurnSearch
+from ingot.tokenizers.chats.unseen import Question, Slot, Watch
+from ingot.tokenizers.chats.watch import joins_only, skeleton_of
 
 MOST_LAYOUTS = 1000
 Part = str | int

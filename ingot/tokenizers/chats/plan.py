@@ -14,17 +14,17 @@ import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.backend import TokenBatch
-from ingot.tokenizers.chat_layouts import ChatLayout, Part
-from ingot.tokenizers.chat_render import (
+from ingot.tokenizers.chats.layouts import ChatLayout, Part
+from ingot.tokenizers.chats.render import (
     any_of_pattern,
     has_look_alikes,
     mask_look_alikes,
     strings_in,
     unmask,
 )
-from ingot.tokenizers.chat_shapes import Shape, shape_of
-from ingot.tokenizers.chat_spans import render_with_spans
-from ingot.tokenizers.chat_unseen import QUESTIONS, Value
+from ingot.tokenizers.chats.shapes import Shape, shape_of
+from ingot.tokenizers.chats.spans import render_with_spans
+from ingot.tokenizers.chats.unseen import QUESTIONS, Value
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ingot.tokenizers.chat_unseen import Slot, Value, Watch
+from ingot.tokenizers.chats.unseen import Slot, Value, Watch
 
 MOST_MESSAGES = 1000
 LITERAL, MEASURED, MAPPED = {"type"}, {"id", "tool_call_id"}, {"arguments"}

@@ -14,11 +14,11 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
-from ingot.tokenizers.chat import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
-FOLDER = Path(__file__).parent / "templates"
+FOLDER = Path(__file__).parents[1] / "templates"
 TEMPLATE_FILE, SPECIAL_MAP_FILE = "chat_template.jinja", "special_tokens_map.json"
 
 
