@@ -70,6 +70,14 @@ FAULTS = [
         "tests/plan/test_checks.py",
     ),
     Fault(
+        "cache-of-a-processor-in-two-bytes",
+        "ingot/plan/checks/machines.py",
+        "cache = _cache_bytes(recipe, config, each if on_device else 4)",
+        "cache = _cache_bytes(recipe, config, each)",
+        "a server on a processor runs out of the memory that was told, as it computes in float32",
+        "tests/plan/test_checks.py",
+    ),
+    Fault(
         "unreadable-data-is-not-checked",
         "ingot/plan/assemble.py",
         "return Unknown(str(error), wrong=True)",

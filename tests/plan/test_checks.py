@@ -234,6 +234,21 @@ def test_a_model_beside_the_machine_that_serves_it(tmp_path: Path) -> None:
     assert judge_server(recipe, None, None).kind == "not checked"
 
 
+def test_a_processor_keeps_keys_and_values_in_float32(tmp_path: Path) -> None:
+    """No weights, so that what is needed is the cache alone: 32 layers of 8 heads of 128, keys and
+    values of a row of 64 tokens for each of 1,000 requests.
+    """
+
+    def needed(machine: str) -> str:
+        knobs: dict[str, Any] = {"registry__kind": "vertex", "serve__machine": {"type": machine}}
+        recipe = small_recipe(tmp_path, serve__max_batch=1000, data__seq_len=64, **knobs)
+        return judge_server(recipe, preset("llama-8b"), ModelSize(0, 0)).message
+
+    on_device = 2 * 2 * 32 * 8 * 128 * 64 * 1000 / 1e9
+    assert f"{on_device:.1f} (" in needed("g2-standard-8")
+    assert f"{2 * on_device:.1f} (" in needed("e2-highmem-16")
+
+
 def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
     """512 answers of 32 tokens with keys and values of 32 layers of 8 heads of 128 in bfloat16 are
     2.1 GB, a copy of 8 billion weights is 16 GB, and twice of either in float32.

@@ -211,12 +211,12 @@ def judge_sampling(
     message = "a plan knows the optimizer steps, and neither the time nor the memory of sampling"
     if config is not None and size is not None:
         # Never both at once, unless the rollout is one of later steps.
-        wide = 1 if recipe.precision.compute == "bf16" else 2
-        held = wide * objective.sample_rows * _cache_bytes(recipe, config).likely
+        each = 2 if recipe.precision.compute == "bf16" else 4
+        held = objective.sample_rows * _cache_bytes(recipe, config, each).likely
         axes = ("shard", "tensor", "pipeline", "context", "expert")
         spread = any(getattr(layout, axis) != 1 for axis in axes)
         copies = objective.staleness or int(spread)
-        copy = 2 * wide * size.weights * copies
+        copy = each * size.weights * copies
         message += f": up to {gigabytes(held)} GB on a rank for the answers that it samples at once"
         if copies:
             times = "a whole copy" if copies == 1 else f"up to {copies} whole copies"
@@ -234,12 +234,14 @@ def judge_server(
     knob = "serve.machine"
     if size is None or config is None:
         return PlanFinding("not checked", knob, "the model's size is not known")
-    memory, where = _serving_memory(recipe)
+    memory, where, on_device = _serving_memory(recipe)
     if memory is None:
         return PlanFinding("not checked", knob, f"the memory of {where} is not known")
     each = 4 if recipe.precision.export == "fp32" else 2
     needed = Range(1.0, 1.1, 1.4, "modelled") * float(size.weights * each)
-    needed = needed + _cache_bytes(recipe, config) * float(recipe.serve.max_batch)
+    # A processor computes in float32, whatever the weights are kept in.
+    cache = _cache_bytes(recipe, config, each if on_device else 4)
+    needed = needed + cache * float(recipe.serve.max_batch)
     sizes = f"{needed.text(gigabytes)} GB of {where}'s {gigabytes(memory)} GB"
     message = f"{sizes}, with {recipe.serve.max_batch} requests at once"
     if needed.low > memory:
@@ -251,23 +253,24 @@ def judge_server(
     return PlanFinding("known", knob, message)
 
 
-def _serving_memory(recipe: Recipe) -> tuple[float | None, str]:
+def _serving_memory(recipe: Recipe) -> tuple[float | None, str, bool]:
+    """Bytes, of what, and whether that is an accelerator's own memory."""
     if recipe.registry.kind != "vertex":
         if gpus := installed_gpus():
-            return gpus[0][1], f"this machine's {gpus[0][0]}"
-        return float(psutil.virtual_memory().total), "this machine"
+            return gpus[0][1], f"this machine's {gpus[0][0]}", True
+        return float(psutil.virtual_memory().total), "this machine", False
     machine: Machine = recipe.serve.machine
     name, count = accelerators_of(machine)
     if name is not None:
         device, _ = device_of_machine(machine)
         own = None if device is None else device.memory_bytes.likely * count
-        return own, f"{machine.type} with {count} x {name}"
+        return own, f"{machine.type} with {count} x {name}", True
     known = machine_type(machine.type)
-    return None if known is None else known.memory_gb * GIB, machine.type
+    return None if known is None else known.memory_gb * GIB, machine.type, False
 
 
-def _cache_bytes(recipe: Recipe, config: Mapping[str, Any]) -> Range:
-    """Keys and values of one request, in two bytes each: of a short answer, of a row of the
+def _cache_bytes(recipe: Recipe, config: Mapping[str, Any], each: int) -> Range:
+    """Keys and values of one request, of so many bytes each: of a short answer, of a row of the
     training, of all positions.
     """
     if trained_kind(recipe) != "decoder":
@@ -276,7 +279,7 @@ def _cache_bytes(recipe: Recipe, config: Mapping[str, Any]) -> Range:
         read = sizes(config)
     except (KeyError, TypeError, ValueError, WrongInput):
         return Range.exactly(0.0)
-    token = 2 * 2 * read.layers * read.kv_heads * read.head_dim
+    token = 2 * each * read.layers * read.kv_heads * read.head_dim
     row = min(recipe.data.seq_len, read.positions)
     lengths = (min(row, 64), row, max(row, min(read.positions, 4 * row)))
     return Range.of([token * length for length in lengths], "modelled")
