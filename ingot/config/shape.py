@@ -100,42 +100,8 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
     shard = degrees_of(parallel, world).shard
     read = sizes(config)
     _check_experts(parallel, None if read.experts is None else read.experts.count)
-    wanted = [
-        ("tensor", parallel.tensor, count, what)
-        for count, what in (
-            (read.heads, "heads"),
-            (read.kv_heads, "key/value heads"),
-            (0 if all(read.sparse) else read.feed_forward, "columns of the feed-forward"),
-            (0 if read.experts is None else read.experts.shared, "columns of the shared expert"),
-        )
-    ]
-    heads = [
-        (read.heads // parallel.tensor, "heads of a rank"),
-        (read.kv_heads // parallel.tensor, "key/value heads of a rank"),
-    ]
-    if parallel.context_by == "ulysses":
-        wanted += [("context", parallel.context, count, what) for count, what in heads]
-    for axis, degree, count, what in wanted:
-        if count % degree:
-            fits = [n for n in range(1, count + 1) if count % n == 0]
-            raise WrongInput(
-                f"parallel.{axis} {degree} does not divide the model's {count} {what};"
-                f" {first_few(fits)} would"
-            )
-    if parallel.context > 1 and seq_len % (2 * parallel.context):
-        raise WrongInput(
-            f"parallel.context {parallel.context} cuts a row in {2 * parallel.context} pieces, and"
-            f" data.seq_len {seq_len} is no multiple of that;"
-            f" {seq_len // (2 * parallel.context) * 2 * parallel.context or 2 * parallel.context}"
-            " would be"
-        )
-    pieces = parallel.context * parallel.tensor
-    if parallel.tensor > 1 and parallel.sequence and seq_len % pieces:
-        raise WrongInput(
-            f"parallel.sequence cuts a row in {pieces} pieces, and data.seq_len {seq_len} is no"
-            f" multiple of that; {seq_len // pieces * pieces or pieces} would be, or set"
-            " parallel.sequence to false"
-        )
+    _check_divided(parallel, read)
+    _check_pieces(parallel, seq_len)
     stages = parallel.pipeline * parallel.virtual
     if stages > read.layers:
         raise WrongInput(
@@ -151,8 +117,57 @@ def check_layout(parallel: Parallel, world: int, config: Mapping[str, Any], seq_
         raise WrongInput(
             f"parallel.shard {shard} divides neither the vocabulary of {read.vocab} (with"
             f" parallel.tensor {parallel.tensor}) nor the width of {read.hidden};"
-            f" {first_few([n for n in range(1, read.hidden + 1) if read.hidden % n == 0])} would"
+            f" {_divisors(read.hidden)} would"
         )
+
+
+def _check_divided(parallel: Parallel, read: DecoderSizes) -> None:
+    """Heads and columns that the ranks of an axis share evenly."""
+    tensor = (
+        (read.heads, "heads"),
+        (read.kv_heads, "key/value heads"),
+        (0 if all(read.sparse) else read.feed_forward, "columns of the feed-forward"),
+        (0 if read.experts is None else read.experts.shared, "columns of the shared expert"),
+    )
+    of_a_rank = (
+        (read.heads // parallel.tensor, "heads of a rank"),
+        (read.kv_heads // parallel.tensor, "key/value heads of a rank"),
+    )
+    wanted = [("tensor", parallel.tensor, count, what) for count, what in tensor]
+    if parallel.context_by == "ulysses":
+        wanted += [("context", parallel.context, count, what) for count, what in of_a_rank]
+    for axis, degree, count, what in wanted:
+        if count % degree:
+            raise WrongInput(
+                f"parallel.{axis} {degree} does not divide the model's {count} {what};"
+                f" {_divisors(count)} would"
+            )
+
+
+def _check_pieces(parallel: Parallel, seq_len: int) -> None:
+    """Pieces of a row that the ranks of the context and tensor axes compute."""
+    halves = 2 * parallel.context
+    if parallel.context > 1 and seq_len % halves:
+        raise WrongInput(
+            f"parallel.context {parallel.context} cuts a row in {halves} pieces, and data.seq_len"
+            f" {seq_len} is no multiple of that; {_multiple(seq_len, halves)} would be"
+        )
+    pieces = parallel.context * parallel.tensor
+    if parallel.tensor > 1 and parallel.sequence and seq_len % pieces:
+        raise WrongInput(
+            f"parallel.sequence cuts a row in {pieces} pieces, and data.seq_len {seq_len} is no"
+            f" multiple of that; {_multiple(seq_len, pieces)} would be, or set parallel.sequence to"
+            " false"
+        )
+
+
+def _divisors(count: int) -> str:
+    return first_few([n for n in range(1, count + 1) if count % n == 0])
+
+
+def _multiple(length: int, of: int) -> int:
+    """The largest multiple that is no longer, and at least one."""
+    return length // of * of or of
 
 
 def check_routers(settings: RouterSettings, config: Mapping[str, Any] | None) -> None:

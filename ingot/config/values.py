@@ -143,39 +143,33 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     for part in detail["loc"][:-1]:
         if get(values.tree, (*path, part)) is not MISSING:
             path = (*path, part)
-    last = detail["loc"][-1:] if detail["loc"] else ()
-    kind, given, message = detail["type"], detail["input"], detail["msg"]
-    full = (*path, *last)
-    if kind == "extra_forbidden":
-        if kinds := kinds_of(_plain(full)):
-            return (
-                (
-                    f"{values.origin(full)}: `{dotted(full)}` is for kind {' and '.join(kinds)}"
-                    f" only; remove it, or set `{dotted((*path, 'kind'))}`"
-                ),
-                "",
-                "",
-            )
-        return (
-            (
-                f"{values.origin(full)}: unknown knob `{dotted(full)}`; did you mean"
-                f" `{nearest_knob(dotted(full), dotted(path))}`?"
-            ),
-            "",
-            "",
-        )
-    if kind == "missing":
-        return (
-            (
-                f"{values.origin(path)}: `{dotted(full)}` is missing; add it"
-                f" ({_knob(full)[1].rstrip('.')})"
-            ),
-            "",
-            "",
-        )
+    full = (*path, *detail["loc"][-1:])
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{values.origin(full)}: {_unknown_knob(path, full)}", "", ""
+        case "missing":
+            meaning = _knob(full)[1].rstrip(".")
+            return f"{values.origin(path)}: `{dotted(full)}` is missing; add it ({meaning})", "", ""
     full = full if get(values.tree, full) is not MISSING else path
-    if kind == "value_error":
-        return _explain_rule(message.removeprefix("Value error, "), full, values), "", ""
+    if detail["type"] == "value_error":
+        rule = detail["msg"].removeprefix("Value error, ")
+        return _explain_rule(rule, full, values), "", ""
+    return _explain_value(detail, full, values)
+
+
+def _unknown_knob(path: KeyPath, full: KeyPath) -> str:
+    if kinds := kinds_of(_plain(full)):
+        return (
+            f"`{dotted(full)}` is for kind {' and '.join(kinds)} only; remove it, or set"
+            f" `{dotted((*path, 'kind'))}`"
+        )
+    nearest = nearest_knob(dotted(full), dotted(path))
+    return f"unknown knob `{dotted(full)}`; did you mean `{nearest}`?"
+
+
+def _explain_value(detail: ErrorDetails, full: KeyPath, values: Values) -> tuple[str, str, str]:
+    """A value that its knob does not take."""
+    kind, given = detail["type"], detail["input"]
     if kind == "unknown_kind":
         full, given = (*full, "kind"), detail["ctx"]["kind"]
         wanted = f"be {detail['ctx']['expected']}"
@@ -188,7 +182,7 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
         wanted = "be text: put quotes around it"
     else:
         wanted = _WANTED.get(kind) or re.sub(
-            r"^.*? should |, unable to .*| after validation", "", message
+            r"^.*? should |, unable to .*| after validation", "", detail["msg"]
         )
     name = _knob(full)[0]
     see = f" (see `ingot explain {name}`)" if name else ""
