@@ -42,10 +42,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
     account.
     """
     name, why = site.google.cloud.bucket, site.needs.why(("storage",))
-    make = (
-        f"gcloud storage buckets create gs://{name or 'BUCKET'} --location={site.region}"
-        f" --uniform-bucket-level-access --project={site.project}"
-    )
+    make = _make_bucket(site, name or "BUCKET")
     if name is None:
         if why:
             yield CloudFinding(
@@ -66,20 +63,34 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
         else:
             yield unknown_finding(site, what, translate_error(error, url, "look at", BUCKET_S))
         return
+    yield _bucket_nearness(site, found, what)
+    yield from _bucket_rights(site, found, what)
+
+
+def _bucket_nearness(site: CheckContext, found: Any, what: str) -> CloudFinding:
+    """Whether the bucket is where jobs compute."""
     location, regions = found.location or "", tuple(found.data_locations or ())
     near = serves_region(location, site.region, regions)
-    elsewhere = (
-        f"gcloud storage buckets create gs://{name}-{site.region} --location={site.region}"
-        f" --uniform-bucket-level-access --project={site.project}"
-    )
     where = f"in {'+'.join(regions) or location}"
-    yield CloudFinding(
+    return CloudFinding(
         what,
         near,
         where if near else f"{where}, not where cloud.region {site.region} computes",
-        f"{elsewhere}   # or set cloud.region",
+        f"{_make_bucket(site, f'{found.name}-{site.region}')}   # or set cloud.region",
         needed=True,
     )
+
+
+def _make_bucket(site: CheckContext, name: str) -> str:
+    return (
+        f"gcloud storage buckets create gs://{name} --location={site.region}"
+        f" --uniform-bucket-level-access --project={site.project}"
+    )
+
+
+def _bucket_rights(site: CheckContext, found: Any, what: str) -> Iterator[CloudFinding]:
+    """Check the caller's rights on the bucket, and then those of the jobs' account."""
+    url = f"gs://{found.name}"
     try:
         lacking = sorted(
             set(OBJECT_RIGHTS)
