@@ -1,25 +1,21 @@
 """Reads the tensors of a checkpoint written under any parallel layout: into a training state in
 place, or one whole tensor at a time.
-
-`torch.distributed.checkpoint` takes more than a second to import, so it is imported inside the
-functions that need it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ingot.base.errors import Failed
+from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.state import MODEL, allocate_state, copy_back, mismatches, training_tensors
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.checkpoints.stored import read_tensors, stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
@@ -33,11 +29,7 @@ def load_checkpoint(
     Raises:
         Failed: tensors are missing or have another shape; all are named, none is loaded.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(str(found.folder))
-    stored = reader.read_metadata().state_dict_metadata
+    stored = stored_tensors(found.folder)
     if optimizer is not None:
         allocate_state(masters, optimizer, stored)
     tensors = training_tensors(masters, optimizer)
@@ -52,8 +44,7 @@ def load_checkpoint(
             f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use"
             " --fresh, or the recipe that wrote it"
         )
-    with _ignore_single_process_warning():
-        load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)
+    run_on_all(mesh, lambda: read_tensors(found.folder, stored, tensors), lambda _: None)
     copy_back(masters, optimizer, tensors)
     masters.publish()
 
@@ -64,25 +55,16 @@ class StoredTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        self._reader = FileSystemReader(str(folder))
-        metadata = self._reader.read_metadata()
-        # Cached: the metadata of shards grows with tensors times ranks, and `load` would reread it.
-        self._reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
-        self._stored = metadata.state_dict_metadata
+        self._folder, self._stored = folder, stored_tensors(folder)
 
     @property
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
     def __getitem__(self, name: str) -> Tensor:
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        about: Any = self._stored[name]
-        tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        with _ignore_single_process_warning():
-            load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        about = self._stored[name]
+        tensor = torch.empty(about.size, dtype=about.dtype)
+        read_tensors(self._folder, self._stored, {name: tensor})
         return tensor
 
 
@@ -91,13 +73,3 @@ class WholeWeights(StoredTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         return super().__getitem__(MODEL + name)
-
-
-@contextlib.contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """Silence torch's warning that `torch.distributed` is not initialised: reading on a single
-    process is intended here.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -122,10 +122,9 @@ FAULTS = [
     Fault(
         "bias-not-loaded",
         "ingot/checkpoints/reader.py",
-        "        load(dict(tensors), storage_reader=reader, no_dist=mesh.world == 1)",
-        "        wanted = {name: one for name, one in tensors.items() if"
-        ' not name.endswith("correction_bias")}\n'
-        "        load(wanted, storage_reader=reader, no_dist=mesh.world == 1)",
+        "read_tensors(found.folder, stored, tensors)",
+        "read_tensors(found.folder, stored, {name: one for name, one in tensors.items() if"
+        ' not name.endswith("correction_bias")})',
         "the bias that balances experts begins again at 0 when a run is resumed",
         by=RUNS,
     ),
