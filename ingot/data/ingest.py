@@ -225,6 +225,13 @@ def _tokens(plan: _Plan) -> RawSource:
     )
 
 
+NO_TEXT = (
+    "save texts as UTF-8 (`iconv -f ENCODING -t UTF-8`), unpack archives, and turn other formats,"
+    " such as PDF, into text"
+)
+"""What to do with files that are no text as ingot reads it."""
+
+
 def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
     """Report skipped records; refuse a source without a single document."""
     name = plan.source.source
@@ -233,9 +240,10 @@ def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
     if not tally.good and tally.keys:
         raise plan.tasks[0].extractor.missing_error(name, tally.keys)
     if not tally.good:
+        files = f"{len(plan.files):,} file{'s' if len(plan.files) > 1 else ''}"
         raise WrongInput(
-            f"{name} has no documents in {len(plan.files):,} files ({tally or 'all are empty'});"
-            " check the path, `format` and `text`"
+            f"{name} has no documents in {files} ({str(tally) or 'nothing is in there'});"
+            f" {NO_TEXT if 'invalid UTF-8' in tally.bad else 'check the path, `format` and `text`'}"
         )
     if not parts:
         raise WrongInput(

@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import IO, Any
 
@@ -181,19 +182,20 @@ def test_a_missing_column_is_seen_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data"),
+    ("name", "data", "why"),
     [
-        ("a.jsonl", b""),
-        ("a.jsonl", b"\n\n"),
-        ("a.jsonl", b"{broken\n"),
-        ("a.txt", b""),
-        ("a.csv", b""),
-        ("a.json", b"[]"),
+        ("a.jsonl", b"", "nothing is in there"),
+        ("a.jsonl", b"\n\n", "nothing is in there"),
+        ("a.jsonl", b"{broken\n", "1 broken JSON"),
+        ("a.txt", b"", "1 empty text"),
+        ("a.csv", b"", "1 empty text"),
+        ("a.json", b"[]", "nothing is in there"),
+        ("a.txt", "Grüße".encode("latin-1"), "1 invalid UTF-8); save texts as UTF-8"),
     ],
 )
-def test_an_empty_data_set(tmp_path: Path, name: str, data: bytes) -> None:
+def test_an_empty_data_set(tmp_path: Path, name: str, data: bytes, why: str) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(WrongInput, match=f"{name} has no documents in 1 files"):
+    with pytest.raises(WrongInput, match=re.escape(f"{name} has no documents in 1 file ({why}")):
         ingest(recipe(tmp_path, tmp_path / name))
 
 

@@ -189,6 +189,8 @@ def test_lists_of_anything_give_good_or_bad_items(
             reference(0, json.dumps(value).encode()) for value in values
         ]
         assert all(isinstance(item, BadRecord) or item in whole for item in part)
+        # A file that was cut anywhere behind its first byte says so.
+        assert isinstance(part[-1], BadRecord) if 0 < cut < len(data) else part in ([], whole)
 
 
 @given(st.binary(max_size=60), st.integers(1, 9))

@@ -569,4 +569,12 @@ FAULTS = [
         "an encoder that was chosen for other documents errs on these in silence",
         "tests/data/test_prepare_kinds.py",
     ),
+    Fault(
+        "cut-list-passes",
+        "ingot/data/sources/readers.py",
+        "    if text.open_lists > 0:\n",
+        "    if False:\n",
+        "of a JSON list that was cut between two items, the rest is missing and nobody is told",
+        "tests/data/test_ingest_bad.py",
+    ),
 ]

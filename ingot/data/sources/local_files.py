@@ -68,6 +68,11 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
         if not _is_hidden(name)
     ]
     if not files:
+        if Path(pattern).is_dir():
+            raise WrongInput(
+                f"{knob} {source.source}: no file is in this folder (hidden ones are not read); put"
+                " some there, or check the path"
+            )
         raise WrongInput(
             f"{knob} {source.source}: no such file; check the path (relative ones start at"
             f" {Path.cwd()})"

@@ -85,7 +85,9 @@ def _exact_line(row: int, line: bytes, extractor: DocumentExtractor) -> ParsedDo
 def json_list(
     stream: IO[bytes], extractor: DocumentExtractor
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The items of one large list, or of objects one after another, decoded one by one."""
+    """The items of one large list, or of objects one after another, decoded one by one. A list that
+    is not closed was cut off, by a download that broke for one.
+    """
     decoder, text = json.JSONDecoder(), _Text(stream)
     row = 0
     while text.skip(" \t\r\n,[]\ufeff"):
@@ -100,6 +102,8 @@ def json_list(
             )
             return
         yield extractor.extract(row, value)
+    if text.open_lists > 0:
+        yield BadRecord(row + 1, "broken JSON", f"the list is not closed after item {row}")
 
 
 class _Text:
@@ -109,6 +113,8 @@ class _Text:
         self._stream, self._ended = stream, False
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self._window, self._at = "", 0
+        self.open_lists = 0
+        """Brackets that were skipped: those that open less those that close."""
 
     def _grow(self) -> None:
         self._window, self._at = self._window[self._at :], 0
@@ -119,8 +125,11 @@ class _Text:
     def skip(self, characters: str) -> bool:
         """Skip these characters; False at the end of the stream."""
         while True:
+            begin = self._at
             while self._at < len(self._window) and self._window[self._at] in characters:
                 self._at += 1
+            skipped = self._window[begin : self._at]
+            self.open_lists += skipped.count("[") - skipped.count("]")
             if self._at < len(self._window) or self._ended:
                 return self._at < len(self._window)
             self._grow()

@@ -192,5 +192,5 @@ def test_nothing_there(tmp_path: Path, source: str, message: str) -> None:
 
 def test_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WrongInput, match="no such file"):
+    with pytest.raises(WrongInput, match="no file is in this folder"):
         source_files(recipe(tmp_path, tmp_path / "empty"))
