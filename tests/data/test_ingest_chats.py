@@ -113,8 +113,8 @@ def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"has no chat \(layout auto\) in its columns talk, id: set `layout` and `columns` of"
-            r" this source"
+            r"has no chat \(layout auto\) in its columns talk, id: set `columns` of this source,"
+            r" such as \{prompt: YOURS, completion: YOURS\}"
         ),
     ):
         ingest(chats(tmp_path, tmp_path / f"a.{kind}"))

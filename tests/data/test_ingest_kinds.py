@@ -153,7 +153,7 @@ def test_texts_are_no_such_documents(tmp_path: Path, kind: str, words: str) -> N
     [
         (
             "preference",
-            r"has no preference \(layout auto\) in its columns a, b: set `layout` and `columns`",
+            r"has no preference \(layout auto\) in its columns a, b: set `columns`",
         ),
         (
             "pair",

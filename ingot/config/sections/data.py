@@ -48,9 +48,9 @@ class SourceSettings(Section):
     empty where the first line has them.
     """
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "hh"] = "auto"
-    """How chats and preferences are written down: OpenAI's `messages`, ShareGPT's `conversations`,
-    Alpaca's `instruction`, `input`, `output`, or `hh`, texts with `Human:` and `Assistant:` in
-    them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
+    """How chats and preferences are written down: OpenAI's `messages`, or TRL's `prompt` and
+    `completion` in their place; ShareGPT's `conversations`; Alpaca's `instruction`, `input`,
+    `output`; or `hh`, texts with `Human:` and `Assistant:` in them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
     columns that there are.
     """
     columns: dict[str, str] = {}

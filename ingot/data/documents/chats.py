@@ -1,9 +1,9 @@
 """Converts chats in the usual layouts to one form: `{"messages": [{"role": ..., "content": ...},
 ...]}` as compact JSON.
 
-Four layouts are accepted: OpenAI's `messages`, ShareGPT's `conversations`, Alpaca's `instruction`,
-`input`, `output`, and texts with `Human:` and `Assistant:` in them. Tool descriptions beside the
-messages are dropped.
+Accepted are OpenAI's `messages`, TRL's `prompt` and `completion`, ShareGPT's `conversations`,
+Alpaca's `instruction`, `input`, `output`, and texts with `Human:` and `Assistant:` in them. Tool
+descriptions beside the messages are dropped.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from ingot.data.documents.messages import (
     system_of,
     text_of,
 )
+from ingot.data.documents.preferences import answer_in, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
 
 CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}
+PROMPTED = ("prompt", "completion")
+"""The columns of one exchange, in place of `messages`; each is a string or messages."""
 ALL = frozenset().union(*LAYOUTS.values())
 
 
@@ -82,16 +85,35 @@ def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> l
             *hh_messages(_needed(record, "text", columns), columns.get("text", "text")),
         ]
     else:
-        value = _needed(record, CHAT_COLUMN[kind], columns)
-        messages = [
-            *system_of(record, columns),
-            *messages_of(value, kind, columns, guess=layout == "auto"),
-        ]
+        turns = _turns(record, kind, columns, guess=layout == "auto")
+        messages = [*system_of(record, columns), *turns]
     if not messages:
         raise RecordError("empty chat")
     if not any(message["role"] == "assistant" and has_content(message) for message in messages):
         raise RecordError("no assistant turn")
     return messages
+
+
+def _turns(
+    record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
+) -> list[Message]:
+    """The messages of a conversation, or those of a prompt and its completion."""
+    if kind != "messages" or not _is_prompted(record, columns):
+        value = _needed(record, CHAT_COLUMN[kind], columns)
+        return messages_of(value, kind, columns, guess=guess)
+    prompt = prompt_in(record, kind, columns, guess=guess) or []
+    if any(message["role"] == "assistant" for message in prompt):
+        # TRL would train the completion alone.
+        raise RecordError(
+            "the prompt has answers", "every answer of a chat is trained; give it as `messages`"
+        )
+    return [*prompt, *answer_in(record, "completion", kind, columns, guess=guess)]
+
+
+def _is_prompted(record: Mapping[str, Any], columns: ColumnNames) -> bool:
+    return column(record, "messages", columns) is None and all(
+        column(record, name, columns) is not None for name in PROMPTED
+    )
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
@@ -103,8 +125,12 @@ def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
             return kind
     if all(column(record, name, columns) is not None for name in ("instruction", "output")):
         return "alpaca"
+    if _is_prompted(record, columns):
+        return "messages"
     raise missing_columns(
-        record, "chat", "neither messages, conversations, nor instruction and output"
+        record,
+        "chat",
+        "neither messages, conversations, instruction and output, nor prompt and completion",
     )
 
 

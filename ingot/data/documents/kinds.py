@@ -28,6 +28,12 @@ from ingot.data.documents.records import BadRecord, ParsedDocument, checked, mis
 
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
+USUAL = {
+    "chat": "{prompt: YOURS, completion: YOURS}",
+    "preference": "{prompt: YOURS, chosen: YOURS, rejected: YOURS}",
+    "rated": "{prompt: YOURS, completion: YOURS, label: YOURS}",
+}
+"""What `columns` may say for kinds that are found in several layouts."""
 
 
 class Pair(NamedTuple):
@@ -234,7 +240,7 @@ class DocumentExtractor:
         if self.exact_numbers:
             return WrongInput(
                 f"{place} has no {self.documents} (layout {self.layout}) in its columns {there}:"
-                " set `layout` and `columns` of this source"
+                f" set `columns` of this source, such as {USUAL[self.documents]}{_other_way(keys)}"
             )
         lacking = " and ".join(f"`{name}`" for name in self.required_columns if name not in keys)
         return WrongInput(
@@ -245,6 +251,13 @@ class DocumentExtractor:
     @property
     def _usual_columns(self) -> Sequence[str]:
         return PAIR if self.documents == "pair" else LABELLED
+
+
+def _other_way(keys: Sequence[str]) -> str:
+    """What records with such columns are meant for."""
+    if "chosen" in keys:
+        return "; `chosen` and `rejected` are for dpo, ipo, simpo, orpo and reward"
+    return "; rated answers with a `label` are for kto" if "label" in keys else ""
 
 
 def said(documents: Documents, stored: str) -> list[str]:

@@ -40,7 +40,7 @@ ROLES = {
 }
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 LAYOUTS: dict[str, frozenset[str]] = {
-    "messages": frozenset({"messages", "role", "content", "system"}),
+    "messages": frozenset({"messages", "role", "content", "system", "prompt", "completion"}),
     "sharegpt": frozenset({"conversations", "from", "value", "system"}),
     "alpaca": frozenset({"instruction", "input", "output", "system", "history"}),
     "hh": frozenset({"text", "system"}),

@@ -71,6 +71,11 @@ def bad(record: Any, layout: str = "auto", **columns: str) -> BadRecord:
         ),
         ({"conversations": HELLO}, [("user", "hi"), ("assistant", "yo")]),
         ({"instruction": "i", "input": "", "output": "o"}, [("user", "i"), ("assistant", "o")]),
+        ({"prompt": "p", "completion": "c"}, [("user", "p"), ("assistant", "c")]),
+        (
+            {"prompt": HELLO[:1], "completion": HELLO[1:], "messages": None, "system": "s"},
+            [("system", "s"), ("user", "hi"), ("assistant", "yo")],
+        ),
         (
             {
                 "instruction": "i",
@@ -107,6 +112,9 @@ def test_layouts(record: dict[str, Any], expected: list[tuple[str, str]]) -> Non
 
 
 def test_renamed_columns() -> None:
+    asked = [("user", "p"), ("assistant", "c")]
+    for layout in ("auto", "messages"):
+        assert said({"q": "p", "a": "c"}, layout, prompt="q", completion="a") == asked
     assert said({"question": "q", "answer": "a"}, instruction="question", output="answer") == [
         ("user", "q"),
         ("assistant", "a"),
@@ -153,6 +161,7 @@ def test_other_keys_stay_and_null_ones_go() -> None:
     ("record", "reason", "detail"),
     [
         ({"text": "x", "id": 1}, "no chat columns", "keys: text, id"),
+        ({"prompt": HELLO, "completion": "c"}, "the prompt has answers", "every answer"),
         ({"messages": []}, "empty chat", ""),
         ({"messages": "x"}, "not a list of messages", "no JSON"),
         ({"messages": {"role": "user"}}, "not a list of messages", "dict"),
