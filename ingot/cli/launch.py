@@ -141,7 +141,7 @@ for _verb, _help in OTHERS.items():
 def _launch(
     verb: str, arguments: list[str], options: list[str], *, dry_run: bool, handled: bool
 ) -> int:
-    from ingot.cli.check.recipe import ALL, check, read_checked, warnings
+    from ingot.cli.check.recipe import ALL, check, read_checked
     from ingot.launch.job import Job
     from ingot.launch.places.local import LocalLauncher
     from ingot.pipeline.steps import STEPS
@@ -149,18 +149,14 @@ def _launch(
     verbs = ALL if verb == "run" else (verb,)
     recipe, values = read_checked(arguments, verb, verbs)
     # With --handled, the parent process has checked already.
-    wrong: list[str] = []
-    if dry_run:
-        wrong = warnings(recipe, values, verbs, dry_run=True)
-    elif not handled:
-        check(recipe, values, verbs)
+    lacking = [] if handled else check(recipe, values, verbs, dry_run=dry_run)
     asked, recipe = (recipe, values), recipe.at(verb)
     here = LocalLauncher(recipe.folder.root)
     shared = any(step.verb == verb and step.distributed for step in STEPS)
     if recipe.launch.detach:
         # The detached process is the supervisor itself.
         job = Job(verb, ("launch", verb, *arguments, "launch.detach=false", *options, "--handled"))
-        return _show(here, job, wrong, asked) if dry_run else _submit(job, recipe, here)
+        return _show(here, job, lacking, asked) if dry_run else _submit(job, recipe, here)
     # `run` itself stays here; steps that several nodes can share run where the recipe says.
     if recipe.launch.kind != "local" and verb != "run":
         from ingot.launch.job import launcher_of
@@ -168,7 +164,7 @@ def _launch(
 
         job = job_of(recipe, verb, distributed=shared, options=options)
         if dry_run:
-            return _show(launcher_of(recipe), job, wrong, asked)
+            return _show(launcher_of(recipe), job, lacking, asked)
         return _here(job, recipe, here, handled=handled)
     if verb == "run" and not dry_run:  # what it needs was checked here, or by our parent process
         options = [*options, "--checked"]
@@ -178,13 +174,15 @@ def _launch(
         recipe.launch.processes if shared else 1,
         environment=recipe.launch.variables,
     )
-    return _show(here, job, wrong, asked) if dry_run else _here(job, recipe, here, handled=handled)
+    return (
+        _show(here, job, lacking, asked) if dry_run else _here(job, recipe, here, handled=handled)
+    )
 
 
 def _show(
     launcher: LocalLauncher | Launcher,
     job: Job,
-    wrong: Sequence[str],
+    lacking: Sequence[str],
     asked: tuple[Recipe, Values],
 ) -> int:
     """Print what would be started, and what prevents that at present; of a training also what is
@@ -193,8 +191,8 @@ def _show(
     from ingot.base.progress import say
     from ingot.cli.plan import tell_dry_run
 
-    told = [reason for reason in launcher.can(job) if not any(reason in line for line in wrong)]
-    for reason in (*told, *wrong):
+    told = [reason for reason in launcher.can(job) if not any(reason in line for line in lacking)]
+    for reason in (*told, *lacking):
         say(f"note: as things are it could not be started: {reason}")
     print(launcher.render(job), end="", flush=True)
     if job.name in ("train", "run"):

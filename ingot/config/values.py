@@ -235,15 +235,21 @@ def _plain(path: KeyPath) -> str:
 
 @dataclass
 class Findings:
-    """Results of checks: `wrong` and `unknown` are lines that begin with a place in the recipe."""
+    """Results of checks: `wrong` and `unknown` are lines that begin with a place in the recipe.
+    `lacking`: those lines of `wrong` that the place where it is to run gives as reasons, which may
+    hold at present alone.
+    """
 
     values: Values
     wrong: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
-    def add(self, message: str, knob: str = "") -> None:
+    def add(self, message: str, knob: str = "", *, lacking: bool = False) -> None:
         """Add an error; `knob` if the message does not name it by its full path."""
-        self.wrong += [self._placed(line, knob) for line in message.split("\n")]
+        lines = [self._placed(line, knob) for line in message.split("\n")]
+        self.wrong += lines
+        self.lacking += lines if lacking else []
 
     def ask(self, check: Callable[..., T], *given: Any, at: str = "") -> T | None:
         """Return the result of `check`; if it raises, record the error and return None."""

@@ -367,13 +367,28 @@ def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
 
 @pytest.mark.drawn("checks of a run", keep=2)
 def test_launch_tells_the_same(place: Path) -> None:
-    wrong = ("train", "recipe.yaml", "model.source=nosuch")
-    told = command("launch", *wrong, "--dry-run", cwd=place)
-    assert told.returncode == 0
-    assert "could not be started: `model.source=nosuch` on the command line" in told.stderr
-    refused = command("launch", *wrong, cwd=place)
-    assert refused.returncode == 2
+    """All at once, though it be a dry run."""
+    wrong = ("train", "recipe.yaml", "model.source=nosuch", "launch.processes=3")
+    for more in ([], ["--dry-run"]):
+        refused = command("launch", *wrong, *more, cwd=place)
+        assert refused.returncode == 2
+        assert "`model.source=nosuch` on the command line" in refused.stderr
+        assert "train.global_batch 4 does not divide over 3 processes" in refused.stderr
+        assert refused.stdout == ""
     assert not (place / "runs").exists()
+
+
+@pytest.mark.drawn("checks of a run", keep=2)
+def test_a_dry_run_only_notes_what_the_place_lacks(place: Path) -> None:
+    slurm = ("launch", "train", "recipe.yaml", "launch.kind=slurm")
+    noted = command(*slurm, "--dry-run", cwd=place, PATH="")
+    assert noted.returncode == 0, noted.stderr
+    assert "note: as things are it could not be started: " in noted.stderr
+    assert "sbatch" in noted.stderr
+    assert "#SBATCH" in noted.stdout
+    refused = command(*slurm, cwd=place, PATH="")
+    assert refused.returncode == 2
+    assert "sbatch" in refused.stderr
 
 
 @pytest.mark.drawn("checks of a run", keep=2)

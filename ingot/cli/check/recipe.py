@@ -134,30 +134,20 @@ def check(
     *,
     submitted: bool = False,
     dry_run: bool = False,
-) -> None:
-    """Print what cannot be checked, and refuse what is wrong.
+) -> list[str]:
+    """Print what cannot be checked, and refuse what is wrong. In a dry run what the place lacks at
+    present is not refused but returned.
 
     Raises:
         WrongInput: everything that is wrong, one line each.
     """
-    wrong = warnings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
-    if wrong:
-        raise WrongInput("\n".join(wrong))
-
-
-def warnings(
-    recipe: Recipe,
-    values: Values,
-    verbs: Sequence[str] = ALL,
-    *,
-    submitted: bool = False,
-    dry_run: bool = False,
-) -> list[str]:
-    """Print what cannot be checked, and return what is wrong."""
     found = findings(recipe, values, verbs, submitted=submitted, dry_run=dry_run)
     for line in dict.fromkeys(found.unknown):
         say(f"not checked: {line}")
-    return found.wrong
+    allowed = list(dict.fromkeys(found.lacking)) if dry_run else []
+    if wrong := [line for line in found.wrong if line not in allowed]:
+        raise WrongInput("\n".join(wrong))
+    return allowed
 
 
 def _check_cleaning(recipe: Recipe, found: Findings) -> None:
@@ -240,8 +230,8 @@ def _check_places(recipe: Recipe, verbs: Sequence[str], found: Findings) -> None
 
 def _check_place(recipe: Recipe, verb: str, found: Findings) -> None:
     job = job_of(recipe, verb, distributed=step_named(verb).distributed)
-    reasons = launcher_of(recipe).can(job)
+    for reason in launcher_of(recipe).can(job):
+        found.add(reason, lacking=True)
     if job.run_folder_url is not None:
-        reasons += unreachable_inputs(recipe, verb)
-    for reason in dict.fromkeys(reasons):
-        found.add(reason)
+        for reason in unreachable_inputs(recipe, verb):
+            found.add(reason)
