@@ -23,6 +23,56 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.section import ByKind, KindName
 
+ELSEWHERE = {
+    "base_model": "model.source",
+    "batch_size": "train.global_batch",
+    "bf16": "precision.compute",
+    "chat_template": "tokenizer.template",
+    "cutoff_len": "data.seq_len",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "eval_steps": "train.evaluate_every",
+    "fp16": "precision.compute",
+    "gradient_accumulation_steps": "train.global_batch",
+    "gradient_checkpointing": "memory.recompute.kind",
+    "learning_rate": "train.optimizer.lr",
+    "load_in_4bit": "model.quantize",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "lora_target": "model.lora.targets",
+    "lora_target_modules": "model.lora.targets",
+    "lr_scheduler": "train.schedule.kind",
+    "lr_scheduler_type": "train.schedule.kind",
+    "max_grad_norm": "train.clip_norm",
+    "max_length": "data.seq_len",
+    "max_samples": "data.fraction",
+    "max_seq_length": "data.seq_len",
+    "max_steps": "train.steps",
+    "micro_batch_size": "train.micro_batch",
+    "model_name_or_path": "model.source",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "output",
+    "packing": "data.pack",
+    "per_device_eval_batch_size": "evaluate.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "pref_beta": "objective.beta",
+    "report_to": "track.wandb",
+    "rl_beta": "objective.beta",
+    "sample_packing": "data.pack",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "sequence_len": "data.seq_len",
+    "torch_compile": "train.compile",
+    "val_set_size": "data.validation.fraction",
+    "val_size": "data.validation.fraction",
+    "warmup_ratio": "train.schedule.warmup",
+    "warmup_steps": "train.schedule.warmup",
+}
+"""What transformers, TRL, axolotl and LLaMA-Factory call a knob -> the knob."""
+
 
 @dataclass(frozen=True)
 class Knob:
@@ -144,9 +194,11 @@ def kinds_of(path: str) -> list[str]:
 
 
 def nearest_knob(path: str, within: str = "") -> str:
-    """The most similar existing knob: first among the names below `within`, then by its last part
-    anywhere.
+    """What another trainer's name for a knob means, or the most similar existing knob: first among
+    the names below `within`, then by its last part anywhere.
     """
+    if known := ELSEWHERE.get(path.rsplit(".", 1)[-1].lower()):
+        return known
     paths = sorted({knob.plain for knob in all_knobs()})
     siblings = {p: p.rsplit(".", 1)[-1] for p in paths if p.rpartition(".")[0] == within}
     last = path.rsplit(".", 1)[-1]

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from ingot.base.errors import WrongInput
-from ingot.config.knobs import all_knobs, changed_values, find_knob, kinds_of, nearest_knob
+from ingot.config.knobs import (
+    ELSEWHERE,
+    all_knobs,
+    changed_values,
+    find_knob,
+    kinds_of,
+    nearest_knob,
+)
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import shipped
@@ -99,10 +106,19 @@ def test_a_knob_of_several_kinds_is_found_in_each() -> None:
         ("microbatch", "", "evaluate.micro_batch"),
         ("train.warmup", "train", "train.schedule.warmup"),
         ("data.train.wieght", "data.train", "data.train.weight"),
+        ("learning_rate", "", "train.optimizer.lr"),
+        ("train.num_train_epochs", "train", "train.epochs"),
     ],
 )
 def test_the_nearest_knob_is_the_one_that_was_meant(wrong: str, within: str, right: str) -> None:
     assert nearest_knob(wrong, within) == right
+
+
+def test_what_others_call_a_knob_is_no_knob_and_means_one() -> None:
+    paths = {knob.plain for knob in all_knobs()}
+    last = {path.rsplit(".", 1)[-1] for path in paths}
+    assert set(ELSEWHERE.values()) <= paths
+    assert not set(ELSEWHERE) & last
 
 
 def test_an_unknown_knob_to_explain_names_the_nearest() -> None:
