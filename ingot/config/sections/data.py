@@ -50,8 +50,8 @@ class SourceSettings(Section):
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "hh"] = "auto"
     """How chats and preferences are written down: OpenAI's `messages`, or TRL's `prompt` and
     `completion` in their place; ShareGPT's `conversations`; Alpaca's `instruction`, `input`,
-    `output`; or `hh`, texts with `Human:` and `Assistant:` in them. Preferences have `chosen` and `rejected` beside or in place of these. `auto` goes by the
-    columns that there are.
+    `output`; or `hh`, texts with `Human:` and `Assistant:` in them. Preferences have `chosen` and
+    `rejected` beside or in place of these. `auto` goes by the columns that there are.
     """
     columns: dict[str, str] = {}
     """Names of columns where they differ from the usual ones, such as `{instruction: question,
