@@ -1,18 +1,20 @@
-"""In pytest's own process: what the program starts there as `python -m ingot ...` comes from the
-fork server (tests/forks.py), as a child of pytest like any other. What tests start themselves is
-left alone.
+"""In pytest's own process: what the program starts there as `python -m ingot ...`, and the server that
+multiprocessing forks from, come from the fork server (tests/forks.py), as children of pytest like
+any other. What tests start themselves is left alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+import multiprocessing.util
 import os
+import pickle
 import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,27 @@ from tests import forkedmain, forks
 _DIES_WITH_PARENT = "preexec_die_with_parent.<locals>.<lambda>"
 _SUBREAPER = 36
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_original_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 _signature = inspect.signature(_original)
 
 
 def install() -> None:
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
+
+
+def _spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
+    if not forkedmain.is_forkserver(args) or not forks.can_fork(os.environ):
+        return int(_original_spawn(path, args, passed))
+    return start_child(
+        (),
+        forkedmain.Adoption(os.getpid(), "", None, 0),
+        (0, 1, 2),
+        call=pickle.dumps((forkedmain.be_forkserver, (args[-1],))),
+        cwd=str(Path.cwd()),
+        environment=dict(os.environ),
+        passed=tuple(passed),
+    )
 
 
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
@@ -87,7 +105,8 @@ def start_child(
         # Only now: what is left behind by others is not ours.
         be_subreaper(True)
         try:
-            forks.server().send(request, (*streams, theirs.fileno(), result.fileno()))
+            told = (*streams, theirs.fileno(), result.fileno(), *request.passed)
+            forks.server().send(request, told)
             theirs.close()
             assert select.select([ours], [], [], 60)[0], "the server forked no process"
             word = ours.recv(16)

@@ -15,6 +15,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import random
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -35,7 +36,9 @@ from ingot.base.processes import die_with_parent
 FIXED = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "MKL_", "KMP_", "TORCH_", "CUDA_", "TMPDIR")
 """Beginnings of names of variables that libraries read when they are imported."""
 _PROGRAM, _PROGRAMS = "ingot", ("ingot", "benchmarks")
+_FORKSERVER = "from multiprocessing.forkserver import main;"
 _original_init = subprocess.Popen.__init__
+_original_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,11 @@ def be_adopted(adoption: Adoption) -> None:
 
 
 def install() -> None:
-    """From now on this process and its children fork what would be `python -m ingot...`."""
+    """From now on this process and its children fork what would be `python -m ingot...`, and the
+    server that multiprocessing forks from.
+    """
     subprocess.Popen.__init__ = _init  # type: ignore[method-assign, assignment]
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
 
 
 def _init(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> None:
@@ -101,6 +107,27 @@ def fixed(environment: Mapping[str, str]) -> dict[str, str]:
     if set(found.get("PYTHONPATH", "").split(os.pathsep)) <= {"", *sys.path}:
         found.pop("PYTHONPATH", None)
     return found
+
+
+def is_forkserver(args: Sequence[str]) -> bool:
+    """Whether a command is the server that multiprocessing forks from."""
+    return args[-2] == "-c" and args[-1].startswith(_FORKSERVER)
+
+
+def be_forkserver(source: str) -> None:
+    # The process that asks for it holds the lock of its own.
+    multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]
+    exec(source, {})
+
+
+def _spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
+    if not is_forkserver(args):
+        return int(_original_spawn(path, args, passed))
+    pid = os.fork()
+    if pid == 0:
+        _leave_the_parents_things(passed)
+        run(lambda: be_forkserver(args[-1]))
+    return pid
 
 
 def _instead_of_exec(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import multiprocessing
@@ -67,7 +68,9 @@ def can_fork(environment: Mapping[str, str]) -> bool:
 
 @dataclass
 class Request:
-    """What a forked process is to be; `streams` become its descriptors 0, 1 and 2."""
+    """What a forked process is to be; `streams` become its descriptors 0, 1 and 2. `passed` are
+    numbers of descriptors that it has beside them.
+    """
 
     arguments: tuple[str, ...] = ()
     call: bytes = b""
@@ -77,6 +80,7 @@ class Request:
     session: bool = False
     result: int = -1
     adoption: forkedmain.Adoption | None = None
+    passed: tuple[int, ...] = ()
 
 
 class Process:
@@ -298,10 +302,11 @@ def serve(control: socket.socket) -> Request | None:
             _report(running)
         if control not in readable:
             continue
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 6)
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 10)
         if not word:
             return None
-        body, *streams, status, result = descriptors
+        body, *streams, status, result = descriptors[:6]
+        passed = descriptors[6:]
         with os.fdopen(body, "rb") as stream:
             stream.seek(0)
             request: Request = pickle.load(stream)
@@ -324,10 +329,10 @@ def serve(control: socket.socket) -> Request | None:
                 if request.adoption is not None:
                     forkedmain.be_adopted(request.adoption)
                     client.send(_word(os.getpid()))
-            _become(request, streams)
+            _become(request, streams, passed)
             request.result = result
             return request
-        for descriptor in (*streams, result):
+        for descriptor in (*streams, result, *passed):
             os.close(descriptor)
         if request.adoption is not None:
             os.waitpid(pid, 0)
@@ -349,9 +354,14 @@ def _word(number: int) -> bytes:
     return str(number).encode().ljust(16)
 
 
-def _become(request: Request, streams: list[int]) -> None:
+def _become(request: Request, streams: list[int], passed: list[int]) -> None:
     if request.session:
         os.setsid()
+    # Their numbers may be those of others.
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(request.passed)) for each in passed]
+    for descriptor, number in zip(above, request.passed, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     for descriptor, stream in zip(_STANDARD, streams, strict=True):
         os.dup2(stream, descriptor)
     for stream in streams:

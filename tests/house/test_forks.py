@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -105,6 +106,28 @@ def test_what_a_killed_command_started_dies_with_it(tmp_path: Path) -> None:
     assert child.ppid() == process.pid
     process.kill()
     wait_until(lambda: not child.is_running(), 10)
+
+
+def _by_multiprocessing(deeper: bool) -> bytes:
+    """Of a process that multiprocessing forks, and of one that it forks in turn: how they began."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        if deeper:
+            return pool.apply(_began) + pool.apply(_by_multiprocessing, (False,))
+        return pool.apply(_began)
+
+
+def _began() -> bytes:
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children
+    return Path("/proc/self/cmdline").read_bytes()
+
+
+def test_what_multiprocessing_forks_is_forked_from_the_server() -> None:
+    """In pytest's own process, in a forked one and in one of multiprocessing's."""
+    process = start_call(_by_multiprocessing, True)
+    assert process.wait(60) == 0
+    for began in (_by_multiprocessing(True), process.result()):
+        assert began.count(b"tests.forks") == 2, began
+        assert began.count(b"-c") == 0, began
 
 
 def test_an_environment_that_libraries_have_read_needs_a_new_interpreter() -> None:
