@@ -60,7 +60,8 @@ def small_run(root: Path) -> list[str]:
 
 
 def commands_of(root: Path, knobs: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    submit = (*INGOT, "submit", RECIPE, "recipes/places/vertex.yaml", "--dry-run")
+    place = ("recipes/places/vertex.yaml", "launch.processes=1")
+    submit = (*INGOT, "submit", RECIPE, *place, "--dry-run")
     return {
         "import typer.rich_utils": (*PYTHON, "import typer.rich_utils"),
         "ingot --help": (*INGOT, "--help"),

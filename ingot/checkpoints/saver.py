@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim import Optimizer
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.lazy import importing
 from ingot.base.progress import say
 from ingot.checkpoints.collective import describe_error, run_on_all
 from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
@@ -201,7 +202,8 @@ class Saver:
             _lower_priority()
         try:
             blocked_s = job.blocked_s + job.staged.wait()
-            from ingot.checkpoints.writer import write_checkpoint  # imports torch's, over a second
+            with importing():  # torch's own writer: most of a second
+                from ingot.checkpoints.writer import write_checkpoint
 
             written = write_checkpoint(
                 self._checkpoints,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -12,9 +13,11 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo, TyperInfo
 
 import ingot
 from ingot.base.errors import leave
+from ingot.base.lazy import importing
 from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
 from ingot.cli.completion import complete_arguments, completion
@@ -74,15 +77,25 @@ def main() -> None:
     listen_to_signals()
     leave(
         guarded(
-            lambda: command()(args=arguments, prog_name="ingot", standalone_mode=False),
+            lambda: command(*arguments)(args=arguments, prog_name="ingot", standalone_mode=False),
             debug=debug,
         )
     )
 
 
 @functools.cache
-def command() -> Callable[..., int | None]:
-    """The command line, made of all verbs and their options."""
+def command(*arguments: str) -> Callable[..., int | None]:
+    """The command line, made of all verbs and their options; or of the verb alone that `arguments`
+    name first, as looking up the options of all takes as long as many a verb.
+    """
+    words = [argument for argument in arguments if argument != "--debug"]
+    for made in (*app.registered_commands, *app.registered_groups):
+        function = getattr(made.callback, "__name__", "")
+        if words and words[0] == (made.name or typer.main.get_command_name(function)):
+            alone = copy.copy(app)
+            alone.registered_commands = [made] if isinstance(made, CommandInfo) else []
+            alone.registered_groups = [made] if isinstance(made, TyperInfo) else []
+            return typer.main.get_command(alone)
     return typer.main.get_command(app)
 
 
@@ -127,7 +140,8 @@ def run(
     as_json: AsJson = False,
 ) -> int:
     """Do all steps in order (ingest to serve), skipping what is done and unchanged."""
-    from ingot.cli.verbs import do_all
+    with importing():
+        from ingot.cli.verbs import do_all
 
     return do_all(arguments, fresh=fresh, debug=context.obj, checked=checked, as_json=as_json)
 
@@ -201,7 +215,8 @@ def register(
 def _step(
     context: typer.Context, verb: str, arguments: list[str], again: bool, as_json: bool
 ) -> int:
-    from ingot.cli.verbs import do_step
+    with importing():
+        from ingot.cli.verbs import do_step
 
     return do_step(verb, arguments, again=again, debug=context.obj, as_json=as_json)
 

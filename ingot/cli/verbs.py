@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
+from ingot.base.lazy import importing
 from ingot.base.markers import fingerprint
 from ingot.base.reports import VerbOutcome
 from ingot.cli.arguments import with_paths
@@ -159,40 +159,22 @@ def do_all(
     return EXIT_DONE
 
 
-@contextlib.contextmanager
-def _importing() -> Iterator[None]:
-    """While entered, nothing is collected as garbage; what has been made by then is left out of all
-    later collections. Modules live as long as the process, so that looking through them for garbage
-    is in vain: a fifth of the time that the imports of a training take, and 0.1 s of a full
-    collection while it runs.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def _ingest(recipe: Recipe, again: bool) -> VerbOutcome:
-    with _importing():
+    with importing():
         from ingot.data.ingest import ingest
 
     return ingest(recipe)
 
 
 def _prepare(recipe: Recipe, again: bool) -> VerbOutcome:
-    with _importing():
+    with importing():
         from ingot.data.prepare import prepare
 
     return prepare(recipe)
 
 
 def _train(recipe: Recipe, again: bool) -> VerbOutcome:
-    with _importing():
+    with importing():
         from ingot.train.trainer import train
 
     if recipe.parallel.degrees == "given" and recipe.train.micro_batch != "auto":
@@ -203,7 +185,7 @@ def _train(recipe: Recipe, again: bool) -> VerbOutcome:
 
 
 def _evaluate(recipe: Recipe, again: bool) -> VerbOutcome:
-    with _importing():
+    with importing():
         from ingot.evaluate.evaluate import evaluate
 
     return evaluate(recipe)

@@ -1,5 +1,5 @@
 """A run's page while a verb is at work on the run: written again and again, for a small share of a
-core.
+core. What draws it is imported when it is first drawn.
 """
 
 from __future__ import annotations
@@ -8,11 +8,17 @@ import contextlib
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.report.metrics import MetricsFile
-from ingot.report.page import write_page
+
+if TYPE_CHECKING:
+    from ingot.report import page
+else:
+    page = lazy_import("ingot.report.page")
 
 REFRESH_S = 5.0
 MOST_SHARE = 0.002
@@ -20,8 +26,10 @@ MOST_SHARE = 0.002
 
 
 def keep_page(run: RunFolder, doing: str, over: threading.Event) -> None:
-    """Write the page at once and then again and again until `over`; for a thread."""
-    metrics, wait = MetricsFile(run.metrics), 0.0
+    """Write the page again and again until `over`; for a thread. Not at once: a training that
+    begins, or begins again, would wait for it.
+    """
+    metrics, wait = MetricsFile(run.metrics), REFRESH_S
     while not over.wait(wait):
         began = time.thread_time()
         show_page(run, doing, metrics)
@@ -33,7 +41,7 @@ def show_page(run: RunFolder, doing: str = "", metrics: MetricsFile | None = Non
     warned of.
     """
     try:
-        write_page(run, doing, metrics)
+        page.write_page(run, doing, metrics)
     except Exception as error:
         if not doing:
             say(
@@ -47,6 +55,6 @@ def renew_page(run: RunFolder, record: Path) -> None:
     it could say so on the page.
     """
     with contextlib.suppress(OSError):
-        page = run.reports / "index.html"
-        if not page.exists() or page.stat().st_mtime_ns < record.stat().st_mtime_ns:
+        written = run.reports / "index.html"
+        if not written.exists() or written.stat().st_mtime_ns < record.stat().st_mtime_ns:
             show_page(run)

@@ -10,6 +10,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, record_event
 from ingot.pipeline.incremental import page_kept
 from ingot.report import living
+from ingot.report import page as report_page
 from tests.report.made_up import made_up_run
 from tests.report.seen import Page, check_harmless
 
@@ -70,8 +71,10 @@ def test_refreshing_takes_a_small_share(run: RunFolder, monkeypatch: pytest.Monk
     monkeypatch.setattr(living, "REFRESH_S", 0.01)
     monkeypatch.setattr(living, "MOST_SHARE", 0.001)
     written = []
-    write = living.write_page
-    monkeypatch.setattr(living, "write_page", lambda *args: written.append(args[1]) or write(*args))
+    write = report_page.write_page
+    monkeypatch.setattr(
+        report_page, "write_page", lambda *args: written.append(args[1]) or write(*args)
+    )
     with page_kept(run, "train"):
         time.sleep(1.0)
     assert written == ["train", ""]

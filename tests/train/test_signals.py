@@ -262,7 +262,7 @@ def late():
         os.kill(os.getpid(), signal.{name})
 last = AtTheVeryEnd()
 atexit.register(lambda: os.kill(os.getpid(), signal.{name}))
-app.command = lambda: lambda **knobs: late()
+app.command = lambda *_: lambda **knobs: late()
 app.main()
 """
 
