@@ -148,7 +148,7 @@ def _check_part(
     for name, column in columns.items():
         column.prove()
         path = bin_path(column.prefix)
-        counted, wanted = (len(column), column.elements), (part.documents, part.elements(name))
+        counted, wanted = (len(column), column.elements), (part.records, part.elements(name))
         if counted != wanted:
             found.counts.append(
                 f"{path} has {counted[0]:,} documents and {counted[1]:,} tokens, manifest.json says"

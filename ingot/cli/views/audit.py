@@ -22,7 +22,7 @@ from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import SIDES, Preference
 from ingot.data.documents.rated import Rated
 from ingot.data.tokenizing.encode import encode_documents
-from ingot.tokenizers.chats.encode import encode_chats, end_of_turn
+from ingot.tokenizers.chats.encode import encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BEGIN, END = "⟦", "⟧"
@@ -44,10 +44,13 @@ class AuditedExample:
 
 @dataclass(frozen=True)
 class Audit:
-    """Encoded examples, and the number refused by the template, by reason."""
+    """Encoded examples, and the number refused by the template, by reason. `added`: the texts
+    beyond one for each chat, where the template writes an answer otherwise once others follow.
+    """
 
     examples: list[AuditedExample]
     refused: Counter[str] = field(default_factory=Counter)
+    added: int = 0
 
     def leading(self, token: int | None) -> Counter[int]:
         """Number of copies of `token` at the beginning of an example -> number of such examples."""
@@ -113,7 +116,7 @@ def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Chat]]) -> Audit:
     """Encode the chats of all records; a record that cannot be encoded is counted by reason."""
     chats = [chat for record in records for chat in record]
     try:
-        flat, mask, lengths = encode_chats(
+        found = encode_trained(
             tokenizer,
             [chat.messages for chat in chats],
             tokenizer.encode_batch,
@@ -125,11 +128,17 @@ def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Chat]]) -> Audit:
         if tokenizer.template is None:
             raise
         return _together([_audited(tokenizer, [record]) for record in records])
+    # Each answer is trained in one of a chat's texts, so the turns count with the first of them.
+    of = np.repeat(np.arange(len(chats)), found.counts).tolist()
+    turns = [_turns(chat.messages[chat.first :]) for chat in chats]
     return Audit(
         [
-            AuditedExample(ids, trained, _turns(chat.messages[chat.first :]), chat.side)
-            for ids, trained, chat in zip(*_cut(lengths, flat, mask), chats, strict=True)
-        ]
+            AuditedExample(ids, trained, turns[chat] if chat != before else 0, chats[chat].side)
+            for ids, trained, chat, before in zip(
+                *_cut(found.lengths, found.ids, found.mask), of, [-1, *of[:-1]], strict=True
+            )
+        ],
+        added=len(of) - len(chats),
     )
 
 
@@ -137,6 +146,7 @@ def _together(audits: Sequence[Audit]) -> Audit:
     return Audit(
         [example for audit in audits for example in audit.examples],
         sum((audit.refused for audit in audits), Counter[str]()),
+        sum(audit.added for audit in audits),
     )
 
 
@@ -209,7 +219,12 @@ def table(
     made, chats = Table("what", "found", title="audit", title_justify="left"), what != "documents"
     examples, tokens = audit.examples, sum(len(example.ids) for example in audit.examples)
     trained = sum(int(example.mask.sum()) for example in examples)
-    made.add_row("looked at", f"{len(examples):,} {what}, {tokens:,} tokens")
+    made.add_row("looked at", f"{len(examples) - audit.added:,} {what}, {tokens:,} tokens")
+    if audit.added:
+        made.add_row(
+            "cut after an earlier answer",
+            f"{audit.added:,} texts: the template writes it otherwise once others follow",
+        )
     made.add_row("tokenizer", Text(f"{tokenizer.identity()}, {tokenizer.where}"))
     made.add_row("template", tokenizer.template_identity or "none")
     made.add_row("BOS at the beginning", _bos(audit, tokenizer))
@@ -320,6 +335,7 @@ def _counts(audit: Audit, tokenizer: Tokenizer, seq_len: int, what: str) -> dict
     told: dict[str, Any] = {
         "what": what,
         "examples": len(examples),
+        "added": audit.added,
         "tokens": sum(len(example.ids) for example in examples),
         "trained_tokens": sum(int(example.mask.sum()) for example in examples),
         "leading_bos": None if bos is None else dict(sorted(audit.leading(bos).items())),

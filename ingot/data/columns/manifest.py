@@ -42,6 +42,14 @@ class ColumnPart:
     bytes: int
     digest: str
     sizes: dict[str, int] = field(default_factory=dict)
+    added: int = 0
+    """Records beyond one for each document: a chat is several where the template writes an answer
+    otherwise once others follow.
+    """
+
+    @property
+    def records(self) -> int:
+        return self.documents + self.added
 
     def elements(self, column: str) -> int:
         """The number of elements of a column."""

@@ -253,7 +253,7 @@ class PartReader:
                 f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run"
                 " `ingot prepare` again"
             )
-        found, wanted = (len(column), column.elements), (part.documents, part.elements(name))
+        found, wanted = (len(column), column.elements), (part.records, part.elements(name))
         if rows and found[0] != self._sizes[index]:
             raise WrongInput(
                 f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were"

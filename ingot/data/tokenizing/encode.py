@@ -1,7 +1,8 @@
 """Documents to token records: a pure function, the same on every engine.
 
 A record is the same row of every column of its kind of document. Texts: BOS if the tokenizer has
-one, the text, EOS. Chats: the chat as rendered by its template, and a mask of the trained tokens.
+one, the text, EOS. Chats: the chat as rendered by its template, and a mask of the trained tokens;
+several such records where the template writes an answer otherwise once others follow.
 Preferences: two such chats, of which only the answers are trained. Pairs: source and target, each
 framed as the tokenizer frames a text. Labelled texts: the framed text, and the label. Existing
 Megatron columns: their ids unchanged.
@@ -31,16 +32,16 @@ from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # Version in the fingerprint of prepared data; raise it when the same documents would give other
 # records.
 RECORDS: dict[Documents, str] = {
     "text": "pretrain-1",
-    "chat": "sft-1",
-    "preference": "preference-1",
-    "rated": "rated-1",
+    "chat": "sft-2",
+    "preference": "preference-2",
+    "rated": "rated-2",
     "pair": "pair-1",
     "labelled": "labelled-1",
 }
@@ -54,13 +55,15 @@ Lengths = npt.NDArray[np.int64]
 class TokenRecords:
     """Consecutive records: the elements of each column, and the lengths of the records in it.
 
-    `bytes` is the size of the texts that the model learns to write: of a chat what the assistant
-    says, of a preference the chosen answer, of a pair the target; of a labelled text the text.
+    `counts`: the number of records of each document, which is one but for some chats. `bytes` is
+    the size of the texts that the model learns to write: of a chat what the assistant says, of a
+    preference the chosen answer, of a pair the target; of a labelled text the text.
     """
 
     columns: dict[str, npt.NDArray[Any]]
     lengths: dict[str, Lengths]
     bytes: int
+    counts: Lengths
     digest: int
     """Sum of the SHA-256 of the documents, so that it identifies the set of texts, independent of
     batching.
@@ -72,6 +75,12 @@ class TokenRecords:
             name: column[ends[name] - int(self.lengths[name][index]) : ends[name]]
             for name, column in self.columns.items()
         }
+
+    def of_document(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        """All records of one document, one after another."""
+        first = int(self.counts[:index].sum())
+        found = [self.record(first + number) for number in range(int(self.counts[index]))]
+        return {name: np.concatenate([one[name] for one in found]) for name in self.columns}
 
     @property
     def tokens(self) -> int:
@@ -96,12 +105,15 @@ def encode_records(
     """
     data = [text.encode() for text in texts]
     digest = sum(int.from_bytes(hashlib.sha256(document).digest()) for document in data)
-    made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
+    counts = np.ones(len(texts), np.int64)
+    if documents == "chat":
+        made, size, counts = _chats(tokenizer, encode_batch, texts)
+    else:
+        made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
     names = COLUMNS[documents]
     columns = dict(zip(names, (flat for flat, _ in made), strict=True))
-    return TokenRecords(
-        columns, dict(zip(names, (lengths for _, lengths in made), strict=True)), size, digest
-    )
+    lengths = dict(zip(names, (lengths for _, lengths in made), strict=True))
+    return TokenRecords(columns, lengths, size, counts, digest)
 
 
 EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
@@ -115,11 +127,15 @@ def _texts(
 
 
 def _chats(
-    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
-) -> EncodedColumns:
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]
+) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths]:
     chats = [from_messages(text) for text in texts]
-    flat, mask, lengths = encode_chats(tokenizer, chats, encode_batch)
-    return [(flat, lengths), (mask, lengths)], sum(map(_spoken, chats))
+    made = encode_trained(tokenizer, chats, encode_batch)
+    columns: list[tuple[npt.NDArray[Any], Lengths]] = [
+        (made.ids, made.lengths),
+        (made.mask, made.lengths),
+    ]
+    return columns, sum(map(_spoken, chats)), made.counts
 
 
 def _preferences(
@@ -177,7 +193,6 @@ def _labelled(
 
 _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], EncodedColumns]] = {
     "text": _texts,
-    "chat": _chats,
     "preference": _preferences,
     "rated": _rated,
     "pair": _pairs,
@@ -299,5 +314,6 @@ def _token_records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> 
         {"tokens": np.concatenate(documents)},
         {"tokens": np.array([len(ids) for ids in documents], np.int64)},
         size,
+        np.ones(len(documents), np.int64),
         digest,
     )

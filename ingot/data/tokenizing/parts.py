@@ -99,6 +99,11 @@ def tokenise(
             f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
             f" {next(one.refusal for one in new if one.refusal)}"
         )
+    if added := sum(part.added for one in new for part in one.parts.values()):
+        say(
+            f"{added:,} chats cut after an earlier answer are texts of their own: the template"
+            " writes that answer otherwise once others follow, such as without its thought"
+        )
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]
 

@@ -260,7 +260,7 @@ class TokeniseStage:
                 continue
             wanted, found = (
                 self._encode(tokenizer, reference, [texts[index]]),
-                records.record(index),
+                records.of_document(index),
             )
             if any(
                 not np.array_equal(found[name], column) for name, column in wanted.columns.items()
@@ -327,7 +327,7 @@ class _ColumnOutput:
             for column, prefix in zip(COLUMNS[documents], self.prefixes, strict=True)
         }
         self._stack = contextlib.ExitStack()
-        self._tokens = self._bytes = self._digest = 0
+        self._tokens = self._bytes = self._digest = self._added = 0
 
     def __enter__(self) -> _ColumnOutput:
         for writer in self._writers.values():
@@ -343,6 +343,7 @@ class _ColumnOutput:
         self._tokens += records.tokens
         self._bytes += records.bytes
         self._digest += records.digest
+        self._added += int(records.counts.sum()) - len(records.counts)
 
     def part(self) -> ColumnPart:
         first, sizes = (
@@ -352,9 +353,10 @@ class _ColumnOutput:
         own = sizes if set(sizes.values()) != {self._tokens} else {}
         return ColumnPart(
             self._number,
-            first.records,
+            first.records - self._added,
             self._tokens,
             self._bytes,
             f"{self._digest % DIGESTS:064x}",
             own,
+            self._added,
         )

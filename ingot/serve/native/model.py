@@ -55,7 +55,7 @@ from ingot.serve.native.embedding import (
     embeds,
     read_pooling,
 )
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -285,8 +285,7 @@ class LoadedModel:
             raise WrongInput(
                 "messages with their answers are for models that score chats; give a text"
             )
-        ids, *_ = encode_chats(self.tokenizer, [messages], self.tokenizer.encode_batch)
-        return [int(token) for token in ids]
+        return whole_chat_ids(self.tokenizer, messages)
 
     def check(self, request: Request) -> None:
         """Raises WrongInput where the model cannot serve the request."""

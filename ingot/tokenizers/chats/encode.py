@@ -9,6 +9,9 @@ between is plain text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chats.plan import ChatPlan, EncodeBatch, Ids, Indices, Mask, Messages
@@ -40,12 +43,56 @@ def encode_chats(
         assistant's; None: all are.
 
     Raises:
-        WrongInput: there is no template, it refuses a chat, or it is not clear which part of the
-        text is the assistant's.
+        WrongInput: there is no template, it refuses a chat, or a trained answer is not written as a
+            server would ask for it.
+    """
+    found = encode_trained(tokenizer, chats, encode_batch, trained_from)
+    if (several := np.flatnonzero(found.counts != 1)).size:
+        raise WrongInput(
+            f"the chat template of {tokenizer.where} writes an answer of chat {several[0] + 1}"
+            " otherwise once others follow, so that they cannot be trained in one text; let"
+            " answers be one message"
+        )
+    return found.ids, found.mask, found.lengths
+
+
+def whole_chat_ids(tokenizer: Tokenizer, chat: Messages) -> list[int]:
+    """The ids of one chat with all its answers, of which none need be trained.
+
+    Raises:
+        WrongInput: there is no template, or it refuses the chat.
+    """
+    ids, *_ = encode_chats(tokenizer, [chat], tokenizer.encode_batch, [len(chat)])
+    return [int(token) for token in ids]
+
+
+@dataclass(frozen=True)
+class TrainedTexts:
+    """What of chats is trained: ids, concatenated; a mask with 1 for each trained id; the number of
+    ids of each text; of each chat the number of its texts; and of each text how many of the chat's
+    messages are written so by the template, 0 if it writes no such text as a whole.
+    """
+
+    ids: Ids
+    mask: Mask
+    lengths: Indices
+    counts: Indices
+    messages: Sequence[int]
+
+
+def encode_trained(
+    tokenizer: Tokenizer,
+    chats: Sequence[Messages],
+    encode_batch: EncodeBatch,
+    trained_from: Sequence[int] | None = None,
+) -> TrainedTexts:
+    """`encode_chats` of chats that may be several texts, so that each answer is trained as it was
+    when it was served: some templates drop the thoughts of earlier answers, for example.
     """
     plan = ChatPlan(tokenizer, whole=not is_split_exact(tokenizer))
     plan.add(chats, [0] * len(chats) if trained_from is None else trained_from)
-    return plan.encode(encode_batch)
+    counts = np.array(plan.counts, np.int64)
+    return TrainedTexts(*plan.encode(encode_batch), counts, plan.messages)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str | None:

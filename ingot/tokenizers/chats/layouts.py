@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
@@ -24,11 +25,11 @@ from ingot.tokenizers.chats.render import (
     time_now,
 )
 from ingot.tokenizers.chats.shapes import Shape, probe_of, unseen_chat
-from ingot.tokenizers.chats.spans import RenderedChat, render_with_spans
-from ingot.tokenizers.chats.turns import MARK, Turn, TurnSearch
+from ingot.tokenizers.chats.spans import served_answer, trained_texts, turn_format
 from ingot.tokenizers.chats.unseen import Question, Slot, Watch
 from ingot.tokenizers.chats.watch import joins_only, skeleton_of
 
+MARK = re.compile("([\U00100010-\U0010ffef])")
 MOST_LAYOUTS = 1000
 Part = str | int
 """Text of the template, or the number of a slot."""
@@ -48,16 +49,12 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class ChatLayout:
-    """The pieces of every chat of one shape, and the slots in them. `unindented`: contents that
-    must not begin with whitespace, and `parted`: pairs of texts of which neither may begin with the
-    other, or the place of the turn is found in another way. `times`: what the template was told of
-    the time, by pattern. `asked`: questions about contents whose answer must be no.
+    """The pieces of every chat of one shape, and the slots in them. `times`: what the template was
+    told of the time, by pattern. `asked`: questions about contents whose answer must be no.
     """
 
     pieces: tuple[LayoutPiece, ...]
     slots: tuple[Slot, ...]
-    unindented: tuple[int, ...]
-    parted: tuple[tuple[Part, Part], ...]
     times: Mapping[str, str]
     asked: tuple[Question, ...]
 
@@ -124,7 +121,10 @@ class _Outline:
             for number, text in enumerate(MARK.split(self._plain))
         ]
         self._probe, self._values = probe_of(shape)
-        self._found: RenderedChat = render_with_spans(form, self._probe, first)
+        texts = trained_texts(form, self._probe, first)
+        if len(texts) != 1:
+            raise LookupError("not all answers are trained in one text")
+        self._found = texts[0]
         self._edges = [edge for span in self._found.spans for edge in span]
 
     def _skeleton(self, count: int, *, prompt: bool) -> str:
@@ -142,15 +142,14 @@ class _Outline:
 
     def layout(self) -> ChatLayout | None:
         said = "".join(self._said(part) for part in self._parts)
-        if said != self._found.text or not self._is_cut_alike():
+        if said != self._found.text or not self._is_cut_alike() or not self._is_trained_alike():
             return None
-        conditions = self._conditions()
         pieces = self._pieces()
-        if conditions is None or pieces is None:
+        if pieces is None:
             return None
         watch = self._watch
         slots, asked = tuple(watch.slots), tuple(dict.fromkeys(watch.asked))
-        return ChatLayout(tuple(pieces), slots, *conditions, dict(watch.times), asked)
+        return ChatLayout(tuple(pieces), slots, dict(watch.times), asked)
 
     def _said(self, part: Part) -> str:
         return part if isinstance(part, str) else self._watch.slots[part].text(self._values)
@@ -172,61 +171,44 @@ class _Outline:
                     return False
         return True
 
-    def _conditions(self) -> tuple[tuple[int, ...], tuple[tuple[Part, Part], ...]] | None:
-        """`unindented` and `parted` of the layout; None unless they are enough for each turn to be
-        found beside the same text of the template, whatever is said.
+    def _is_trained_alike(self) -> bool:
+        """Whether the same parts are trained in each chat of the shape: told from what the template
+        writes when each answer is asked for, and when it is given.
         """
-        turns = [
-            (index, list(self._marks_of(index)))
-            for index, (role, *_) in enumerate(self._shape)
+        answers = {
+            index: said or bool(dict(others).get("tool_calls"))
+            for index, (role, said, others) in enumerate(self._shape)
             if role == "assistant"
-        ]
+        }
         if self._blocks:
-            return ((), ()) if self._blocks == len(turns) or not self._first else None
-        if any(len(marks) > 1 for _, marks in turns):
-            return None
-        found = TurnSearch(
-            self._form,
-            self._plain,
-            lambda mark, side: bool(getattr(self._watch.slot(mark), side)),
-            self._first_messages,
-        ).find(
-            [
-                Turn(index, marks[0] if marks else None, bool(self._probe[index].get("tool_calls")))
-                for index, marks in turns
-            ]
-        )
-        if found is None:
-            return None
-        spans = [
-            (self._place(begin), self._place(end))
-            for (index, _), (begin, end) in zip(turns, found.spans, strict=True)
-            if index >= self._first and begin < end
-        ]
-        if spans != self._found.spans:
-            return None
-        parted = tuple((_part_of(one), _part_of(other)) for one, other in found.parted)
-        return found.unindented, parted
+            return self._blocks == len(answers) or not self._first
+        how, spans = turn_format(self._form), list[tuple[int, int]]()
+        for index, says in answers.items():
+            if index < self._first:
+                continue
+            whole = without_blocks(self._skeleton(index + 1, prompt=False))
+            asked = self._asked(index)
+            found = served_answer(how, whole, asked, is_first=not index, says=says)
+            span = found.span_in(self._plain) if found else None
+            if span is None:
+                return False
+            last = self._plain[span[1] - 1]
+            if MARK.fullmatch(last) and (how.rest or not self._watch.slot(last).right):
+                return False
+            spans.append((self._place(span[0]), self._place(span[1])))
+        return [(begin, end) for begin, end in spans if begin < end] == self._found.spans
 
-    def _marks_of(self, message: int) -> Iterator[str]:
-        """The marks in the text that stand for a content; as JSON it is no turn of its own."""
-        for number in {part for part in self._parts if not isinstance(part, str)}:
-            slot = self._watch.slots[number]
-            if slot.value == message:
-                if slot.settings is not None:
-                    raise LookupError("the assistant's content is written as JSON")
-                yield chr(FIRST_MARK + number)
-
-    def _first_messages(self, count: int, prompt: bool) -> str | None:
+    def _asked(self, count: int) -> str | None:
         try:
-            return without_blocks(self._skeleton(count, prompt=prompt))
+            return without_blocks(self._skeleton(count, prompt=True))
         except WrongInput:
             return None
 
     def _place(self, place: int) -> int:
         """The place in the probe's text of one in the text with marks."""
         return sum(
-            len(self._said(_part_of(text))) for text in MARK.split(self._plain[:place]) if text
+            len(self._said(ord(text) - FIRST_MARK if MARK.fullmatch(text) else text))
+            for text in MARK.split(self._plain[:place])
         )
 
     def _pieces(self) -> list[LayoutPiece] | None:
@@ -277,11 +259,6 @@ class _Outline:
 def without_blocks(text: str) -> str:
     """A text without the marks of `{% generation %}` blocks."""
     return text.replace(BEGIN, "").replace(END, "")
-
-
-def _part_of(text: str) -> Part:
-    """The slot of a mark, or the text itself."""
-    return ord(text) - FIRST_MARK if MARK.fullmatch(text) else text
 
 
 @functools.lru_cache(maxsize=16)

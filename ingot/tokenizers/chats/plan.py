@@ -23,7 +23,7 @@ from ingot.tokenizers.chats.render import (
     unmask,
 )
 from ingot.tokenizers.chats.shapes import Shape, shape_of
-from ingot.tokenizers.chats.spans import render_with_spans
+from ingot.tokenizers.chats.spans import RenderedChat, trained_texts
 from ingot.tokenizers.chats.unseen import QUESTIONS, Value
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -37,8 +37,8 @@ Filling = tuple[str, int, str, tuple[Part, ...]]
 
 
 class ChatPlan:
-    """The texts of a batch of chats, and the pieces that the chats are put together from, all chats
-    in a row.
+    """The texts of a batch of chats, and the pieces that they are put together from, all in a row.
+    A chat is one text, or several where its answers cannot all be trained in one.
 
     A piece is a number: that of its text, or -1 - id of a special token. A switch is a place in a
     piece where it becomes trained, or no longer is: the piece, and the text that ends there.
@@ -61,7 +61,12 @@ class ChatPlan:
         self._trained: list[bool] = []
         self._switches: list[tuple[int, int]] = []
         self._ends: list[int] = []
+        """Where the pieces of each text of a chat end."""
         self._count = 0
+        self.counts: list[int] = []
+        """Of each chat the number of its texts."""
+        self.messages: list[int] = []
+        """Of each text how many of the chat's messages the template writes so."""
 
     def add(self, chats: Sequence[Messages], firsts: Sequence[int]) -> None:
         """Plan chats, each trained from one of its messages on.
@@ -86,7 +91,9 @@ class ChatPlan:
                 group.firsts.append(len(self._texts))
                 self._texts += texts
                 self._count += len(group.pieces)
-            self._ends.append(self._count)
+                self._ends.append(self._count)
+                self.counts.append(1)
+                self.messages.append(len(chat))
 
     def _looks_alike(self, values: Sequence[Value]) -> bool:
         texts = [value for value in values if isinstance(value, str)]
@@ -106,7 +113,14 @@ class ChatPlan:
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
         masked, originals = mask_look_alikes(chat, list(self._form.special))
-        found = render_with_spans(self._form, masked, first)
+        texts = trained_texts(self._form, masked, first)
+        for text in texts:
+            self._add_pieces(text, originals)
+            self._ends.append(self._count)
+            self.messages.append(text.messages)
+        self.counts.append(len(texts))
+
+    def _add_pieces(self, found: RenderedChat, originals: Mapping[str, str]) -> None:
         edges = [edge for span in found.spans for edge in span]
         if self._whole and not originals:
             self._control.append(len(self._texts))
@@ -150,7 +164,7 @@ class ChatPlan:
         return len(self._texts) - 1
 
     def encode(self, encode_batch: EncodeBatch) -> tuple[Ids, Mask, Indices]:
-        """Ids of all chats, which of them are trained, and the number of ids of each chat."""
+        """Ids of all texts, which of them are trained, and the number of ids of each text."""
         pieces, trained = np.empty(self._count, np.int64), np.empty(self._count, np.uint8)
         pieces[self._places], trained[self._places] = self._pieces, self._trained
         switches = [np.array(self._switches, np.int64).reshape(-1, 2)]
@@ -181,9 +195,7 @@ class _LayoutGroup:
         self.firsts: list[int] = []
         """Of each chat the number of its first text."""
         self._fillings: list[Filling] = []
-        self._unindented, self._asked = layout.unindented, layout.asked
-        self._parted, self._special = layout.parted, special
-        self._slots = layout.slots
+        self._slots, self._asked, self._special = layout.slots, layout.asked, special
         self._as_json = [
             number for number, slot in enumerate(layout.slots) if slot.settings is not None
         ]
@@ -215,17 +227,11 @@ class _LayoutGroup:
 
     def filled(self, values: Sequence[Value]) -> list[str] | None:
         """The texts of one chat; None if the layout is not that of a chat with these values."""
-        if any(str(values[number])[0].isspace() for number in self._unindented) or any(
+        if any(
             QUESTIONS[question](slot.text(values), text) for question, slot, text in self._asked
         ):
             return None
         said = [slot.text(values) for slot in self._slots]
-        if any(
-            one.startswith(other) or other.startswith(one)
-            for pair in self._parted
-            for one, other in [[_joined([part], said) for part in pair]]
-        ):
-            return None
         # Writing values as JSON puts characters beside each other that were not.
         if self._as_json and has_look_alikes([said[n] for n in self._as_json], self._special):
             return None

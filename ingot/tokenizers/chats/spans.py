@@ -1,10 +1,12 @@
-"""Finds the assistant's turns in the text of a chat: from the end of the generation prompt through
-the end-of-turn token.
+"""Finds what of a chat is trained: of each answer what a served model has to write, from the end of
+the generation prompt through the end-of-turn token.
 
 `{% generation %}` blocks of a template are used where it has them. Otherwise the chat is rendered
-again with marks around the content of each assistant message, which shows where that is; and the
-first messages are rendered alone, which shows where turns begin and end. If neither is conclusive,
-the chat is refused.
+as it was when each answer was asked for, and with that answer. Templates may write an answer
+otherwise once others follow it: without its thought, or without the system prompt before it. Such
+an answer is trained in a text of its own, the chat cut after it; the empty thought alone that a
+template adds to the last answer may be missing. One that does not continue its generation prompt
+even there is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ingot.base.errors import WrongInput
@@ -21,7 +23,6 @@ from ingot.base.markers import fingerprint
 from ingot.tokenizers.chats.render import (
     BEGIN,
     END,
-    FIRST_MARK,
     ChatFormat,
     any_of_pattern,
     render,
@@ -34,25 +35,45 @@ QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a chat and the span [begin, end) of each assistant turn. `ended`: whether that
-    turn includes its end-of-turn token.
+    """A text of a chat, and the span [begin, end) of each answer that is trained in it. `messages`:
+    how many of the chat's the template writes so; 0 if it writes no such text as a whole.
     """
 
     text: str
     spans: list[tuple[int, int]]
-    ended: list[bool]
+    messages: int
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """An answer as a served model gives it, from `begin` on in a text that ends with its
+    end-of-turn token; the second of `texts` is without the empty thought that a template may add.
+    `whole` is the first with whatever the template writes behind it, all of `messages` messages.
+    """
+
+    begin: int
+    texts: tuple[str, ...]
+    whole: str
+    messages: int = 0
+
+    def span_in(self, text: str) -> tuple[int, int] | None:
+        """Where it stands in the text of a chat that goes on; None if it stands there otherwise."""
+        found = next((one for one in self.texts if text.startswith(one)), None)
+        return None if found is None else (self.begin, len(found))
 
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """What a template writes around an assistant's turn: the generation prompt before it and the
-    special token right after it. `bare`: there is no prompt, and an answer follows what was said
-    before it at once, with white space between them at most.
+    """What a template writes around an assistant's turn: the generation prompt before it, or a
+    `header` where there is no prompt; the special token right after it; and in the last turn an
+    `opening` between prompt and answer, such as an empty thought, and the `rest` behind the end.
     """
 
     prompt: str
     end: str | None
-    bare: bool
+    header: str = ""
+    opening: str = ""
+    rest: str = ""
 
 
 def turn_format(form: ChatFormat) -> TurnFormat:
@@ -79,15 +100,16 @@ def _turn_format(
             generation_prompt=False,
         )
     except WrongInput:
-        return TurnFormat("", None, bare=False)
-    after = (
-        re.match(rf"\s*{any_of_pattern(special).pattern}", whole.partition(ANSWER)[2])
-        if special
-        else None
+        return TurnFormat("", None)
+    before, _, behind = whole.partition(ANSWER)
+    after = re.match(rf"\s*{any_of_pattern(special).pattern}", behind) if special else None
+    return TurnFormat(
+        asked.removeprefix(bare) if asked.startswith(bare) else "",
+        after[1] if after else None,
+        before.removeprefix(bare).rstrip(" ") if asked == bare and before.startswith(bare) else "",
+        before.removeprefix(asked) if asked != bare and before.startswith(asked) else "",
+        behind[after.end() :] if after else "",
     )
-    prompt = asked.removeprefix(bare) if asked.startswith(bare) else ""
-    follows = whole.startswith(bare) and whole[len(bare) :].lstrip().startswith(ANSWER)
-    return TurnFormat(prompt, after[1] if after else None, bare=follows and not prompt)
 
 
 def last_user_turn(form: ChatFormat, prompt: str) -> str:
@@ -121,17 +143,18 @@ def _user_frame(template: str, named: tuple[tuple[str, str], ...]) -> tuple[str,
     return before[len(before) - same :] or before, after
 
 
-def render_with_spans(form: ChatFormat, messages: Messages, first: int = 0) -> RenderedChat:
-    """Render a chat whose look-alikes are masked, and find the assistant's turns from message
-    `first` on.
+def trained_texts(form: ChatFormat, messages: Messages, first: int = 0) -> list[RenderedChat]:
+    """The texts in which the answers of a chat from message `first` on are trained, each answer in
+    one of them: the whole chat, which look-alikes must be masked in, and before it the chat cut
+    after answers that it has otherwise than they were given.
 
     Raises:
-        WrongInput: the template refuses the chat, or it is not clear which part of the text belongs
-        to a message.
+        WrongInput: the template refuses the chat, or does not write an answer behind its generation
+            prompt.
     """
     marked = render_marked(form.template, messages, form.named)
-    how = turn_format(form)
     if BEGIN in marked:
+        how = turn_format(form)
         text, found = _strip_marks(marked, (BEGIN, END))
         edges = [place for _, place in found]
         spans = [
@@ -139,15 +162,96 @@ def render_with_spans(form: ChatFormat, messages: Messages, first: int = 0) -> R
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
         spans = spans[_blocks_before(form, messages, first, len(spans)) :]
-    else:
-        text = marked
-        spans = _SpanFinder(form, messages, text, how).spans()[_count_turns(messages[:first]) :]
-    spans = [(begin, end) for begin, end in spans if begin < end]
-    return RenderedChat(
-        text,
-        spans,
-        [how.end is not None and text.endswith(how.end, begin, end) for begin, end in spans],
+        return [_rendered(text, spans, len(messages))]
+    answers = [
+        _served(form, messages, index, marked)
+        for index in range(first, len(messages))
+        if messages[index]["role"] == "assistant"
+    ]
+    texts = list[RenderedChat]()
+    left, text, count = answers, marked, len(messages)
+    while left or not texts:
+        spans = [span for answer in left if (span := answer.span_in(text))]
+        if spans or not answers:
+            texts.append(_rendered(text, spans, count))
+        left = [answer for answer in left if not answer.span_in(text)]
+        if left:
+            text, count = left[-1].whole, left[-1].messages
+    return texts[::-1]
+
+
+def _rendered(text: str, spans: Sequence[tuple[int, int]], messages: int) -> RenderedChat:
+    return RenderedChat(text, [(begin, end) for begin, end in spans if begin < end], messages)
+
+
+def _served(form: ChatFormat, messages: Messages, index: int, marked: str) -> ServedAnswer:
+    """The answer that message `index` is; `marked`: the text of all messages.
+
+    Raises:
+        WrongInput: the template refuses the messages up to it, or writes it otherwise than its
+            generation prompt begins it.
+    """
+    how, chat = turn_format(form), messages[: index + 1]
+    whole = marked if len(chat) == len(messages) else form.render(chat)
+    try:
+        prompt: str | None = form.render(chat[:-1], generation_prompt=True)
+    except WrongInput:
+        prompt = None
+    says = bool(str(chat[-1].get("content") or "").strip() or chat[-1].get("tool_calls"))
+    found = served_answer(how, whole, prompt, is_first=not index, says=says)
+    if found is not None:
+        return replace(found, messages=len(chat))
+    if prompt is not None and (found := _answer_behind(form, chat, whole, prompt)):
+        return found
+    raise WrongInput(
+        f"the chat template of {form.where} ({fingerprint(form.template)}) does not write message"
+        f" {index + 1} of {len(messages)} (assistant) behind its generation prompt"
+        f" {(how.prompt or str(prompt))[-40:]!r}, so a served model would not be asked for what is"
+        " trained; give answers the thoughts that it opens (`reasoning_content`), say in"
+        " tokenizer.template_kwargs whether it does (such as enable_thinking: false), or set"
+        " tokenizer.template to a template that writes answers as it asks for them"
     )
+
+
+def served_answer(
+    how: TurnFormat, whole: str, prompt: str | None, *, is_first: bool, says: bool
+) -> ServedAnswer | None:
+    """The answer that ends a text, from the text that asks for it (None: the template refuses it);
+    None if it does not continue that. `is_first`: nothing is said before it. `says`: it has a
+    content or calls tools, so that its end alone would teach the model to say nothing.
+    """
+    end = len(whole.removesuffix(how.rest).rstrip())
+    begin = -1
+    if prompt is not None and whole.startswith(prompt + how.header):
+        begin = len(prompt) + len(how.header)
+    elif is_first and how.prompt and how.prompt in whole:
+        begin = whole.index(how.prompt) + len(how.prompt)
+    text = whole[: max(begin, end)]
+    if begin < 0 or (says and not text[begin:].removesuffix(how.end or "").strip()):
+        return None
+    texts = {text, text[:begin] + text[begin:].removeprefix(how.opening)}
+    return ServedAnswer(begin, tuple(sorted(texts, key=len, reverse=True)), whole)
+
+
+def _answer_behind(
+    form: ChatFormat, chat: Messages, whole: str, prompt: str
+) -> ServedAnswer | None:
+    """The answer where the template writes what was said before it otherwise once it is given, such
+    as a system prompt that is put into the last question only while that is the last message. What
+    follows the last thing said must be the same.
+    """
+    content = chat[-2].get("content") if len(chat) > 1 else None
+    if not isinstance(content, str) or not (core := content.rstrip()):
+        return None
+    asked = [*chat[:-2], {**chat[-2], "content": core + QUESTION + content[len(core) :]}]
+    try:
+        before = form.render(asked, generation_prompt=True).split(QUESTION)
+        after = form.render([*asked, chat[-1]]).split(QUESTION)
+    except WrongInput:
+        return None
+    if len(before) != 2 or len(after) != 2 or ["".join(before), "".join(after)] != [prompt, whole]:
+        return None
+    return served_answer(turn_format(form), before[0] + after[1], prompt, is_first=False, says=True)
 
 
 def _count_turns(messages: Messages) -> int:
@@ -188,150 +292,3 @@ def _strip_marks(text: str, marks: Iterable[str]) -> tuple[str, list[tuple[str, 
         length += len(piece)
         places.append((mark, length))
     return "".join(cut[::2]), places[:-1]
-
-
-class _SpanFinder:
-    """Finds each assistant message of one chat in the rendered text."""
-
-    def __init__(self, form: ChatFormat, messages: Messages, text: str, how: TurnFormat) -> None:
-        self._form, self._messages, self._text, self._how = form, messages, text, how
-        self._special = any_of_pattern(tuple(form.special)) if form.special else None
-        self._turns = [
-            index for index, message in enumerate(messages) if message["role"] == "assistant"
-        ]
-        self._said = self._contents()
-        # A prompt with special tokens occurs in no message, since look-alikes are masked.
-        self._prompt_is_special = bool(self._special and self._special.search(how.prompt))
-
-    def spans(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        for index in self._turns:
-            lowest = found[-1][1] if found else 0
-            begin = self._begin(index, lowest)
-            end = self._end(index, begin)
-            if not lowest <= begin <= end <= len(self._text):
-                raise self._unsure(index)
-            found.append((begin, end))
-        return found
-
-    def _contents(self) -> dict[int, tuple[int | None, int]]:
-        """Message -> where its content, stripped of whitespace, begins and ends; {} if marks change
-        what the template writes.
-
-        The beginning is None if the template drops it, as Qwen 3's does with thoughts.
-        """
-        chat, opened, closed = (
-            [dict(message) for message in self._messages],
-            dict[str, int](),
-            dict[str, int](),
-        )
-        for number, index in enumerate(self._turns):
-            content = chat[index].get("content")
-            if isinstance(content, str) and (core := content.strip()):
-                begin, end = chr(FIRST_MARK + 2 * number), chr(FIRST_MARK + 2 * number + 1)
-                opened[begin] = closed[end] = index
-                before, _, after = content.partition(core)
-                chat[index]["content"] = f"{before}{begin}{core}{end}{after}"
-        if not closed:
-            return {}
-        try:
-            text, places = _strip_marks(
-                render_marked(self._form.template, chat, self._form.named), {**opened, **closed}
-            )
-        except WrongInput:
-            return {}
-        marks = [mark for mark, _ in places]
-        if text != self._text or len(set(marks)) < len(marks):
-            return {}
-        begins = {opened[mark]: place for mark, place in places if mark in opened}
-        return {
-            closed[mark]: (begins.get(closed[mark]), place)
-            for mark, place in places
-            if mark in closed
-        }
-
-    def _begin(self, index: int, lowest: int) -> int:
-        prompt, text = self._how.prompt, self._text
-        if index not in self._said:
-            return self._begin_unmarked(index, lowest)
-        opened, closed = self._said[index]
-        said = closed if opened is None else opened
-        if prompt and opened is not None:
-            content = self._messages[index]["content"]
-            for place in (opened - (len(content) - len(content.lstrip())), opened):
-                if text.endswith(prompt, lowest, max(place, lowest)):
-                    return place
-        if self._prompt_is_special:
-            # Text between the prompt and the content is the assistant's too: its thoughts, for
-            # example.
-            place = text.rfind(prompt, lowest, said)
-            if place >= 0 and not (
-                self._special and self._special.search(text, place + len(prompt), said)
-            ):
-                return place + len(prompt)
-        before = self._prefix(index, prompt=True)
-        if (
-            before is not None
-            and lowest <= before <= said
-            and (prompt or not text[before:said].strip())
-        ):
-            return before
-        if prompt or opened is None:
-            raise self._unsure(index)
-        return lowest + len(text[lowest:opened].rstrip(" "))
-
-    def _begin_unmarked(self, index: int, lowest: int) -> int:
-        """Where a message without content of its own begins, such as a tool call."""
-        prompt = self._how.prompt
-        if self._prompt_is_special and (place := self._text.find(prompt, lowest)) >= 0:
-            return place + len(prompt)
-        before = self._prefix(index, prompt=True)
-        if before is None or not (prompt or self._how.bare):
-            raise self._unsure(index)
-        return before
-
-    def _end(self, index: int, begin: int) -> int:
-        """The position after the end-of-turn token or, if the template writes none, after the last
-        character of the turn.
-        """
-        text, end = self._text, self._how.end
-        said = self._said.get(index)
-        place = said[1] if said else begin
-        if end is not None and (after := re.compile(rf"\s*{re.escape(end)}").match(text, place)):
-            return after.end()
-        whole = self._prefix(index + 1, prompt=False)
-        if whole is not None and whole >= place:
-            closed = text.find(end, place, whole) if end is not None else -1
-            return (
-                closed + len(end or "") if closed >= 0 else max(place, len(text[:whole].rstrip()))
-            )
-        closing = (
-            self._special.search(text, place)
-            if self._special and self._messages[index].get("tool_calls")
-            else None
-        )
-        if closing and closing[0] == end:
-            return closing.end()
-        if not said:
-            raise self._unsure(index)
-        return place
-
-    def _prefix(self, count: int, *, prompt: bool) -> int | None:
-        """The length of the first `count` messages rendered alone, if the whole chat begins with
-        that text.
-        """
-        if not count:
-            return None
-        try:
-            first = self._form.render(self._messages[:count], generation_prompt=prompt)
-        except WrongInput:
-            return None
-        return len(first) if self._text.startswith(first) else None
-
-    def _unsure(self, index: int) -> WrongInput:
-        role = self._messages[index]["role"]
-        return WrongInput(
-            f"the chat template of {self._form.where} ({fingerprint(self._form.template)}) does not"
-            f" show where message {index + 1} of {len(self._messages)} ({role}) stands in the chat;"
-            " put {% generation %} blocks into the template, or set tokenizer.template"
-        )

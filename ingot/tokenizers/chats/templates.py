@@ -14,7 +14,7 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -126,8 +126,8 @@ def with_padding(tokenizer: Tokenizer) -> Tokenizer:
     Raises:
         WrongInput: there is no such token, or no template.
     """
-    written, *_ = encode_chats(tokenizer, [_SAMPLE], tokenizer.encode_batch)
-    taken = {*written.tolist(), *tokenizer.encode(_UNKNOWN)}
+    written = whole_chat_ids(tokenizer, _SAMPLE)
+    taken = {*written, *tokenizer.encode(_UNKNOWN)}
     own, ids = tokenizer.special.pad, tokenizer.special_ids
     free = {text: token for text, token in ids.items() if token not in taken}
     if own is not None and own in free.values():

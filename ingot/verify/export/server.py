@@ -21,7 +21,7 @@ from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.data.documents.preferences import from_preference
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.chats.plan import Messages
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export.transformers import TransformersModel
@@ -246,11 +246,7 @@ def check_scores(
         return Check(SERVER, None, "no held-out preference is short enough to ask about")
     answers = ask(url, "/predict", {"instances": [{"messages": [*chat]} for chat in chats]})
     found = [answer["scores"][answer["label"]] for answer in answers["predictions"]]
-    ids = [
-        [int(token) for token in encode_chats(tokenizer, [chat], tokenizer.encode_batch)[0]]
-        for chat in chats
-    ]
-    wanted = model.scores(ids)
+    wanted = model.scores([whole_chat_ids(tokenizer, chat) for chat in chats])
     gap = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
     detail = f"{len(chats)} chats: scores differ by up to {gap:.1e} (bound {bound:.1e})"
     return Check(SERVER, gap <= bound, detail)
@@ -262,8 +258,7 @@ def held_out_chats(recipe: Recipe, tokenizer: Tokenizer) -> list[Messages]:
     chats = (side for text in documents for side in from_preference(text).sides)
 
     def fits(chat: Messages) -> bool:
-        ids, *_ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
-        return len(ids) <= recipe.data.seq_len
+        return len(whole_chat_ids(tokenizer, chat)) <= recipe.data.seq_len
 
     return list(itertools.islice(filter(fits, chats), 2 * DOCUMENTS))
 

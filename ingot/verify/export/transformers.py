@@ -23,7 +23,7 @@ from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_messages
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import encode_trained
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 
@@ -235,7 +235,9 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
     ):
         for name, chat, ids in zip(names, chats, stored, strict=True):
             where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
-            if any(token in str(message) for message in chat for token in tokenizer.special_texts):
+            if not chat or any(
+                token in str(message) for message in chat for token in tokenizer.special_texts
+            ):
                 passed_over += 1
             else:
                 asked.append((where, chat, ids))
@@ -244,7 +246,7 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
             CHAT_TEMPLATE,
             None,
             f"{passed_over} held-out chats hold text that looks like special tokens, which"
-            " transformers takes for such",
+            " transformers takes for such, or are written by the template in parts only",
         )
     try:
         found = chat_ids(recipe.folder.model, [chat for _, chat, _ in asked])
@@ -262,7 +264,12 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
                 f"{where}: {_first_difference(theirs, ids, tokenizer)}; put back the template that"
                 " the run was trained with",
             )
-    left = f"; {passed_over} that look like special tokens are passed over" if passed_over else ""
+    left = (
+        f"; {passed_over} that hold look-alikes of special tokens, or that the template writes in"
+        " parts only, are passed over"
+        if passed_over
+        else ""
+    )
     return Check(
         CHAT_TEMPLATE,
         True,
@@ -275,7 +282,8 @@ def _stored_chats(
     recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer, names: Sequence[str]
 ) -> Iterator[tuple[str, list[Chat], list[list[int]]]]:
     """Held-out documents as chats, with their prepared records; documents that the template refused
-    have none and are skipped.
+    have none and are skipped. Of a chat that is several records each is the chat cut where it ends,
+    without messages if the template does not write that as a whole.
     """
     split = recipe.data.examples_split
     parts = [part for source in prepared.splits[split] for part in source.parts]
@@ -291,18 +299,29 @@ def _stored_chats(
         strict=True,
     )
     for document in read_documents(recipe, split):
-        chats: list[Chat] = (
-            [from_messages(document.text)]
-            if recipe.documents == "chat"
-            else [from_rated(document.text).chat]
-            if recipe.documents == "rated"
-            else list(from_preference(document.text).sides)
-        )
+        chats, first = _sides(recipe, document.text)
         try:
-            encode_chats(tokenizer, chats, tokenizer.encode_batch)
+            made = encode_trained(tokenizer, chats, tokenizer.encode_batch, [first] * len(chats))
         except WrongInput:
             continue
-        yield document.doc_id, chats, [[int(token) for token in record] for record in next(records)]
+        if recipe.documents == "chat":
+            rows = [[chats[0][:count]] for count in made.messages]
+        else:
+            rows = [[chat[:count] for chat, count in zip(chats, made.messages, strict=True)]]
+        for row in rows:
+            stored = [[int(token) for token in record] for record in next(records)]
+            yield document.doc_id, row, stored
+
+
+def _sides(recipe: Recipe, text: str) -> tuple[list[Chat], int]:
+    """The chats of a document, and the number of their first message that is trained."""
+    if recipe.documents == "chat":
+        return [from_messages(text)], 0
+    if recipe.documents == "rated":
+        rated = from_rated(text)
+        return [rated.chat], len(rated.prompt)
+    preference = from_preference(text)
+    return list(preference.sides), len(preference.prompt)
 
 
 def _first_difference(theirs: Sequence[int], stored: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -85,7 +85,7 @@ def test_what_decides_about_records() -> None:
         identity("chat", tokenizer, "a")
         == identity("chat", tokenizer, "b")
         == {
-            "records": "sft-1",
+            "records": "sft-2",
             "tokenizer": tokenizer.identity(),
         }
     )

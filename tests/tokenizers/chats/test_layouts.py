@@ -13,7 +13,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
 from ingot.tokenizers.chats import layouts, render, watch
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.chats.layouts import ChatLayout, ChatLayouts, layout_of
 from ingot.tokenizers.chats.shapes import shape_of
 from ingot.tokenizers.chats.templates import find_template, with_template
@@ -61,7 +61,7 @@ def accepted(tokenizer: Tokenizer, chats: list[Chat]) -> list[Chat]:
 
     def is_accepted(chat: Chat) -> bool:
         try:
-            encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+            encode_trained(tokenizer, [chat], tokenizer.encode_batch)
         except WrongInput:
             return False
         return True
@@ -73,13 +73,15 @@ def check_alike(tokenizer: Tokenizer, chats: list[Chat], monkeypatch: pytest.Mon
     chats = accepted(tokenizer, chats)
     assert len(chats) > 20
     for firsts in (None, [len(chat) // 2 for chat in chats]):
-        found = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
+        found = encode_trained(tokenizer, chats, tokenizer.encode_batch, firsts)
         with monkeypatch.context() as patched:
             patched.setattr(ChatLayouts, "find", lambda *_: None)
-            wanted = encode_chats(tokenizer, chats, tokenizer.encode_batch, firsts)
-        for one, other in zip(found, wanted, strict=True):
+            wanted = encode_trained(tokenizer, chats, tokenizer.encode_batch, firsts)
+        for name in ("ids", "mask", "lengths", "counts"):
+            one, other = getattr(found, name), getattr(wanted, name)
             assert one.dtype == other.dtype
             assert one.tolist() == other.tolist()
+        assert found.messages == wanted.messages
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -150,7 +152,8 @@ def test_templates_that_only_join_have_layouts(template: str) -> None:
 def test_a_template_that_looks_into_contents_has_none(
     looks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template = CHATML.replace("%}{{", "%}" + looks.replace("m.", "message.") + "{{", 1)
+    looks = "{% if message.role == 'user' %}" + looks.replace("m.", "message.") + "{% endif %}"
+    template = CHATML.replace("%}{{", "%}" + looks + "{{", 1)
     assert layout(template, U, A) is None
     tokenizer = chatty(template)
     chats = [turns((U, text), (A, "yes")) for text in ("b", "c", "bb", "abc", " b ")] * 5

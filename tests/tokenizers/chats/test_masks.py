@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chats.encode import encode_chats, end_of_turn
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import (
     CHATML,
@@ -62,19 +62,25 @@ ROLE_TOKENS = (
 )
 
 
+NEXT = "\n=====\n"
+
+
 def turns(*said: tuple[str, str]) -> Chat:
     return [{"role": role, "content": content} for role, content in said]
 
 
 def bracketed(tokenizer: Tokenizer, chat: Chat) -> str:
-    """The chat as text, what is trained between brackets."""
-    ids, mask, lengths = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
-    assert len(ids) == len(mask) == lengths.sum()
-    text = ""
-    for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-        piece = tokenizer.decode(ids[part], skip_special=False)
-        text += f"⟦{piece}⟧" if len(part) and mask[part[0]] else piece
-    return text
+    """The chat as text, what is trained between brackets; several texts with NEXT between them."""
+    found = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
+    assert len(found.ids) == len(found.mask) == found.lengths.sum()
+    assert found.counts.tolist() == [len(found.lengths)] == [len(found.messages)]
+    texts, cuts = list[str](), np.cumsum(found.lengths)[:-1]
+    for ids, mask in zip(np.split(found.ids, cuts), np.split(found.mask, cuts), strict=True):
+        texts.append("")
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
+            piece = tokenizer.decode(ids[part], skip_special=False)
+            texts[-1] += f"⟦{piece}⟧" if len(part) and mask[part[0]] else piece
+    return NEXT.join(texts)
 
 
 TALK = turns((S, "melt"), (U, "hello"), (A, " yes? \n"), (U, "more"), (A, "no"))
@@ -117,11 +123,12 @@ TALK = turns((S, "melt"), (U, "hello"), (A, " yes? \n"), (U, "more"), (A, "no"))
             NO_END,
             "system: melt\n\nuser: hello\n\nassistant:⟦ yes?⟧\n\nuser: more\n\nassistant:⟦ no⟧\n\n",
         ),
-        # An end that is written once, after the last turn, is trained with that turn.
+        # An end that is written once, after the last turn, is trained with each: a server stops there.
         (
             END_ONCE,
             (
-                "system: melt\nuser: hello\nassistant:⟦  yes?⟧ \n\nuser: more\nassistant:⟦"
+                "system: melt\nuser: hello\nassistant:⟦  yes? \n\n<|end_of_text|>⟧"
+                f"{NEXT}system: melt\nuser: hello\nassistant:  yes? \n\nuser: more\nassistant:⟦"
                 " no\n<|end_of_text|>⟧"
             ),
         ),
@@ -211,25 +218,27 @@ def test_any_contents(said: list[tuple[str, str]], template: str) -> None:
     """
     tokenizer, chat = TOKENIZERS[template], turns(*said)
     try:
-        ids, mask, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+        made = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
     except WrongInput as error:
-        assert "does not show where message" in str(error)  # noqa: PT017
+        assert "does not write message" in str(error)  # noqa: PT017
         assert (template, any(not content.strip() for role, content in said if role == A)) == (
             NO_PROMPT,
             True,
         )
         return
+    ids, mask = made.ids, made.mask
     end = tokenizer.special_ids[str(end_of_turn(tokenizer))]
     assert ((ids == end) & (mask == 1)).sum() == sum(role == A for role, _ in said)
     swapped = turns(*((role, "X" if role != A else content) for role, content in said))
-    other, other_mask, _ = encode_chats(tokenizer, [swapped], tokenizer.encode_batch)
+    like = encode_trained(tokenizer, [swapped], tokenizer.encode_batch)
+    other, other_mask = like.ids, like.mask
     assert ids[mask == 1].tolist() == other[other_mask == 1].tolist()
-    made = {
+    made_special = {
         tokenizer.special_ids[token]
         for token in ("<|im_start|>", "<|im_end|>", "<|end_of_text|>", "<|begin_of_text|>")
     }
-    assert [token for token in ids.tolist() if token in made] == [
-        token for token in other.tolist() if token in made
+    assert [token for token in ids.tolist() if token in made_special] == [
+        token for token in other.tolist() if token in made_special
     ]
 
 
@@ -273,7 +282,8 @@ def test_a_template_that_hides_what_was_said_is_refused() -> None:
         " endfor %}"
     )
     with pytest.raises(
-        WrongInput, match=r"does not show where message 2 of 2 \(assistant\) stands.*generation"
+        WrongInput,
+        match=r"does not write message 2 of 2 \(assistant\) behind its generation prompt",
     ):
         encode_chats(tokenizer, [turns((U, "a"), (A, ""))], tokenizer.encode_batch)
 
@@ -332,15 +342,18 @@ REAL = [
 def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str) -> None:
     folder = test_data / "tokenizers" / name
     ours, theirs = real_tokenizer(folder), transformers_tokenizer(folder)
-    ids, mask, lengths = encode_chats(ours, REAL, ours.encode_batch)
-    ends = np.cumsum(lengths)
-    for chat, mine, trained in zip(
-        REAL, np.split(ids, ends[:-1]), np.split(mask, ends[:-1]), strict=True
-    ):
-        assert mine.tolist() == theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
-        assert ((mine == ours.special.eos) & (trained == 1)).sum() == sum(
-            message["role"] == A for message in chat
-        )
+    found, place = encode_trained(ours, REAL, ours.encode_batch), 0
+    for chat, count in zip(REAL, found.counts.tolist(), strict=True):
+        ended = 0
+        for _ in range(count):
+            end = int(found.lengths[: place + 1].sum())
+            part = slice(end - int(found.lengths[place]), end)
+            cut = chat[: found.messages[place]]
+            ids = theirs.apply_chat_template(cut, tokenize=True, return_dict=False)
+            assert found.ids[part].tolist() == ids
+            ended += ((found.ids[part] == ours.special.eos) & (found.mask[part] == 1)).sum()
+            place += 1
+        assert ended == sum(message["role"] == A for message in chat)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +373,7 @@ def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str)
             [
                 "⟦yo man<|im_end|>⟧",
                 "⟦<think>\n\n</think>\n\n No. \n<|im_end|>⟧",
-                "⟦so<|im_end|>⟧",
+                "⟦<think>\nhm\n</think>\n\nso<|im_end|>⟧",
                 "⟦<think>\nhm\n</think>\n\nthus<|im_end|>⟧",
                 '⟦<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧',
                 "⟦It is 42<|im_end|>⟧",

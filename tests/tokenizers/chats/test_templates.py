@@ -197,9 +197,8 @@ def test_chatml_as_qwens(test_data: Path) -> None:
     real = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
     ours = with_template(real, find_template("chatml"))
     chat = [*CHAT, {"role": "user", "content": "and?"}]
-    assert [part.tolist() for part in encode_chats(ours, [chat], ours.encode_batch)] == [
-        part.tolist() for part in encode_chats(real, [chat], real.encode_batch)
-    ]
+    ids, *_ = encode_chats(real, [chat], real.encode_batch, [len(chat)])
+    assert ids.tolist() == encode_chats(ours, [chat], ours.encode_batch)[0].tolist()
     assert ours.encode_chat(chat) == real.encode_chat(chat)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chats.encode import encode_chats
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.chats.layouts import ChatLayouts, layout_of
 from ingot.tokenizers.chats.shapes import shape_of
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -88,13 +88,12 @@ TOOLS: Chat = [
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("begin", [0, 1])
 def test_they_are_not_rendered_one_by_one(name: str, begin: int) -> None:
-    chats = [turns((S, "a"), (U, "b"), (A, "c"), (U, "d"), (A, "e"))[begin:]]
-    if begin or name != "last question":  # which hides where a call begins behind it
-        chats.append(TOOLS[begin:])
-    for chat in chats:
-        found = shape_of(chat)
+    for chat in (turns((S, "a"), (U, "b"), (A, "c"), (U, "d"), (A, "e")), TOOLS):
+        found = shape_of(chat[begin:])
         assert found is not None
-        assert layout_of(TOKENIZERS[name].chat_format, found[0], 0) is not None
+        layout = layout_of(TOKENIZERS[name].chat_format, found[0], 0)
+        # Only as long as it is the last one, a question has the system prompt.
+        assert (layout is None) == (name == "last question" and not begin)
 
 
 def test_what_is_trained_of_a_call_without_a_prompt() -> None:
@@ -108,10 +107,10 @@ def test_what_is_trained_of_a_call_without_a_prompt() -> None:
 
 
 def test_a_header_before_a_call_is_not_trained() -> None:
-    """Without a prompt it cannot be told from the call, so the chat is refused."""
-    tokenizer = chatty(CALLS.partition("{% if add")[0])
-    with pytest.raises(WrongInput, match="does not show where message 3"):
-        encode_chats(tokenizer, [TOOLS], tokenizer.encode_batch)
+    """Without a prompt it is what the template writes between the last thing said and an answer."""
+    text = bracketed(chatty(CALLS.partition("{% if add")[0]), TOOLS)
+    assert text == bracketed(TOKENIZERS["calls"], TOOLS)
+    assert '<|im_start|>assistant\n⟦<call>{"name": "f", "arguments": {"a": [1, "é"]}}' in text
 
 
 BITS = ["a", "b ", " c", "\n", "\t", '"', "\\", "é", "🔥", "[/ASK]", " [/ASK] ", "<|", "im_end|>"]
@@ -147,16 +146,17 @@ def test_any_chats(chats: list[Chat], name: str) -> None:
     for chat in chats:
         try:
             # A shape has a layout from its second chat on.
-            encode_chats(tokenizer, [chat, chat], tokenizer.encode_batch)
+            encode_trained(tokenizer, [chat, chat], tokenizer.encode_batch)
         except WrongInput:
             continue
         kept.append(chat)
     for firsts in (None, [len(chat) // 2 for chat in kept]):
-        found = encode_chats(tokenizer, kept, tokenizer.encode_batch, firsts)
+        found = encode_trained(tokenizer, kept, tokenizer.encode_batch, firsts)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ChatLayouts, "find", lambda *_: None)
-            wanted = encode_chats(tokenizer, kept, tokenizer.encode_batch, firsts)
-        assert [one.tolist() for one in found] == [one.tolist() for one in wanted]
+            wanted = encode_trained(tokenizer, kept, tokenizer.encode_batch, firsts)
+        for name in ("ids", "mask", "lengths", "counts"):
+            assert getattr(found, name).tolist() == getattr(wanted, name).tolist()
 
 
 def test_a_length_that_a_template_checks_is_that_of_each_chat() -> None:
@@ -173,27 +173,6 @@ def test_a_length_that_a_template_checks_is_that_of_each_chat() -> None:
     encode_chats(tokenizer, chats[:3], tokenizer.encode_batch)
     with pytest.raises(WrongInput, match="nine characters"):
         encode_chats(tokenizer, chats, tokenizer.encode_batch)
-
-
-def test_a_question_that_is_written_otherwise_when_it_is_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether a chat begins with its first messages alone then depends on what is said, and with
-    it where a turn without a prompt begins.
-    """
-    template = (
-        "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %} {{ m.content |"
-        " trim }}{{ eos_token }}{% else %}{{ messages[0].content if loop.last else m.content + '\n'"
-        " }}{% endif %}{% endfor %}"
-    )
-    said = ("x", "y", "x y", " x", "y ")
-    chats = [turns((S, one), (U, other), (A, "b")) for one in said for other in said]
-    check_alike(chatty(template), chats, monkeypatch)
-    found = shape_of(chats[0])
-    assert found is not None
-    layout = layout_of(chatty(template).chat_format, found[0], 0)
-    assert layout is not None
-    assert layout.parted
 
 
 @pytest.mark.parametrize(
