@@ -107,8 +107,7 @@ PURPOSES = {
     "chat": (
         "chats, what the assistant says is learnt",
         "hf:HuggingFaceTB/SmolLM2-135M",
-        "objective: {kind: sft}                  # loss on the assistant's turns alone\n"
-        "tokenizer: {template: chatml}           # how turns are written\n",
+        "objective: {kind: sft}                  # loss on the assistant's turns alone\n",
     ),
     "prefer": (
         "preferences: of two answers the better one",
@@ -117,6 +116,10 @@ PURPOSES = {
     ),
 }
 """What a new recipe can be for: its data, the model that is proposed, and the sections it needs."""
+TEMPLATE = "tokenizer: {template: chatml}           # how turns are written\n"
+"""For a model that was not tuned on chats; another keeps the template that it was tuned with."""
+RATES = {"adapt": "5.0e-5", "chat": "5.0e-5", "prefer": "1.0e-6"}
+"""Learning rates of models that go on learning: those of preferences would undo it with more."""
 BYTES_A_TOKEN = 5
 """Of a file of documents, with what JSON needs around them."""
 ENOUGH_STEPS = 50
@@ -148,17 +151,28 @@ def new(
     from ingot.base.progress import say
     from ingot.base.storage import disk_errors, write_atomic
 
-    data = _answer("--data", data, "What data? A file, a glob or hf:ORG/NAME", "builtin:stdlib")
+    proposed = PURPOSES.get(purpose or "pretrain", PURPOSES["pretrain"])[1]
+    asked = {
+        "--data": (data, "builtin:stdlib"),
+        "--for": (purpose, "pretrain"),
+        "--model": (model, proposed),
+        "--machine": (machine, "cpu"),
+        "--write": (path, f"{purpose or 'pretrain'}.yaml"),
+    }
+    lacking = [f"{option} {such}" for option, (given, such) in asked.items() if given is None]
+    if lacking and not sys.stdin.isatty():
+        raise WrongInput(f"nobody can be asked here; add, for example, {' '.join(lacking)}")
+    data = _answer(data, "What data? A file, a glob or hf:ORG/NAME", "builtin:stdlib")
     told = "; ".join(f"{name} ({about})" for name, (about, _, _) in PURPOSES.items())
-    purpose = _answer("--for", purpose, f"What for? {told}", "pretrain")
+    purpose = _answer(purpose, f"What for? {told}", "pretrain")
     if purpose not in PURPOSES:
         raise WrongInput(f"--for {purpose} is none of {', '.join(PURPOSES)}; choose one")
-    model = _answer("--model", model, "What model?", PURPOSES[purpose][1])
-    machine = _answer("--machine", machine, "What machine? cpu, gpu, or a number of GPUs", "cpu")
+    model = _answer(model, "What model?", PURPOSES[purpose][1])
+    machine = _answer(machine, "What machine? cpu, gpu, or a number of GPUs", "cpu")
     devices = {"cpu": 0, "gpu": 1}.get(machine, int(machine) if machine.isdecimal() else -1)
     if devices < 0:
         raise WrongInput(f"--machine {machine} is not cpu, gpu or a number of GPUs; give one")
-    file = Path(_answer("--write", path, "Where? The file to write", f"{purpose}.yaml"))
+    file = Path(_answer(path, "Where? The file to write", f"{purpose}.yaml"))
     if file.suffix not in (".yaml", ".yml"):
         raise WrongInput(f"--write {file}: a recipe's name ends in .yaml; give such a one")
     if file.exists() and not overwrite:
@@ -173,15 +187,9 @@ def new(
     return 0
 
 
-def _answer(option: str, given: str | None, question: str, proposed: str) -> str:
-    """What was given or is answered. Raises WrongInput where nobody can be asked."""
-    from ingot.base.errors import WrongInput
-
-    if given is not None:
-        return given
-    if not sys.stdin.isatty():
-        raise WrongInput(f"nobody can be asked here; give {option}, such as {option} {proposed}")
-    return str(typer.prompt(question, default=proposed, err=True))
+def _answer(given: str | None, question: str, proposed: str) -> str:
+    """What was given or is answered."""
+    return str(typer.prompt(question, default=proposed, err=True)) if given is None else given
 
 
 def _written(file: Path, data: str, purpose: str, model: str, devices: int) -> str:
@@ -190,11 +198,13 @@ def _written(file: Path, data: str, purpose: str, model: str, devices: int) -> s
     length = ("epochs: 1    ", "each document once; or steps: N")
     if random:
         length = ("steps: 1000  ", "or epochs: N, each document N times")
-    tokenizer = (
-        "tokenizer: {source: train, vocab_size: 8192}   # learnt from the documents\n"
-        if random
-        else ""
-    )
+    tokenizer = ""
+    if random:
+        template = ", template: chatml" if purpose in ("chat", "prefer") else ""
+        learnt = f"{{source: train, vocab_size: 8192{template}}}"
+        tokenizer = f"tokenizer: {learnt}   # learnt from the documents\n"
+    elif purpose == "chat" and not _has_template(model):
+        tokenizer = TEMPLATE
     seq_len = 256 if random else 512
     rows = _rows_here(data, seq_len)
     batch = _batch(devices, rows)
@@ -226,7 +236,7 @@ train:
   {length[0]}                 # {length[1]}
   global_batch: {batch[0]}             # rows a step, over all devices
   micro_batch: {batch[1]}               # rows at once on a device: lower it if memory is short
-  optimizer: {{lr: {"1.0e-3" if random else "5.0e-5"}{"" if random else ", weight_decay: 0.0"}}}
+  optimizer: {{lr: {"1.0e-3" if random else RATES[purpose] + ", weight_decay: 0.0"}}}
   schedule: {{kind: cosine, warmup: 0.1, min_ratio: 0.1}}
   evaluate_every: 50
 
@@ -235,6 +245,22 @@ checkpoint: {{every: 100, keep: 2}}       # what was interrupted goes on from th
 {launch}evaluate:
   tasks: [{{kind: loss}}]
 """
+
+
+def _has_template(model: str) -> bool:
+    """Whether a model was tuned on chats that were written down in a way of its own: by the files
+    beside it, or on the hub by its name.
+    """
+    from ingot.base.errors import IngotError
+    from ingot.config.models.source import named_folder
+    from ingot.tokenizers.load import load_tokenizer
+
+    if model.startswith("hf:"):
+        return re.search(r"(?i)instruct|chat|-it\b", model) is not None
+    try:
+        return load_tokenizer(named_folder(model, "--model"), check=False).template is not None
+    except IngotError:
+        return False
 
 
 def _rows_here(data: str, seq_len: int) -> int | None:

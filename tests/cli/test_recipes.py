@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from ingot.cli import doctor
-from ingot.cli.recipes import new
+from ingot.cli.recipes import _written, new
 from ingot.config.load import load_recipe
 from ingot.config.shipped import names
+from ingot.plan.checks.recipe import judge_rate
+from ingot.plan.storage import ModelSize
 from tests.cli.commands import ingot
 from tests.cli.tiny_model import write_model
 
@@ -134,6 +136,31 @@ def test_a_new_recipe_is_commented_and_passes_the_check(
     assert recipe.model.source == chosen
     assert recipe.launch.processes == (4 if machine == "4" else 1)
     assert recipe.documents == {"chat": "chat", "prefer": "preference"}.get(purpose, "text")
+    if model == "MODEL":  # `ingot plan` does not warn of what `ingot new` wrote
+        rate = judge_rate(recipe, ModelSize(135_000_000, 135_000_000), random=False)
+        assert rate.kind != "warning", rate.message
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("base", "chatml"),
+        ("tuned", None),
+        ("hf:o/Some-1B-Instruct", None),
+        ("preset:llama-3m", "chatml"),
+    ],
+)
+def test_a_model_that_was_tuned_on_chats_keeps_its_template(
+    name: str, template: str | None, tmp_path: Path
+) -> None:
+    """Another one would be learnt anew, from the little that is there."""
+    model = name if ":" in name else str(write_model(tmp_path / name))
+    if name == "tuned":
+        (tmp_path / "tuned/chat_template.jinja").write_text("{{ messages[0].content }}")
+    written = _written(tmp_path / "n.yaml", "mine.jsonl", "chat", model, 0)
+    (tmp_path / "n.yaml").write_text(written)
+    recipe = load_recipe([tmp_path / "n.yaml"], environ={}, dotenv=None)
+    assert recipe.tokenizer.template == template
 
 
 @pytest.mark.parametrize(
@@ -170,7 +197,7 @@ def test_what_a_new_recipe_lacks_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "before it can run: " in done.stderr
     for more, told in (
-        ((), "nobody can be asked here; give --data"),
+        ((), "nobody can be asked here; add, for example, --data builtin:stdlib --write pretr"),
         (("--data", "x", "--write", "n.yaml"), "n.yaml exists"),
         (("--data", "x", "--write", "n.txt"), "ends in .yaml"),
         (("--data", "x", "--write", "m.yaml", "--machine", "huge"), "not cpu, gpu or a number"),
