@@ -15,7 +15,6 @@ from ingot.base.lazy import importing
 from ingot.base.markers import fingerprint
 from ingot.base.reports import VerbOutcome
 from ingot.cli.arguments import with_paths
-from ingot.cli.console import show_report
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
@@ -67,6 +66,8 @@ def do_step(
         print_json(verb, **vars(result))
     elif ranks().is_main:
         if verb == "evaluate" and not done:
+            from ingot.cli.console import show_report  # draws by rich
+
             show_report(recipe.folder)
         print(f"{verb}: {record.result}; see {record.where}")
     return record.exit_code
