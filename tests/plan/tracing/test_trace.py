@@ -147,7 +147,7 @@ def test_operators_on_divided_tensors_are_counted(recipe: Any) -> None:
         pytest.param(
             2, ["parallel.shard=2", "memory.recompute.kind=full", "data.seq_len=16"], marks=LONG
         ),
-        (1, T5),
+        (1, [*T5, "train.global_batch=2"]),
         pytest.param(2, [*T5, "parallel.shard=2"], marks=LONG),
     ],
 )
