@@ -28,6 +28,7 @@ ELSEWHERE = {
     "batch_size": "train.global_batch",
     "bf16": "precision.compute",
     "chat_template": "tokenizer.template",
+    "chat_template_kwargs": "tokenizer.template_kwargs",
     "cutoff_len": "data.seq_len",
     "dataset": "data.train",
     "datasets": "data.train",

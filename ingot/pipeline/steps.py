@@ -74,6 +74,8 @@ def _prepare(recipe: Recipe) -> Knobs:
     )
     knobs |= packages_of((CLEANING, step.kind) for step in recipe.data.clean.steps)
     knobs |= packages_of([(TEMPLATES, recipe.tokenizer.template or "")])
+    if kwargs := recipe.tokenizer.template_kwargs:
+        knobs |= {"tokenizer.template_kwargs": sorted(kwargs.items())}
     languages = ("tokenizer.source_language", "tokenizer.target_language")
     if recipe.tokenizer.source_language or recipe.tokenizer.target_language:
         knobs |= recipe.select(languages)

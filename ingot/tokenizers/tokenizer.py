@@ -26,7 +26,14 @@ from ingot.tokenizers.backend import (
     json_backend,
 )
 from ingot.tokenizers.chats.layouts import ChatLayouts
-from ingot.tokenizers.chats.render import ChatFormat, mask_look_alikes, split_at_special
+from ingot.tokenizers.chats.render import (
+    NONE,
+    ChatFormat,
+    TemplateKwargs,
+    Tools,
+    mask_look_alikes,
+    split_at_special,
+)
 from ingot.tokenizers.sentencepiece_backend import SentencePieceBackend
 from ingot.tokenizers.settings import (
     CONVERSION_KEY,
@@ -232,7 +239,8 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
+        kwargs: TemplateKwargs = NONE,
     ) -> list[int]:
         """Ids of a chat by the tokenizer's own template, ending with the generation prompt.
 
@@ -242,6 +250,7 @@ class Tokenizer:
         Args:
             messages: each with `role` and `content`, and whatever else the template reads.
             tools: what the model may call, in OpenAI's format.
+            kwargs: arguments of the template's own; what it never asks for changes nothing.
 
         Raises:
             WrongInput: there is no template, or it refuses these messages, or knows no tools.
@@ -256,8 +265,10 @@ class Tokenizer:
                 f"the chat template of {self._where} knows no tools; leave `tools` out, or serve a"
                 " model that was trained to call them"
             )
-        (masked, named), originals = mask_look_alikes([messages, tools], self._special)
-        text = form.render(masked, generation_prompt=True, tools=named)
+        (masked, named, told), originals = mask_look_alikes(
+            [messages, tools, kwargs], self._special
+        )
+        text = form.render(masked, generation_prompt=True, tools=named, kwargs=told)
         if not originals:
             return encode_beside_others(form.control, text)
         ids: list[int] = []

@@ -18,7 +18,7 @@ from ingot.data.packing.tables import markers_of
 from ingot.data.raw import store as raw
 from ingot.data.raw.store import open_raw
 from ingot.data.tokenizing import vocabulary
-from ingot.tokenizers.chats.templates import find_template, with_template
+from ingot.tokenizers.chats.templates import with_recipe_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.data_columns import check_columns, check_rows
@@ -137,11 +137,8 @@ def _check_tokenizer(
 def _check_recipe_tokenizer(recipe: Recipe, here: Tokenizer) -> Check:
     what = "tokenizer of the recipe"
     try:
-        template = (
-            None if recipe.tokenizer.template is None else find_template(recipe.tokenizer.template)
-        )
         if recipe.trains_tokenizer:
-            same = template is None or with_template(here, template).identity() == here.identity()
+            same = with_recipe_template(recipe, here).identity() == here.identity()
             return Check(
                 what,
                 same,
@@ -151,12 +148,11 @@ def _check_recipe_tokenizer(recipe: Recipe, here: Tokenizer) -> Check:
                     else "the recipe's tokenizer.template is another one; run `ingot prepare`"
                 ),
             )
-        asked = load_tokenizer(resolve_tokenizer(recipe))
+        asked = with_recipe_template(recipe, load_tokenizer(resolve_tokenizer(recipe)))
     except Failed as error:
         return Check(what, None, str(error))
     except WrongInput as error:
         return Check(what, False, str(error))
-    asked = asked if template is None else with_template(asked, template)
     if asked.identity() == here.identity():
         return Check(what, True, f"template {here.template_identity or 'none'}")
     differs = "template" if asked.template != here.template else "vocabulary or special tokens"

@@ -27,6 +27,7 @@ from ingot.tokenizers.encoders import REFERENCE, EncoderChoice
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe, sentences, write_jsonl
+from tests.tokenizers.chats.test_served import OPENED
 
 
 def chats(path: Path, count: int = 60) -> Path:
@@ -126,6 +127,58 @@ def test_another_template_makes_other_columns(tmp_path: Path) -> None:
     assert (
         prepare(chat_recipe(tmp_path, tokenizer__template=str(template))).outputs != first.outputs
     )
+
+
+def test_chats_with_thoughts_are_trained_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the messages' own key to the columns, by a fast encoder that is compared throughout. An
+    answer whose thought the template drops once others follow is trained in a text of its own.
+    """
+    monkeypatch.setattr("ingot.data.tokenizing.parts.FEW_BYTES", 0)
+    monkeypatch.setattr(parts, "COMPARED", 1.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    answers = [
+        {"role": "assistant", "content": f"Answer {n}.", "reasoning_content": f"Thought {n}."}
+        for n in range(80)
+    ]
+    asked = {"role": "user", "content": "Well?"}
+    records = [{"messages": [asked, answers[n], asked, answers[n + 1]]} for n in range(0, 80, 2)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "thinks.jinja").write_text(OPENED)
+    knobs = {"tokenizer__template": str(tmp_path / "thinks.jinja"), "tokenizer__encoder": "auto"}
+    small = chat_recipe(tmp_path, **knobs)
+    ingest(small)
+    first = prepare(small)
+    err = " ".join(capsys.readouterr().err.split())
+    assert "40 chats cut after an earlier answer are texts of their own" in err
+    prepared = prepared_for(small)
+    parts_made = [one for made in prepared.splits.values() for each in made for one in each.parts]
+    assert sum(one.documents for one in parts_made) == sum(one.added for one in parts_made) == 40
+    tokenizer, said = load_tokenizer(small.folder.tokenizer), list[str]()
+    for split in prepared.splits:
+        tokens, mask = (
+            Column(column_prefix(small.folder.columns, split, name, 0)) for name in prepared.names
+        )
+        said += [
+            tokenizer.decode(tokens[record][mask[record] == 1]) for record in range(len(tokens))
+        ]
+    assert sorted(said) == sorted(
+        f"Thought {n}.\n</think>\n\nAnswer {n}.<|im_end|>" for n in range(80)
+    )
+    kwargs = {"tokenizer__template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(WrongInput, match="no document of 0"):
+        prepare(chat_recipe(tmp_path, **knobs, **kwargs))
+    assert "40 chats are left out, the template refuses them" in capsys.readouterr().err
+    for answer in answers:
+        del answer["reasoning_content"]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    ingest(small)
+    opened = prepare(small)
+    closed = chat_recipe(tmp_path, **knobs, **kwargs)
+    assert prepare(closed).outputs != opened.outputs != first.outputs
+    asked_with = load_tokenizer(closed.folder.tokenizer)
+    assert asked_with.decode(asked_with.encode_chat([asked])).endswith("<think>\n\n</think>\n\n")
 
 
 def test_columns_of_another_objective_are_refused(tmp_path: Path) -> None:

@@ -363,6 +363,22 @@ FAULTS = [
         "tests/tokenizers/chats/test_tools.py",
     ),
     Fault(
+        "kwargs-of-a-template-forgotten",
+        "ingot/tokenizers/chats/templates.py",
+        "return with_kwargs(tokenizer, knobs.template_kwargs)",
+        "return tokenizer",
+        "tokenizer.template_kwargs change nothing",
+        "tests/data/test_prepare_kinds.py",
+    ),
+    Fault(
+        "texts-of-a-chat-counted-as-documents",
+        "ingot/data/tokenizing/tokenize.py",
+        "self._added += int(records.counts.sum()) - len(records.counts)",
+        "",
+        "a chat of several texts counts as several documents, and prepare does not tell",
+        "tests/data/test_prepare_kinds.py",
+    ),
+    Fault(
         "layout-with-special-tokens-across",
         "ingot/tokenizers/chats/layouts.py",
         "part[-cut:] in heads or ",

@@ -110,6 +110,10 @@ class TokenizerSettings(Section):
     """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`),
     or the path of a Jinja file. Empty: the tokenizer's own.
     """
+    template_kwargs: dict[str, JsonValue] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`, in training and for every
+    server of the exported model, where a request can give others (`chat_template_kwargs`).
+    """
     source_language: str | None = None
     """For models that mark a text with its language (NLLB, mBART): the token of the language that
     sources are in, such as `eng_Latn`. Empty: the tokenizer's own.

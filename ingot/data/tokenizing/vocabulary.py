@@ -66,6 +66,7 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
         **Shares.of(recipe.data).identity(),
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
+        **({"template_kwargs": kwargs} if (kwargs := recipe.tokenizer.template_kwargs) else {}),
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
 

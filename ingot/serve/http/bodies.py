@@ -44,7 +44,7 @@ MAX_STOPS = 16
 MAX_FIELDS = 64
 
 
-def _clean_text(value: Any) -> Any:
+def clean_text(value: Any) -> Any:
     """Refuse lone surrogates, which JSON can escape but UTF-8 cannot encode."""
     if isinstance(value, str) and not value.isascii():
         try:
@@ -75,7 +75,7 @@ def prompt_list(value: Any) -> list[str | list[int]]:
         is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not isinstance(prompt, str) and not is_ids:
             raise ValueError(f"item {number} is neither a text nor a list of token ids")
-        _clean_text(prompt)
+        clean_text(prompt)
     return prompts
 
 
@@ -88,7 +88,7 @@ def _stops(value: Any) -> list[str]:
         or not all(isinstance(stop, str) and 0 < len(stop) <= 256 for stop in stops)
     ):
         raise ValueError(f"give a text or a list of up to {MAX_STOPS}, each of 1 to 256 characters")
-    return [_clean_text(stop) for stop in stops]
+    return [clean_text(stop) for stop in stops]
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -107,7 +107,7 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
-Text = Annotated[str, BeforeValidator(_clean_text)]
+Text = Annotated[str, BeforeValidator(clean_text)]
 WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 

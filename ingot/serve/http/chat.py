@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, JsonValue, model_validator
 
 from ingot.serve.http.bodies import (
     MAX_LOGPROBS,
@@ -16,11 +16,15 @@ from ingot.serve.http.bodies import (
     RequestBody,
     Text,
     WholeNumber,
+    clean_text,
 )
 from ingot.serve.http.errors import short
+from ingot.tokenizers.chats.render import refused_kwarg
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 256, 128
+MAX_KWARGS, MAX_KWARGS_CHARACTERS = 32, 4096
 NONE: list[Any] = []
+NO_KWARGS: dict[str, Any] = {}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -68,6 +72,21 @@ def _choice(value: Any) -> Any:
     return value
 
 
+def _kwargs(value: Any) -> Any:
+    """Arguments of the chat template, which cannot be what the request itself gives it."""
+    if not isinstance(value, dict) or len(value) > MAX_KWARGS:
+        raise ValueError(f"give an object of up to {MAX_KWARGS} arguments of the chat template")
+    if (why := refused_kwarg(value)) is not None:
+        raise ValueError(why)
+    try:
+        text = clean_text(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if len(text) > MAX_KWARGS_CHARACTERS:
+        raise ValueError(f"give up to {MAX_KWARGS_CHARACTERS:,} characters of JSON")
+    return value
+
+
 class TextPart(RequestBody):
     """A part of a message; only text parts are supported."""
 
@@ -99,6 +118,8 @@ class ChatMessage(RequestBody):
     name: Text | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS)] = NONE
     tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    thinking: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +137,16 @@ class ChatMessage(RequestBody):
             raise ValueError("`tool_calls` belongs to messages of the role assistant; move it")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("`tool_call_id` belongs to messages of the role tool; move it")
+        if self.thoughts and self.role != "assistant":
+            name = next(iter(self.thoughts))
+            raise ValueError(f"`{name}` belongs to messages of the role assistant; move it")
         return self
+
+    @property
+    def thoughts(self) -> dict[str, str]:
+        """What the assistant thought, by the name that its template reads it under."""
+        given = {"reasoning_content": self.reasoning_content, "thinking": self.thinking}
+        return {name: value for name, value in given.items() if value is not None}
 
     def template_message(self) -> dict[str, Any]:
         """The message as chat templates read it."""
@@ -128,7 +158,7 @@ class ChatMessage(RequestBody):
         calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         more = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
         given = {name: value for name, value in more.items() if value is not None}
-        return {"role": self.role, "content": content, **given}
+        return {"role": self.role, "content": content, **given, **self.thoughts}
 
 
 class FunctionBody(RequestBody):
@@ -174,6 +204,7 @@ class ChatBody(OpenAIRequest):
         Literal["auto", "none", "required"] | NamedTool, BeforeValidator(_choice)
     ] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Annotated[dict[str, JsonValue], BeforeValidator(_kwargs)] = NO_KWARGS
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatBody:

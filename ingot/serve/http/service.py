@@ -160,9 +160,14 @@ class Service:
         tools = body.template_tools()
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         beside = sum(len(json.dumps(part, ensure_ascii=False)) for part in (calls, tools) if part)
-        texts = sum(len(message["content"]) for message in messages)
+        texts = sum(
+            len(message["content"]) + sum(map(len, body.messages[number].thoughts.values()))
+            for number, message in enumerate(messages)
+        )
         self.bounds.check_characters(texts + beside, "the chat")
-        ids = await asyncio.to_thread(self.loaded.tokenizer.encode_chat, messages, tools)
+        ids = await asyncio.to_thread(
+            self.loaded.tokenizer.encode_chat, messages, tools, body.chat_template_kwargs
+        )
         if tools is not None:
             _ = self.tool_format  # an unknown one is an error before anything is computed
         return ids

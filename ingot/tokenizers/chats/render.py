@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +31,12 @@ MARKS = re.compile("[\U00100000-\U0010fffd]")
 BEGIN, END = "\U00100000", "\U00100001"
 FIRST_MARK = 0x100010
 Tools = Sequence[Mapping[str, Any]]
+TemplateKwargs = Mapping[str, Any]
+"""Arguments of a template's own, such as `enable_thinking`, by name."""
+NONE: TemplateKwargs = {}
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+GIVEN |= {"raise_exception", "strftime_now", "chat_template", "tokenize", "return_dict"}
+"""What a template is given, or transformers is told, by other means than arguments."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,14 @@ class ChatFormat:
         *,
         generation_prompt: bool = False,
         tools: Tools | None = None,
+        kwargs: TemplateKwargs = NONE,
     ) -> str:
         return render(
-            self.template, messages, self.named, generation_prompt=generation_prompt, tools=tools
+            self.template,
+            messages,
+            {**kwargs, **self.named},
+            generation_prompt=generation_prompt,
+            tools=tools,
         )
 
     @property
@@ -74,28 +85,38 @@ class ChatFormat:
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    special: Mapping[str, str],
+    named: TemplateKwargs,
     *,
     generation_prompt: bool,
     tools: Tools | None = None,
 ) -> str:
-    """The text of a chat. `special` are the tokens that templates name: `bos_token`, `eos_token`
-    and the like. `tools`: what the model may call, in OpenAI's format.
+    """The text of a chat. `named` is what the template may name beside it: `bos_token`, `eos_token`
+    and the like, and arguments of its own. `tools`: what the model may call, in OpenAI's format.
 
     Raises:
         WrongInput: the template is not valid, or refuses these messages; its own reason is given.
     """
     return (
-        render_marked(template, messages, special, generation_prompt=generation_prompt, tools=tools)
+        render_marked(template, messages, named, generation_prompt=generation_prompt, tools=tools)
         .replace(BEGIN, "")
         .replace(END, "")
     )
 
 
+def refused_kwarg(kwargs: TemplateKwargs) -> str | None:
+    """Why these cannot be arguments of a template; None if they can."""
+    for name in kwargs:
+        if not name.isidentifier() or name.startswith("_"):
+            return f"{name[:40]!r} is no name that a template could ask for"
+        if name in GIVEN or name.endswith("_token"):
+            return f"`{name}` is set by the request or the tokenizer; leave it out"
+    return None
+
+
 def render_marked(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    special: Mapping[str, str],
+    named: TemplateKwargs,
     *,
     generation_prompt: bool = False,
     tools: Tools | None = None,
@@ -104,7 +125,7 @@ def render_marked(
     return rendered(
         functools.partial(_compiled, template),
         messages,
-        special,
+        named,
         generation_prompt=generation_prompt,
         tools=tools,
     )
@@ -113,7 +134,7 @@ def render_marked(
 def rendered(
     compile: Callable[[], jinja2.Template],
     messages: Sequence[Mapping[str, Any]],
-    special: Mapping[str, str],
+    named: TemplateKwargs,
     *,
     generation_prompt: bool = False,
     tools: Tools | None = None,
@@ -121,11 +142,13 @@ def rendered(
     """`render_marked` of a template as `compile` makes it."""
     try:
         return compile().render(
-            messages=list(messages),
-            tools=None if tools is None else list(tools),
-            documents=None,
-            add_generation_prompt=generation_prompt,
-            **special,
+            {
+                **named,
+                "messages": list(messages),
+                "tools": None if tools is None else list(tools),
+                "documents": None,
+                "add_generation_prompt": generation_prompt,
+            }
         )
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise WrongInput(
@@ -148,6 +171,11 @@ def environment_of(
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = time_now
     return environment
+
+
+def variables_of(template: str) -> set[str]:
+    """What a template asks for by name that it does not set itself first."""
+    return meta.find_undeclared_variables(environment_of().parse(template))
 
 
 class _Generation(Extension):

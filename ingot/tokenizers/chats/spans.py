@@ -206,7 +206,7 @@ def _served(form: ChatFormat, messages: Messages, index: int, marked: str) -> Se
     raise WrongInput(
         f"the chat template of {form.where} ({fingerprint(form.template)}) does not write message"
         f" {index + 1} of {len(messages)} (assistant) behind its generation prompt"
-        f" {(how.prompt or str(prompt))[-40:]!r}, so a served model would not be asked for what is"
+        f" {(how.prompt or str(prompt))[-60:]!r}, so a served model would not be asked for what is"
         " trained; give answers the thoughts that it opens (`reasoning_content`), say in"
         " tokenizer.template_kwargs whether it does (such as enable_thinking: false), or set"
         " tokenizer.template to a template that writes answers as it asks for them"

@@ -10,11 +10,13 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.chats.encode import whole_chat_ids
+from ingot.tokenizers.chats.render import GIVEN, TemplateKwargs, refused_kwarg, variables_of
 from ingot.tokenizers.settings import CONFIG, text_of
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -97,9 +99,7 @@ def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
         WrongInput: it lacks tokens that these need, or marks texts with a language and the recipe
             does not give the language of targets.
     """
-    knobs = recipe.tokenizer
-    if knobs.template is not None:
-        tokenizer = with_template(tokenizer, find_template(knobs.template))
+    knobs, tokenizer = recipe.tokenizer, with_recipe_template(recipe, tokenizer)
     named = {"src_lang": knobs.source_language, "tgt_lang": knobs.target_language}
     given = {key: name for key, name in named.items() if name is not None}
     if given:
@@ -113,6 +113,62 @@ def for_recipe(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
             " languages"
         )
     return with_padding(tokenizer) if recipe.objective.scores_chats else tokenizer
+
+
+def with_recipe_template(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the recipe's chat template and its arguments, also in its files.
+
+    Raises:
+        WrongInput: it lacks tokens that these need, or the template asks for no such argument.
+    """
+    knobs = recipe.tokenizer
+    if knobs.template is not None:
+        tokenizer = with_template(tokenizer, find_template(knobs.template))
+    return with_kwargs(tokenizer, knobs.template_kwargs)
+
+
+def with_kwargs(tokenizer: Tokenizer, kwargs: TemplateKwargs) -> Tokenizer:
+    """The same tokenizer whose chat template takes these arguments where it is given no others: its
+    text begins with them, so that every server of an exported model has them.
+
+    Raises:
+        WrongInput: there is no template, or it asks for no such argument.
+    """
+    if not kwargs:
+        return tokenizer
+    template = tokenizer.chat_format.template
+    if (why := refused_kwarg(kwargs)) is not None:
+        raise WrongInput(f"tokenizer.template_kwargs: {why}")
+    asked = variables_of(template) - GIVEN
+    if unknown := sorted(set(kwargs) - asked):
+        known = ", ".join(sorted(name for name in asked if not name.endswith("_token")))
+        raise WrongInput(
+            f"tokenizer.template_kwargs: the chat template of {tokenizer.where} never asks for"
+            f" {', '.join(unknown)}; {'it asks for ' + known if known else 'leave it out'}"
+        )
+    first = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in sorted(kwargs.items())
+    )
+    if template.startswith(first):
+        return tokenizer
+    # Jinja drops one line break after a block.
+    return with_template(tokenizer, f"{first}\n{template}")
+
+
+def _literal(value: Any) -> str:
+    """A value of JSON as Jinja writes it."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case list():
+            return "[" + ", ".join(map(_literal, value)) + "]"
+        case dict():
+            pairs = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
+            return "{" + ", ".join(pairs) + "}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def with_padding(tokenizer: Tokenizer) -> Tokenizer:

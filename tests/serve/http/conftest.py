@@ -13,10 +13,12 @@ from tests.serve.running import running
 from tests.serve.tiny import TEMPLATE, TEXT, make_folder
 
 HERMES = (
+    "{% if style %}Answer {{ style.tone }}:\n{% endif %}"
     '{% if tools %}Call <tool_call>{"name": ..., "arguments": ...}</tool_call>:{% for tool in'
     " tools %} {{ tool | tojson }}{% endfor %}\n{% endif %}"
     + TEMPLATE.replace(
         "{{ message.content }}",
+        "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
         "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
         "{{ call.function | tojson }}</tool_call>{% endfor %}",
     )

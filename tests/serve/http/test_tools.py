@@ -126,6 +126,56 @@ def test_what_cannot_be_right_is_refused(
     assert words in str(caught.value)
 
 
+def test_arguments_of_the_template_and_thoughts_reach_it(
+    tool_client: openai.OpenAI, tool_folder: Path
+) -> None:
+    """The prompt is what the tokenizer makes of them, and without them it is another one."""
+    chat: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "content": "a", "reasoning_content": "clouds"},
+        *ASKED,
+    ]
+    tokenizer, lengths = load_tokenizer(tool_folder), set[int]()
+    for kwargs, messages in (
+        ({"style": {"tone": "warmly"}}, chat),
+        ({"style": None, "enable_thinking": False}, chat),
+        ({}, [ASKED[0], {"role": "assistant", "content": "a"}, ASKED[0]]),
+    ):
+        answer = tool_client.chat.completions.create(
+            messages=messages,
+            model="tiny",
+            max_tokens=1,
+            extra_body={"chat_template_kwargs": kwargs},
+        )
+        assert answer.usage is not None
+        asked = tokenizer.encode_chat(messages, None, kwargs)
+        assert answer.usage.prompt_tokens == len(asked)
+        lengths.add(len(asked))
+    assert len(lengths) == 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"messages": []}, "`messages` is set by the request"),
+        ({"add_generation_prompt": False}, "`add_generation_prompt` is set by the request"),
+        ({"bos_token": "x"}, "`bos_token` is set by the request or the tokenizer"),
+        ({"a b": 1}, "is no name that a template could ask for"),
+        ({"a": "x" * 5000}, "up to 4,096 characters"),
+        ({str(f"a{number}"): 1 for number in range(33)}, "up to 32 arguments"),
+        ([1], "up to 32 arguments"),
+    ],
+)
+def test_arguments_that_are_not_the_templates_own_are_refused(
+    tool_client: openai.OpenAI, kwargs: Any, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs") as caught:
+        tool_client.chat.completions.create(
+            messages=ASKED, model="tiny", extra_body={"chat_template_kwargs": kwargs}
+        )
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("form", "named", "written"),
     [

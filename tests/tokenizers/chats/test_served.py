@@ -13,13 +13,14 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained
+from ingot.tokenizers.chats.templates import with_kwargs
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.chats.test_masks import NEXT, A, Chat, S, U, bracketed, turns
 from tests.tokenizers.small import bpe_files, chatty
 
 OPENED = (
-    "{% set last = namespace(asked=-1) %}{% for m in messages if m.role == 'user' %}{% set"
-    " last.asked = messages.index(m) %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' +"
+    "{% set last = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set"
+    " last.asked = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' +"
     " m.role + '\n' }}{% if m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}"
     "{% set said = m.content %}{% if not thought and '</think>' in said %}{% set thought ="
     " said.split('</think>')[0].split('<think>')[-1] | trim %}{% set said ="
@@ -210,3 +211,42 @@ def test_what_a_server_is_asked_and_transformers_writes(
         )
         assert chat[number].get("reasoning_content", "") in said
         assert chat[number].get("thinking", "") in said
+
+
+KWARGS: dict[str, Any] = {
+    "enable_thinking": False,
+    "style": {"tone": [1, None, 'a"\\n\U0001f525 %}']},
+}
+STYLED = "\n{{ style | tojson if style is defined else 'none' }}" + OPENED
+
+
+def test_a_template_keeps_the_arguments_that_it_is_trained_with(tmp_path: Path) -> None:
+    """transformers writes with them what it writes when it is told them, and others where it is."""
+    from transformers import AutoTokenizer
+
+    plain = Tokenizer(bpe_files(STYLED))
+    kept = with_kwargs(plain, KWARGS)
+    assert with_kwargs(kept, KWARGS) is kept
+    assert kept.identity() != plain.identity()
+    plain.save(tmp_path / "plain")
+    kept.save(tmp_path / "kept")
+    one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("plain", "kept"))
+    for prompt in (False, True):
+        asked = {"tokenize": False, "add_generation_prompt": prompt}
+        for given in ({}, {"enable_thinking": True}, {"style": "x"}):
+            written = other.apply_chat_template(THOUGHTS, **asked, **given)
+            assert written == one.apply_chat_template(THOUGHTS, **asked, **{**KWARGS, **given})
+    chat = turns((U, "one"), (A, "x"))
+    assert bracketed(kept, chat).endswith("assistant\n<think>\n\n</think>\n\n⟦x<|im_end|>⟧\n")
+    assert bracketed(plain, chat).endswith("assistant\n<think>\n⟦\n</think>\n\nx<|im_end|>⟧\n")
+
+
+def test_arguments_that_a_template_never_asks_for_are_refused() -> None:
+    with pytest.raises(
+        WrongInput, match="never asks for enable_thoughts; it asks for enable_think"
+    ):
+        with_kwargs(chatty(OPENED), {"enable_thoughts": False})
+    with pytest.raises(WrongInput, match="`messages` is set by the request"):
+        with_kwargs(chatty(OPENED), {"messages": []})
+    with pytest.raises(WrongInput, match="has no chat template"):
+        with_kwargs(Tokenizer(bpe_files()), {"enable_thinking": False})
