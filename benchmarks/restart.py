@@ -1,5 +1,6 @@
 """How long a killed rank costs: from its `kill -9` under `ingot launch` to its next finished step,
-on the quick start's model.
+on the quick start's model; and the CPU seconds of the rank in its place until then, which a busy
+machine stretches less.
 
 `python -m benchmarks.restart` on a quiet machine. Seconds, not a ratio: there is no peer that
 starts again by itself.
@@ -46,16 +47,18 @@ def main() -> None:
                 killed_once(Path(root), [*knobs, f"launch.processes={processes}"], processes)
                 for _ in range(asked.rounds)
             ]
+            waited, used = ([one[what] for one in found] for what in range(2))
             print(
-                f"{processes} process{'es' * (processes > 1)}: {statistics.median(found):.1f} s"
-                f" ({min(found):.1f} to {max(found):.1f})",
+                f"{processes} process{'es' * (processes > 1)}: {statistics.median(waited):.1f} s"
+                f" ({min(waited):.1f} to {max(waited):.1f}), {statistics.median(used):.1f} CPU s"
+                f" ({min(used):.1f} to {max(used):.1f})",
                 flush=True,
             )
 
 
-def killed_once(root: Path, knobs: list[str], processes: int) -> float:
+def killed_once(root: Path, knobs: list[str], processes: int) -> tuple[float, float]:
     """Seconds from the death of the last rank to the next step that the one in its place has
-    finished.
+    finished, and the CPU seconds of that one.
     """
     heartbeats = heartbeat_file(root / "quickstart" / "heartbeats")
     launched = subprocess.Popen(
@@ -72,15 +75,21 @@ def killed_once(root: Path, knobs: list[str], processes: int) -> float:
         )
         os.kill(victim.pid, signal.SIGKILL)
         died = time.monotonic()
-        _wait(
+        again = _wait(
             launched,
             heartbeats,
             lambda beat: beat.rank == victim.rank and beat.pid != victim.pid and beat.mono > died,
         )
-        return time.monotonic() - died
+        return time.monotonic() - died, cpu_seconds(again.pid)
     finally:
         launched.send_signal(signal.SIGTERM)
         launched.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What all threads of a process have used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _wait(

@@ -9,7 +9,6 @@ from rich.console import Console
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
-from ingot.config.load import read_recipe
 from ingot.config.shipped import names
 from ingot.evaluate import report as table
 
@@ -32,7 +31,11 @@ def run_folder(target: str) -> RunFolder:
     own = target in names() and not path.is_dir()
     if not own and not path.exists() and path.suffix not in (".yaml", ".yml"):
         raise WrongInput(f"{target} is neither a run folder nor a recipe; check the path")
-    return RunFolder(path) if path.is_dir() else read_recipe([target]).folder
+    if path.is_dir():
+        return RunFolder(path)
+    from ingot.config.load import read_recipe
+
+    return read_recipe([target]).folder
 
 
 def show_report(run: RunFolder) -> None:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
 from ingot.base.heartbeat import Heartbeat, read_beats
+from ingot.base.lazy import lazy_import
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -27,12 +28,12 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
-from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
 from ingot.report.formatting import masked, median
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
 
+recipes = lazy_import("ingot.config.recipe")  # all sections, which only a run's knobs need
 CURVES = (
     "train/loss",
     "validation/loss",
@@ -348,7 +349,7 @@ def non_default_knobs(view: RunView) -> list[tuple[str, str]]:
     """Knobs that differ from their defaults, by dotted path; sources are always included."""
     sources = view.knob("data.train")
     try:
-        plain = Recipe.model_validate(
+        plain = recipes.Recipe.model_validate(
             {
                 "name": view.name,
                 "data": {"train": [{"source": source["source"]} for source in sources]},

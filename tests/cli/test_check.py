@@ -365,7 +365,6 @@ def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
     assert len(found(*nothing, verbs=("train",)).wrong) == 1
 
 
-@pytest.mark.drawn("checks of a run", keep=2)
 def test_launch_tells_the_same(place: Path) -> None:
     """All at once, though it be a dry run."""
     wrong = ("train", "recipe.yaml", "model.source=nosuch", "launch.processes=3")
