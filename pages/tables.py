@@ -210,12 +210,6 @@ def _link(knob: str) -> str:
     return f"[`{knob}`]({knob_page(found)}#{anchor(found)})"
 
 
-def words(text: str) -> str:
-    """A table `their word = our knob; ...` with links to the knobs."""
-    pairs = [pair.partition(" = ") for pair in text.split("; ")]
-    return table(["there", "here"], ([f"`{a}`", _link(b)] for a, _, b in pairs))
-
-
 def comparisons() -> list[dict]:
     """What benchmarks/results holds, with the machine of each."""
     found = []
@@ -270,5 +264,4 @@ TABLES: dict[str, Callable[[str], str]] = {
     "places": places,
     "recipes": recipes,
     "refused": refused,
-    "words": words,
 }

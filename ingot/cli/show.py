@@ -338,12 +338,14 @@ def adopt(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="Configuration files of one older project; flags in a file too.",
+            help="Configuration files of one project; flags in a file too.",
             show_default=False,
         ),
     ],
 ) -> int:
-    """Turn the configuration of an older project (YAML, JSON, .env, flags) into a recipe."""
+    """Turn the configuration of another trainer into a recipe: axolotl, LLaMA-Factory, torchtune,
+    Megatron's flags and more.
+    """
     from ingot.base.errors import EXIT_DONE
     from ingot.base.progress import say
     from ingot.cli.check.recipe import findings

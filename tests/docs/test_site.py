@@ -88,11 +88,9 @@ def test_the_matrix_is_what_recipes_are_refused_for() -> None:
 
 
 def test_a_knob_of_another_trainer_leads_to_a_knob_that_exists() -> None:
-    assert "reference/knobs/train.md#train-micro_batch" in tables.words(
-        "theirs = train.micro_batch"
-    )
+    assert "reference/knobs/train.md#train-micro_batch" in tables.adopted("axolotl")
     with pytest.raises(WrongInput, match=r"train\.microbatch"):
-        tables.words("theirs = train.microbatch")
+        tables._link("train.microbatch")
     for found in tables.MARKER.finditer(page("docs/coming-from.md")):
         assert tables.TABLES[found[1]](found[2] or "")
 

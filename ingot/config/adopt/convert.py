@@ -1,4 +1,4 @@
-"""Converts the files of an older project to the text of a recipe: detects the project, writes its
+"""Converts the files of another project to the text of a recipe: detects the project, writes its
 knobs in the order of `ingot show knobs` with their origins, and notes at the top.
 """
 
@@ -16,7 +16,15 @@ import yaml
 from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
-from ingot.config.adopt import classifier, llama_env, megatron, t5_pipeline, torchtune
+from ingot.config.adopt import (
+    axolotl,
+    classifier,
+    llama_env,
+    llamafactory,
+    megatron,
+    t5_pipeline,
+    torchtune,
+)
 from ingot.config.adopt.read import File, read_file
 from ingot.config.adopt.table import Draft, GivenKeys, Kind, Project, apply
 from ingot.config.knobs import all_knobs
@@ -24,6 +32,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.values import Findings, KeyPath, Values, dotted, explain_errors
 
 PROJECTS: tuple[Project, ...] = (
+    axolotl.PROJECT,
+    llamafactory.PROJECT,
     torchtune.PROJECT,
     t5_pipeline.PROJECT,
     classifier.PROJECT,
@@ -49,7 +59,7 @@ class Adopted:
 def adopt(
     paths: Sequence[Path], check: Callable[[Recipe, Values], Findings] | None = None
 ) -> Adopted:
-    """Convert configuration files of one older project to a recipe. What `check` finds is noted at
+    """Convert configuration files of one project to a recipe. What `check` finds is noted at
     the top.
 
     Raises:
@@ -57,7 +67,7 @@ def adopt(
             several, or a value is invalid for its key.
     """
     if not paths:
-        raise WrongInput("no file is given; name the configuration files of one older project")
+        raise WrongInput("no file is given; name the configuration files of one project")
     files = [read_file(path) for path in paths]
     project = recognise(files)
     draft = Draft()

@@ -1,4 +1,4 @@
-"""Reads configuration files of older projects as plain entries: JSON, YAML, NAME=value lines,
+"""Reads configuration files of other projects as plain entries: JSON, YAML, NAME=value lines,
 command lines. The meaning of keys is not known here.
 
 All values are text, as in the file. Secrets are dropped at once, so nothing made from entries can
@@ -32,6 +32,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 _SECRET = re.compile(
     r"(?i)(^|[-_.])(token|password|passwd|api[-_]?key|secret|secret[-_]key|access[-_]key|credentials?)$"
 )
+_SPECIAL = re.compile(r"(?i)(pad|eos|bos|unk|sep|cls|mask)_token$")
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|ghp|github_pat)[-_][A-Za-z0-9_-]{20,}|\bAIza[\w-]{30,}|-----BEGIN"
     r" [A-Z ]*PRIVATE KEY"
@@ -40,7 +41,9 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class GivenEntry:
-    """One key with its value and place (`gcp.env:3`). Nested keys are dotted."""
+    """One key with its value and place (`gcp.env:3`). Nested keys are dotted, mappings in a list
+    numbered.
+    """
 
     key: str
     value: Given
@@ -76,7 +79,7 @@ def read_file(path: Path) -> File:
         if line.strip() and not line.strip().startswith("#")
     ]
     if not lines:
-        raise WrongInput(f"{path} is empty; give the configuration of an older project")
+        raise WrongInput(f"{path} is empty; give the configuration of another project")
     form: Form = "mapping"
     if lines[0].startswith("{"):
         entries = _from_json(text, path)
@@ -126,7 +129,7 @@ def _without_secrets(file: File) -> File:
     kept: list[GivenEntry] = []
     secrets: list[GivenEntry] = []
     for entry in file.entries:
-        if _SECRET.search(entry.key):
+        if _SECRET.search(entry.key) and not _SPECIAL.search(entry.key):
             if file.form == "flags":
                 raise WrongInput(
                     f"{entry.where}: {one_line(entry.key)} puts a secret on a command line, where"
@@ -269,7 +272,7 @@ def _from_yaml(text: str, path: Path, *, required: bool) -> list[GivenEntry] | N
         raise WrongInput(f"{path}: nested too deeply for a configuration; check the path") from None
     if required:
         raise WrongInput(
-            f"{path} is no configuration of an older project: neither JSON, YAML, NAME=value lines"
+            f"{path} is no configuration of another project: neither JSON, YAML, NAME=value lines"
             " nor a command line; check the path"
         )
     return None
@@ -284,6 +287,9 @@ def _flatten_node(
         name = f"{prefix}{key.value if isinstance(key, yaml.ScalarNode) else '?'}"
         if isinstance(value, yaml.MappingNode) and value.value:
             _flatten_node(value, f"{name}.", path, found, depth + 1)
+        elif isinstance(value, yaml.SequenceNode) and _are_mappings(value.value):
+            for number, item in enumerate(value.value):
+                _flatten_node(item, f"{name}.{number}.", path, found, depth + 1)
         elif isinstance(value, yaml.SequenceNode):
             found.append(
                 GivenEntry(
@@ -299,6 +305,10 @@ def _flatten_node(
             found.append(
                 GivenEntry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where)
             )
+
+
+def _are_mappings(items: list[yaml.Node]) -> bool:
+    return bool(items) and all(isinstance(item, yaml.MappingNode) for item in items)
 
 
 def _check_size(found: list[GivenEntry], depth: int, where: str) -> None:

@@ -1,4 +1,4 @@
-"""An older project as a table (key -> knob and conversion, or why it is lost); and the draft of the
+"""Another project as a table (key -> knob and conversion, or why it is lost); and the draft of the
 recipe made from it, with notes.
 """
 
@@ -23,13 +23,14 @@ LONGEST = 63  # bits of an integer in a recipe
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One key of an older project.
+    """One key of another project.
 
     With a `knob`, its value is converted by `read` and set there; without one, the key is either
     `lost`, for the given reason, or handled by the project's `build`.
     """
 
     key: str
+    """Dotted where it is nested; `NAME.*` is all that is nested in NAME."""
     knob: str = ""
     read: Callable[[Given], Any] = lambda given: text(given)
     also: tuple[str, ...] = ()
@@ -55,7 +56,10 @@ class GivenKeys:
         for file in files:
             for entry in file.entries:
                 key = self.spelt.get(canonical(entry.key))
-                if key is None:
+                every = f"{entry.key.partition('.')[0]}.*"
+                if key is None and every in self.spelt:
+                    self.given.setdefault(every, entry)
+                elif key is None:
                     draft.note(
                         "unknown",
                         entry.key,
@@ -168,7 +172,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Project:
-    """An older project: its keys, a description for recognising it, and code for keys that only
+    """Another project: its keys, a description for recognising it, and code for keys that only
     have a meaning together (`build`, run after the table).
     """
 

@@ -1,4 +1,4 @@
-"""Configurations in the manner of the five older projects, written for these tests; and a way to
+"""Configurations in the manner of the seven projects, written for these tests; and a way to
 adopt and load them.
 """
 
@@ -120,6 +120,76 @@ ROPE_THETA=500000.0
 MAX_BATCH_SIZE=8
 MAX_SEQ_LEN=1024
 """
+LLAMAFACTORY = """\
+### model
+model_name_or_path: org/elm-1b-instruct
+trust_remote_code: true
+### method
+stage: dpo
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+pref_beta: 0.2
+pref_loss: simpo
+simpo_gamma: 0.5
+### dataset
+dataset: elms, other
+template: qwen
+cutoff_len: 1024
+val_size: 0.1
+preprocessing_num_workers: 16
+### output
+output_dir: saves/elm-1b/lora/dpo
+logging_steps: 5
+save_steps: 50
+report_to: none
+### train
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 2.5
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+deepspeed: examples/deepspeed/ds_z3_config.json
+unheard_of: 1
+"""
+AXOLOTL = """\
+base_model: org/ash-1b
+load_in_4bit: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+datasets:
+  - path: org/answers
+    type: alpaca
+    split: train
+  - path: data/mine.jsonl
+    type: alpaca
+    field_instruction: question
+val_set_size: 0.05
+sequence_len: 2048
+sample_packing: true
+output_dir: ./outputs/ash
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: constant_with_warmup
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+warmup_steps: 10
+evals_per_epoch: 1
+saves_per_epoch: 4
+wandb_project: trees
+fsdp_config:
+  fsdp_state_dict_type: FULL_STATE_DICT
+special_tokens:
+  pad_token: "<|end_of_text|>"
+"""
 MEGATRON = """\
 --executor slurm -E birch -A forest -P long -I registry.example/nemo:25 -N 4 -G 8 -M llama31_8b
 --hf-model-id meta-llama/Llama-3.1-8B --nemo-model /models/nemo -gbs 512 -mbs 2 --seq-length 4096 --fp8
@@ -137,6 +207,8 @@ CONVERSION = (
 )
 
 SETS: dict[str, dict[str, str]] = {
+    "llamafactory": {"elm.yaml": LLAMAFACTORY},
+    "axolotl": {"ash.yaml": AXOLOTL},
     "torchtune": {"spruce.yaml": TORCHTUNE, "cloud.env": CLOUD, "pipeline.yaml": PIPELINE},
     "t5_pipeline": {"news.json": T5, "options.args": T5_OPTIONS},
     "classifier": {"reviews.args": CLASSIFIER},

@@ -12,9 +12,11 @@ from ingot.base.errors import WrongInput
 from ingot.config.adopt.convert import PROJECTS, adopt
 from tests import golden
 from tests.config.adopt.stand_ins import (
+    AXOLOTL,
     CLASSIFIER,
     CLOUD,
     LLAMA,
+    LLAMAFACTORY,
     MEGATRON,
     SETS,
     T5,
@@ -103,8 +105,10 @@ def test_what_the_example_files_mean(tmp_path: Path) -> None:
         (CLASSIFIER, "a RoBERTa classifier"),
         (LLAMA, "Llama with DDP"),
         (MEGATRON, "Megatron-style pretraining"),
+        (LLAMAFACTORY, "LLaMA-Factory"),
+        (AXOLOTL, "axolotl"),
     ],
-    ids=["torchtune", "cloud", "t5", "classifier", "llama", "megatron"],
+    ids=["torchtune", "cloud", "t5", "classifier", "llama", "megatron", "llamafactory", "axolotl"],
 )
 def test_the_name_of_a_file_says_nothing(text: str, title: str, tmp_path: Path) -> None:
     assert adopt_texts(tmp_path, {"some.txt": text}).project == title
@@ -137,7 +141,7 @@ def test_files_of_two_projects_are_refused(tmp_path: Path) -> None:
         "ls -l --color",
     ],
 )
-def test_what_is_none_of_the_five_is_refused_naming_what_was_looked_for(
+def test_what_is_none_of_them_is_refused_naming_what_was_looked_for(
     text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(

@@ -1,0 +1,226 @@
+"""A LLaMA-Factory YAML, with what its `dataset_info.json` says of the data sets where that is found
+in `dataset_dir`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.config.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
+from ingot.config.adopt.tuning import (
+    NOT_NEEDED,
+    TunerKeys,
+    build_adapter,
+    build_run,
+    build_template,
+    build_training,
+    named,
+    rows,
+    source,
+)
+
+KEYS = TunerKeys(
+    batch="per_device_train_batch_size",
+    epochs="num_train_epochs",
+    schedule="lr_scheduler_type",
+    optimizer="optim",
+    rank="lora_rank",
+    targets="lora_target",
+)
+STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
+PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "label",
+}
+"""What dataset_info.json calls a column -> ingot's usual name."""
+ROWS = rows(
+    KeyRow("model_name_or_path", "model.source", source),
+    KeyRow("model_revision", "model.revision"),
+    KeyRow("stage", default="sft"),
+    KeyRow("finetuning_type", default="lora"),
+    KeyRow("lora_rank", read=whole),
+    KeyRow("lora_target", read=texts),
+    KeyRow("quantization_bit", read=whole),
+    KeyRow("dataset", read=texts),
+    KeyRow("eval_dataset", read=texts),
+    KeyRow("dataset_dir", default="data"),
+    KeyRow("template"),
+    KeyRow("cutoff_len", "data.seq_len", whole, default="2048"),
+    KeyRow("val_size", read=number),
+    KeyRow("packing", read=truth),
+    KeyRow("neat_packing", read=truth),
+    KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
+    KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
+    KeyRow("num_train_epochs", read=number, default="3"),
+    KeyRow("lr_scheduler_type", default="linear"),
+    KeyRow("optim", default="adamw_torch"),
+    KeyRow("disable_gradient_checkpointing", read=truth),
+    KeyRow("pref_loss", default="sigmoid"),
+    KeyRow("pref_beta", read=number, default="0.1"),
+    KeyRow("simpo_gamma", read=number),
+    KeyRow("report_to", read=texts),
+    KeyRow("run_name"),
+    lost={
+        "max_samples": "the first rows of each data set there; data.fraction takes a share here",
+        "train_on_prompt": "only what the assistant says is trained",
+        "mask_history": "every answer of a chat is trained, not the last alone",
+        "freeze_trainable_layers": "all weights are trained, or an adapter",
+        "adapter_name_or_path": "model.lora.adapter goes on from an adapter",
+        "pref_ftx": "objective.sft_weight is its like",
+        "streaming": f"{NOT_NEEDED}rows are read from disk as they are needed",
+        "predict_with_generate": "`ingot evaluate` and evaluate.prompts generate",
+        "trust_remote_code": "code of a model's repository is never run",
+        "do_eval": "train.evaluate_every says when",
+        "do_predict": "`ingot evaluate` does that",
+        "enable_liger_kernel": "fused kernels of other packages are not used",
+        "use_unsloth": "fused kernels of other packages are not used",
+        "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
+        **dict.fromkeys(
+            ("flash_attn", "ddp_timeout", "overwrite_cache", "overwrite_output_dir", "do_train"),
+            f"{NOT_NEEDED}done by itself",
+        ),
+        **dict.fromkeys(
+            ("preprocessing_num_workers", "dataloader_num_workers", "plot_loss", "save_only_model"),
+            f"{NOT_NEEDED}done by itself",
+        ),
+    },
+)
+
+
+def _build(sheet: GivenKeys, draft: Draft) -> None:
+    build_run(sheet, draft)
+    kind = _objective(sheet, draft)
+    _data(sheet, draft, kind)
+    build_training(sheet, draft, KEYS)
+    build_template(draft, "template", sheet.get("template"))
+    if not sheet.has("model_name_or_path"):
+        raise WrongInput(
+            f"{sheet.files[0].path} has no model_name_or_path; add it, or give the file that has it"
+        )
+    way = sheet.get("finetuning_type")
+    if way == "lora":
+        build_adapter(sheet, draft, KEYS, rank=8, alpha=2.0)
+    elif way != "full":
+        draft.note("changed", "finetuning_type", f"{way} is not offered; all weights are trained")
+    if bits := sheet.get("quantization_bit"):
+        kinds = {4: "nf4", 8: "int8"}
+        draft.put("model.quantize.kind", kinds.get(bits, "nf4"), "quantization_bit")
+    if not sheet.get("disable_gradient_checkpointing"):
+        draft.put("memory.recompute.kind", "full", "gradient checkpointing, its default there")
+    if "wandb" in (sheet.get("report_to") or ()):
+        name = named({"project": "llamafactory", "name": sheet.get("run_name")})
+        draft.put("track.wandb", name, "report_to")
+
+
+def _objective(sheet: GivenKeys, draft: Draft) -> str:
+    stage, loss = sheet.get("stage"), sheet.get("pref_loss")
+    if stage not in STAGES:
+        raise WrongInput(
+            f"{sheet.where('stage')}: stage {stage} is not offered; those that are:"
+            f" {', '.join(STAGES)}, and grpo in the place of ppo (docs/guides/ways.md)"
+        )
+    kind = STAGES[stage]
+    if kind == "dpo":
+        kind = PREFERENCES.get(loss, "dpo")
+        if loss not in PREFERENCES:
+            draft.note("changed", "pref_loss", f"{loss} is not offered; dpo stands for it")
+    draft.put("objective.kind", kind, "pref_loss" if stage == "dpo" else "stage")
+    if kind in ("dpo", "ipo", "simpo", "orpo", "kto"):
+        draft.put_from(sheet, "pref_beta", "objective.beta")
+    if kind == "simpo" and (gamma := sheet.get("simpo_gamma")) is not None:
+        draft.put("objective.margin", gamma, "simpo_gamma")
+    return kind
+
+
+def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
+    folder = Path(sheet.get("dataset_dir"))
+    known = _dataset_info(folder)
+    if not (names := sheet.get("dataset")):
+        raise WrongInput(f"{sheet.files[0].path} names no `dataset`; add it")
+    for key, knob in (("dataset", "data.train"), ("eval_dataset", "data.validation")):
+        if sheet.has(key):
+            sources = [_source(name, folder, known, kind, draft) for name in sheet.get(key)]
+            draft.put(knob, sources, key, sheet.where(key))
+    share = sheet.get("val_size")
+    if share and not sheet.has("eval_dataset"):
+        if share < 1:
+            draft.put_from(sheet, "val_size", "data.validation.fraction")
+        else:
+            draft.note("fill", "val_size", "is a number of rows; set data.validation.fraction")
+    if kind in ("sft", "pretrain") and (kind == "sft" or sheet.has("packing")):
+        packs = bool(sheet.get("packing") or sheet.get("neat_packing"))
+        draft.put("data.pack", "best_fit" if packs else "none", "packing")
+    if not known:
+        draft.note(
+            "fill",
+            "dataset",
+            f"{folder}/dataset_info.json is not there to say what {', '.join(names)} are: give"
+            " their files, and layout and columns where they are not the usual ones",
+        )
+
+
+def _dataset_info(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return _mapping(found)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a mapping, else none."""
+    return value if isinstance(value, dict) else {}
+
+
+def _source(
+    name: str, folder: Path, known: dict[str, Any], kind: str, draft: Draft
+) -> dict[str, Any]:
+    """A data set as a source of a recipe."""
+    info = known.get(name)
+    if not isinstance(info, dict):
+        if known:
+            draft.note("fill", "dataset", f"dataset_info.json does not have {name}; give its file")
+        return {"source": f"{folder}/{name}.json"}
+    hub, file = info.get("hf_hub_url"), info.get("file_name")
+    where = f"{folder}/{file}" if file else f"hf:{hub}"
+    if not file and info.get("subset"):
+        where += f":{info['subset']}"
+    if not file and not hub:
+        draft.note("fill", "dataset", f"{name} is neither a file nor on the hub; give its file")
+    columns, tags = _mapping(info.get("columns")), _mapping(info.get("tags"))
+    if "tools" in columns:
+        draft.note("lost", "dataset", f"{name}: descriptions of tools are not trained on")
+    if kind == "pretrain":
+        return named({"source": where, "split": info.get("split"), "text": columns.get("prompt")})
+    layouts = {"sharegpt": "sharegpt", "openai": "messages"}
+    layout = layouts.get(str(info.get("formatting")), "alpaca")
+    usual = {**COLUMNS, "messages": "messages" if layout == "messages" else "conversations"}
+    role, said = ("role", "content") if layout == "messages" else ("from", "value")
+    renamed = {usual[key]: column for key, column in columns.items() if key in usual}
+    renamed |= {role: tags.get("role_tag", role), said: tags.get("content_tag", said)}
+    return named(
+        {
+            "source": where,
+            "split": info.get("split"),
+            "layout": layout,
+            "columns": {usual: theirs for usual, theirs in renamed.items() if usual != theirs},
+        }
+    )
+
+
+PROJECT = Project(
+    "LLaMA-Factory",
+    "a LLaMA-Factory YAML with model_name_or_path, stage and dataset",
+    ROWS,
+    _build,
+)

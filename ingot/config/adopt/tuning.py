@@ -1,0 +1,200 @@
+"""What LLaMA-Factory and axolotl have in common: the arguments of transformers' Trainer, with its
+defaults, and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.config.adopt.read import Given
+from ingot.config.adopt.table import (
+    Draft,
+    GivenKeys,
+    KeyRow,
+    hub_source,
+    number,
+    run_name,
+    text,
+    truth,
+    whole,
+)
+
+NOT_NEEDED = "not needed: "
+SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
+TEMPLATES = ("alpaca", "chatml", "llama2", "llama3", "mistral", "zephyr")
+SCHEDULES = {
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+
+
+@dataclass(frozen=True)
+class TunerKeys:
+    """What a tuner calls the keys that `build_training` reads."""
+
+    batch: str
+    epochs: str
+    schedule: str
+    optimizer: str
+    rank: str
+    targets: str
+
+
+def source(given: Given) -> str:
+    """A model of the hub, or a folder."""
+    name = text(given)
+    return name if Path(name).is_dir() else hub_source(name).source
+
+
+def flag(given: Given) -> bool:
+    """`auto`, which stands for whatever the device can do, counts as true."""
+    return True if given == "auto" else truth(given)
+
+
+def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
+    """The rows of a tuner: its own, those of the Trainer, and keys that are not carried over."""
+    return (
+        *own,
+        KeyRow("output_dir"),
+        KeyRow("gradient_accumulation_steps", read=whole, default="1"),
+        KeyRow("max_steps", read=whole),
+        KeyRow("learning_rate", "train.optimizer.lr", number, default="5e-5"),
+        KeyRow("weight_decay", "train.optimizer.weight_decay", number, default="0.0"),
+        KeyRow("adam_beta1", read=number, default="0.9"),
+        KeyRow("adam_beta2", read=number, default="0.999"),
+        KeyRow("adam_epsilon", "train.optimizer.eps", number),
+        KeyRow("max_grad_norm", "train.clip_norm", number),
+        KeyRow("warmup_ratio", read=number),
+        KeyRow("warmup_steps", read=number),
+        KeyRow("lora_alpha", read=number),
+        KeyRow("lora_dropout", read=number),
+        KeyRow("use_dora", read=truth, also=("peft_use_dora",)),
+        KeyRow("use_rslora", read=truth, also=("peft_use_rslora",)),
+        KeyRow("loraplus_lr_ratio", read=number),
+        KeyRow("neftune_noise_alpha", "model.neftune_alpha", number),
+        KeyRow("bf16", read=flag, also=("pure_bf16",)),
+        KeyRow(
+            "fp16",
+            changed="half precision is bf16 here, which needs no scaling of the loss",
+            idle=("false",),
+        ),
+        KeyRow("seed", "seed", whole, default="42"),
+        KeyRow("logging_steps", "track.every", whole),
+        KeyRow("save_steps", read=number),
+        KeyRow("save_strategy"),
+        KeyRow("save_total_limit", "checkpoint.keep", whole),
+        KeyRow("eval_steps", read=number),
+        KeyRow("eval_strategy", also=("evaluation_strategy",)),
+        KeyRow("deepspeed"),
+        KeyRow("fsdp"),
+        KeyRow("fsdp_config"),
+        KeyRow("fsdp_config.*"),
+        *(KeyRow(key, lost=why, idle=("false", "none", "0", "0.0")) for key, why in lost.items()),
+    )
+
+
+def build_run(sheet: GivenKeys, draft: Draft) -> None:
+    """Where it is kept."""
+    parts = [part for part in (sheet.get("output_dir") or "").split("/") if part not in ("", ".")]
+    remark = sheet.name("output_dir")
+    draft.put("name", run_name("-".join(parts[-2:]) or None, "tuned"), remark)
+
+
+def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
+    """Batch, length, optimizer, schedule, precision, layout."""
+    times = "gradient_accumulation_steps"
+    batch = sheet.get(keys.batch) * sheet.get(times)
+    both = f"{keys.batch} x {times}"
+    draft.put("train.global_batch", batch, both, sheet.where(keys.batch, times))
+    draft.note(
+        "changed",
+        f"{keys.batch}, {times}",
+        f"were per device; train.global_batch is {batch}, of one. On N devices set it to"
+        f" {batch} x N for the same training",
+    )
+    if (steps := sheet.get("max_steps")) and steps > 0:
+        draft.put_from(sheet, "max_steps", "train.steps")
+    else:
+        draft.put_from(sheet, keys.epochs, "train.epochs")
+    _optimizer(sheet, draft, keys)
+    if sheet.get("bf16") or sheet.has("fp16"):
+        draft.put("precision.compute", "bf16", "bf16" if sheet.get("bf16") else "fp16")
+    given = next((key for key in ("deepspeed", "fsdp", "fsdp_config.*") if sheet.has(key)), None)
+    if given:
+        draft.put("parallel.shard", "auto", given.removesuffix(".*"))
+        draft.note("changed", given.removesuffix(".*"), SHARDED)
+    for steps_key, way, knob in (
+        ("save_steps", "save_strategy", "checkpoint.every"),
+        ("eval_steps", "eval_strategy", "train.evaluate_every"),
+    ):
+        if sheet.get(way) == "epoch":
+            draft.put_from(sheet, way, knob)
+        elif (every := sheet.get(steps_key)) and every >= 1:
+            draft.put_from(sheet, steps_key, knob, int(every))
+        elif every:
+            draft.note("lost", steps_key, f"is a share of the training; set {knob} to steps")
+
+
+def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
+    betas = [sheet.get("adam_beta1"), sheet.get("adam_beta2")]
+    draft.put("train.optimizer.betas", betas, "the Trainer's, unless given")
+    if "adamw" not in (kind := sheet.get(keys.optimizer)):
+        draft.note(
+            "changed",
+            keys.optimizer,
+            f"{kind} is not offered; AdamW with the same learning rate stands for it",
+        )
+    elif "bit" in kind:
+        draft.note("changed", keys.optimizer, f"{kind}: its state is float32 here, and larger")
+    kind = sheet.get(keys.schedule)
+    if kind not in SCHEDULES:
+        draft.note("changed", keys.schedule, f"{kind} is not offered; cosine stands for it")
+    draft.put("train.schedule.kind", SCHEDULES.get(kind, "cosine"), keys.schedule)
+    warmup = sheet.get("warmup_steps") or sheet.get("warmup_ratio") or 0
+    draft.put(
+        "train.schedule.warmup",
+        int(warmup) if warmup >= 1 else warmup,
+        "warmup_steps or warmup_ratio, none unless given",
+        sheet.where("warmup_steps", "warmup_ratio"),
+    )
+    draft.put("train.schedule.min_ratio", 0.0, "to zero there")
+
+
+def build_adapter(sheet: GivenKeys, draft: Draft, keys: TunerKeys, rank: int, alpha: float) -> None:
+    """An adapter; `rank` and `alpha` unless given."""
+    rank = sheet.get(keys.rank) or rank
+    draft.put("model.lora.rank", rank, keys.rank)
+    draft.put("model.lora.alpha", sheet.get("lora_alpha") or alpha * rank, "lora_alpha")
+    draft.put("model.lora.dropout", sheet.get("lora_dropout") or 0.0, "lora_dropout")
+    targets: Sequence[str] = sheet.get(keys.targets) or ()
+    every = not targets or list(targets) in (["all"], ["all-linear"])
+    draft.put("model.lora.targets", "all-linear" if every else list(targets), keys.targets)
+    for key, kind in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if sheet.get(key):
+            draft.put("model.lora.kind", kind, key)
+    if ratio := sheet.get("loraplus_lr_ratio"):
+        draft.put("model.lora.plus_ratio", ratio, "loraplus_lr_ratio")
+
+
+def build_template(draft: Draft, key: str, name: str | None) -> None:
+    """How turns are written: a template that ingot has too, or else the model's own."""
+    if name in TEMPLATES:
+        draft.put("tokenizer.template", name, key)
+    elif name:
+        draft.note(
+            "changed",
+            key,
+            f"{name}: the model's own chat template is taken; tokenizer.template names another"
+            f" one ({', '.join(TEMPLATES)}, or a file)",
+        )
+
+
+def named(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not given."""
+    return {name: value for name, value in values.items() if value not in (None, "", {}, [])}
