@@ -44,6 +44,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
 from ingot.train.optim.averaging import drop_average
 from ingot.train.optim.optimizers import make_optimizer
+from ingot.train.optim.reserved import reserve_state
 from ingot.train.reference import Tables
 from ingot.train.setup import TrainSetup
 
@@ -85,6 +86,7 @@ def build_train_state(
         load_checkpoint(plan.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
     if knobs.average is None or knobs.average.kind != "ema":
         drop_average(optimizer)
+    reserve_state(optimizer)
     module = finish_wrapping(model.train(), mesh)
     return TrainState(
         model,

@@ -209,6 +209,22 @@ FAULTS = [
         "the head learns from the last chunk of tokens alone",
     ),
     Fault(
+        "head-gradient-unscaled",
+        "ingot/models/native/head.py",
+        "if not _is_one(scale):",
+        "if scale is None:",
+        "gradients that the head makes in forward ignore a factor of the loss",
+        by="tests/models/native/test_head.py",
+    ),
+    Fault(
+        "seq2seq-head-without-its-bias",
+        "ingot/models/hf/models.py",
+        "return head.weight if plain and not is_biased else None",
+        "return head.weight if plain else None",
+        "a sequence-to-sequence model is trained without the bias of its logits",
+        by="tests/models/hf/test_models.py",
+    ),
+    Fault(
         "rope-factor",
         "ingot/models/native/rope.py",
         "lambda frequencies, rope, head_dim: frequencies / rope.factor",

@@ -9,7 +9,24 @@ BY = "tests/train/test_muon.py"
 AVERAGING, AVERAGED = "ingot/train/optim/averaging.py", "tests/train/test_averaging.py"
 OPTIMIZERS, GROUPED = "ingot/train/optim/optimizers.py", "tests/train/test_optimizers.py"
 SCHEDULES, SCHEDULED = "ingot/train/optim/schedules.py", "tests/train/test_schedule.py"
+RESERVED, KEPT = "ingot/train/optim/reserved.py", "tests/train/test_reserved.py"
 FAULTS = [
+    Fault(
+        "reserved-state-not-zeroed",
+        RESERVED,
+        "moment.detach().zero_()",
+        "moment.detach()",
+        "Adam begins with what its memory held before",
+        KEPT,
+    ),
+    Fault(
+        "reserved-state-without-gradient",
+        RESERVED,
+        "[weight for weight in reserved if weight.grad is not None]",
+        "list(reserved)",
+        "a checkpoint has state of weights that never got a gradient, which other layouts lack",
+        KEPT,
+    ),
     Fault(
         "muon-scale-forgotten",
         MUON,

@@ -79,6 +79,14 @@ class Seq2Seq(nn.Module):
         bias = getattr(self.inner, "final_logits_bias", None)
         return logits if bias is None else logits + bias[0]
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The projection onto the vocabulary `[V, D]`; None if logits are more than a product."""
+        head = self.inner.lm_head if self.config.projects else None
+        plain = type(head) is nn.Linear and head.bias is None
+        is_biased = getattr(self.inner, "final_logits_bias", None) is not None
+        return head.weight if plain and not is_biased else None
+
     def forward(
         self,
         tokens: Tensor,
@@ -103,6 +111,7 @@ class Seq2Seq(nn.Module):
             labels.flatten(),
             token,
             flat,
+            weight=self.head_weight,
         )
         return values.view(
             labels.shape

@@ -17,9 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ingot.models.device import kernel_type
+
 IGNORE = -100
 CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB in float32."""
+CPU_CHUNK_LOGITS = 2**24
+"""The same on a CPU where gradients are made in forward, and products of fewer tokens take no
+longer.
+"""
 MOST_TARGETS = 0.75
 """Share of tokens with a label from which on all are computed."""
 PIECE_LOGITS = 2**20
@@ -255,12 +261,10 @@ class _Summed(torch.autograd.Function):
         extras: Tensor | None,
         view: Callable[[Tensor], LogitsView],
     ) -> Tensor:
-        size = max(1, CHUNK_LOGITS // vocab_size)
-        piece = (
-            max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size)
-            if hidden.device.type == "cpu"
-            else size
-        )
+        size = piece = max(1, CHUNK_LOGITS // vocab_size)
+        if kernel_type(hidden.device) == "cpu":
+            size = max(1, min(CHUNK_LOGITS, CPU_CHUNK_LOGITS) // vocab_size)
+            piece = max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size)
         count = hidden.shape[0]
         values = hidden.new_empty(count, dtype=torch.float32)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -293,14 +297,19 @@ class _Summed(torch.autograd.Function):
         torch._assert_async(
             (gradient == scale).all(), "values of a summed token function were not only added up"
         )
-        return (
-            *(None if made is None else made * scale.to(made.dtype) for made in ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        made: tuple[Tensor | None, ...] = ctx.saved_tensors
+        if not _is_one(scale):
+            made = tuple(None if one is None else one * scale.to(one.dtype) for one in made)
+        return *made, None, None, None, None, None
+
+
+def _is_one(scale: Tensor) -> bool:
+    """Whether nothing needs to be multiplied, which an accelerator would have to be waited for to
+    know. In a plan it is so, as it is where an objective adds up its values.
+    """
+    if kernel_type(scale.device) != "cpu":
+        return False
+    return isinstance(scale, FakeTensor) or scale.item() == 1
 
 
 def _values_and_gradient(

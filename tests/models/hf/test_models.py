@@ -20,6 +20,7 @@ from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.hf.relative import NAME
 from ingot.models.native import head
 from ingot.models.native.head import IGNORE, LogitsView
+from ingot.objectives.cross_entropy import CrossEntropy
 from tests import tolerances
 from tests.models.hf.tiny import (
     ALL,
@@ -114,6 +115,24 @@ def test_a_sequence_to_sequence_model_has_transformers_loss(
     written = int((labels >= 0).sum())
     assert sum(rows[: -(-written // 5)] if chunk != 2**25 else rows) == written < labels.numel()
     assert max(rows) == (written if chunk == 2**25 else 5), "all at once only where they are few"
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_gradients_that_a_sequence_to_sequence_head_makes_in_forward_are_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where logits are one product, in chunks; a bias that is added to them goes the other way."""
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 5 * VOCAB)
+    model, labels = drawn(name), targets()
+    assert isinstance(model, Seq2Seq)
+    assert (model.head_weight is not None) == (model.config.model_type in RELATIVE)
+    opened, wanted = theirs(model, tmp_path, labels)
+    tokens, segments = sources()
+    values = model(tokens, POSITIONS, segments, labels, CrossEntropy().token)
+    values.sum().backward()
+    wanted.backward()
+    assert values.sum().item() == pytest.approx(wanted.item(), rel=tolerances.LOSS_FP32)
+    assert_same_gradients(model, opened)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
