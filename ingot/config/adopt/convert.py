@@ -42,6 +42,8 @@ PROJECTS: tuple[Project, ...] = (
 )
 ENOUGH = 2
 """Number of known keys that identifies a project; fewer suffice if the files have fewer keys."""
+LEAST_SHARE = 0.2
+"""Of the keys that are given; names such as `epochs` and `batch_size` say nothing on their own."""
 _OURS = re.compile(r"data\.(train|seq_len)|objective\.kind|launch\.kind|train\.\w+")
 
 
@@ -135,7 +137,8 @@ def recognise(files: Sequence[File]) -> Project:
         )
         raise WrongInput(f"the files are of different projects ({names}); adopt each by itself")
     known = sum(common[0].knows(file) for file in files)
-    if known < min(ENOUGH, max(1, sum(len(file.entries) for file in files))):
+    given = sum(len(file.entries) for file in files)
+    if known < min(ENOUGH, max(1, given)) or known < given * LEAST_SHARE:
         raise _none_of_them(files[0].path)
     if len(common) > 1:
         raise WrongInput(

@@ -138,6 +138,7 @@ def test_files_of_two_projects_are_refused(tmp_path: Path) -> None:
         '{"foo": 1, "bar": 2}',
         "foo: 1\nbar: {baz: 2}\n",
         "--foo 1 --bar 2",
+        "batch_size: 8\nepochs: 3\n" + "".join(f"other_{n}: {n}\n" for n in range(9)),
         "ls -l --color",
     ],
 )
