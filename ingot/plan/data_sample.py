@@ -186,7 +186,9 @@ def _prepared(recipe: Recipe) -> LengthSample:
         )
         for name, limit in limits.items()
     }
-    documents, tokens = prepared.total("train", "documents"), prepared.total("train", "tokens")
+    documents, records, tokens = (
+        prepared.total("train", what) for what in ("documents", "records", "tokens")
+    )
     counts, padding = PackingCounts(), 0.0
     if recipe.pack != "cut":
         packed = read_packed(folder, prepared, data.seq_len, recipe.row_plan, target_len)
@@ -207,8 +209,8 @@ def _prepared(recipe: Recipe) -> LengthSample:
         f"all {documents:,} prepared documents",
         documents,
         columns,
-        counts.truncated / max(1, documents),
-        (counts.lost + counts.too_long + counts.untrained) / max(1, documents),
+        counts.truncated / max(1, records),
+        (counts.lost + counts.too_long + counts.untrained) / max(1, records),
         None,
         padding,
         Range.exactly(len(rows), "measured"),
@@ -254,8 +256,8 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         about + trained_here,
         count,
         columns,
-        counts.truncated / count,
-        (counts.lost + counts.too_long + counts.untrained) / count,
+        counts.truncated / int(records.counts.sum()),
+        (counts.lost + counts.too_long + counts.untrained) / int(records.counts.sum()),
         # Of other ways to cut only `prepare` knows what is lost.
         _lost_targets(records, limits)
         if recipe.documents != "text" and data.truncate == "right"

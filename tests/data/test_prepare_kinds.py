@@ -26,6 +26,7 @@ from ingot.tokenizers.backend import TokenBatch
 from ingot.tokenizers.encoders import REFERENCE, EncoderChoice
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.verify.export.transformers import check_chats
 from tests.data.small import recipe, sentences, write_jsonl
 from tests.tokenizers.chats.test_served import OPENED
 
@@ -163,6 +164,10 @@ def test_chats_with_thoughts_are_trained_with_them(
         said += [
             tokenizer.decode(tokens[record][mask[record] == 1]) for record in range(len(tokens))
         ]
+    tokenizer.save(small.folder.model)
+    compared = check_chats(small, prepared, tokenizer)
+    held_out = min(16, 2 * prepared.total("validation", "documents"))
+    assert (compared.passed, compared.detail.split(",")[0]) == (True, f"{held_out} held-out chats")
     assert sorted(said) == sorted(
         f"Thought {n}.\n</think>\n\nAnswer {n}.<|im_end|>" for n in range(80)
     )

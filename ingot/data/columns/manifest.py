@@ -67,6 +67,10 @@ class PreparedSource:
     bytes: int
     parts: list[ColumnPart]
 
+    @property
+    def records(self) -> int:
+        return sum(part.records for part in self.parts)
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -106,7 +110,7 @@ class PreparedData:
         return next((kind for kind, names in COLUMNS.items() if names == self.names), "text")
 
     def total(self, split: Split, what: str) -> int:
-        """Sum of `documents`, `tokens` or `bytes` over the sources of a split."""
+        """Sum of `documents`, `records`, `tokens` or `bytes` over the sources of a split."""
         return sum(int(getattr(source, what)) for source in self.splits[split])
 
 

@@ -135,7 +135,7 @@ def pack(
         for source in sources
         for part in source.parts
     ]
-    records = sum(prepared.total(split, "documents") for split in prepared.splits)
+    records = sum(prepared.total(split, "records") for split in prepared.splits)
     packer = LocalEngine(1) if records < FEW_RECORDS else engine
     made = dict(zip(tasks, packer.run(work, tasks, progress), strict=True))
     rows: dict[Split, list[list[int]]] = {

@@ -33,10 +33,12 @@ from tests.tokenizers.chats.test_masks import (
     U,
     turns,
 )
+from tests.tokenizers.chats.test_served import CHANNELS, LAST_QUESTION, OPENED
 from tests.tokenizers.chats.test_templates import all_tokens
 from tests.tokenizers.small import CHATML, chatty, real_tokenizer
 
 TEMPLATES = [CHATML, BLOCKS, BARE_BLOCKS, LAST_ONLY, NO_PROMPT, NO_END, END_ONCE, ROLE_TOKENS]
+TEMPLATES += [OPENED, CHANNELS, LAST_QUESTION]
 BITS = ["a", "b ", " c", "\n", "<|im_end|>", "<|im_start|>assistant\n", "\U00100011", "\U000f0000"]
 BITS += ["🔥", "é", "assistant:", "im_end|>", "end|>", "<|", "<", "user\n", "</think>", "</s>"]
 

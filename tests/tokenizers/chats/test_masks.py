@@ -4,6 +4,7 @@ anybody else.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -221,10 +222,10 @@ def test_any_contents(said: list[tuple[str, str]], template: str) -> None:
         made = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
     except WrongInput as error:
         assert "does not write message" in str(error)  # noqa: PT017
-        assert (template, any(not content.strip() for role, content in said if role == A)) == (
-            NO_PROMPT,
-            True,
-        )
+        # What is before such an answer changes with it, and nothing said there shows where it ends.
+        pairs = itertools.pairwise(said)
+        assert template == LAST_ONLY
+        assert any(one[0] == other[0] == A and not one[1].strip() for one, other in pairs)
         return
     ids, mask = made.ids, made.mask
     end = tokenizer.special_ids[str(end_of_turn(tokenizer))]
@@ -317,6 +318,12 @@ def test_special_tokens_that_swallow_space() -> None:
 
 
 REAL = [
+    [
+        *turns((U, "why?")),
+        {"role": A, "content": "so", "reasoning_content": "hm"},
+        *turns((U, "and?")),
+        {"role": A, "content": "thus", "reasoning_content": "aha\n"},
+    ],
     turns((S, "Be brief."), (U, "Hi there"), (A, "yo man"), (U, "more? 金属"), (A, " No. \n")),
     turns((U, "  two\n\nlines  "), (A, "\n🔥🔥 für\n\n- a\n- b")),
     turns(
@@ -374,6 +381,7 @@ def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str)
                 "⟦yo man<|im_end|>⟧",
                 "⟦<think>\n\n</think>\n\n No. \n<|im_end|>⟧",
                 "⟦<think>\nhm\n</think>\n\nso<|im_end|>⟧",
+                "⟦<think>\naha\n</think>\n\nthus<|im_end|>⟧",
                 "⟦<think>\nhm\n</think>\n\nthus<|im_end|>⟧",
                 '⟦<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧',
                 "⟦It is 42<|im_end|>⟧",
