@@ -215,6 +215,7 @@ def _written(file: Path, data: str, purpose: str, model: str, devices: int) -> s
         if devices > 1
         else ""
     )
+    prompt = "What can you do?" if purpose in ("chat", "prefer") else "The"
     return f"""\
 # {PURPOSES[purpose][0][0].upper()}{PURPOSES[purpose][0][1:]}; written by `ingot new`.
 #
@@ -244,6 +245,8 @@ checkpoint: {{every: 100, keep: 2}}       # what was interrupted goes on from th
 
 {launch}evaluate:
   tasks: [{{kind: loss}}]
+
+serve: {{prompt: "{prompt}"}}     # what the served model is asked at the end of `ingot run`
 """
 
 

@@ -5,6 +5,7 @@ and ends with a summary table and the report page.
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -272,6 +273,10 @@ def print_summary(recipe: Recipe, done: PipelineResult) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    if any(record.step == "serve" for record in done.records):
+        # Its server answered once, and was stopped.
+        command = shlex.join(["ingot", "serve", str(recipe.folder.root)])
+        console.print(f"Serve the model: {command}", soft_wrap=True, highlight=False)
 
 
 def _answer_panel(recipe: Recipe) -> Panel:

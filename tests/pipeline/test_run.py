@@ -138,6 +138,7 @@ def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path)
     assert not loaded & {"torch", "transformers", "pyarrow"}
     assert done.stdout.count("unchanged") == len(STEPS)
     assert "Nothing changed: all 7 steps were skipped." in done.stdout
+    assert re.search(r"^Serve the model: ingot serve \S+$", done.stdout, re.MULTILINE)
     assert (
         json.loads((copied / "runs/small/reports/predict.json").read_bytes())["completion"]
         .split("\n")[0]
