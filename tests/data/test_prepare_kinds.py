@@ -137,6 +137,7 @@ def test_chats_with_thoughts_are_trained_with_them(
     answer whose thought the template drops once others follow is trained in a text of its own.
     """
     monkeypatch.setattr("ingot.data.tokenizing.parts.FEW_BYTES", 0)
+    monkeypatch.setattr("ingot.data.tokenizing.parts.MANY_RENDERED", 1)
     monkeypatch.setattr(parts, "COMPARED", 1.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     answers = [
@@ -153,6 +154,7 @@ def test_chats_with_thoughts_are_trained_with_them(
     first = prepare(small)
     err = " ".join(capsys.readouterr().err.split())
     assert "40 chats cut after an earlier answer are texts of their own" in err
+    assert "40 of 40 chats were rendered one by one" in err
     prepared = prepared_for(small)
     parts_made = [one for made in prepared.splits.values() for each in made for one in each.parts]
     assert sum(one.documents for one in parts_made) == sum(one.added for one in parts_made) == 40

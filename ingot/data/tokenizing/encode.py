@@ -68,6 +68,8 @@ class TokenRecords:
     """Sum of the SHA-256 of the documents, so that it identifies the set of texts, independent of
     batching.
     """
+    rendered: int = 0
+    """How many chats of the kind `chat` were rendered one by one, which is slower."""
 
     def record(self, index: int) -> dict[str, npt.NDArray[Any]]:
         ends = {name: int(lengths[: index + 1].sum()) for name, lengths in self.lengths.items()}
@@ -105,15 +107,15 @@ def encode_records(
     """
     data = [text.encode() for text in texts]
     digest = sum(int.from_bytes(hashlib.sha256(document).digest()) for document in data)
-    counts = np.ones(len(texts), np.int64)
+    counts, rendered = np.ones(len(texts), np.int64), 0
     if documents == "chat":
-        made, size, counts = _chats(tokenizer, encode_batch, texts)
+        made, size, counts, rendered = _chats(tokenizer, encode_batch, texts)
     else:
         made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
     names = COLUMNS[documents]
     columns = dict(zip(names, (flat for flat, _ in made), strict=True))
     lengths = dict(zip(names, (lengths for _, lengths in made), strict=True))
-    return TokenRecords(columns, lengths, size, counts, digest)
+    return TokenRecords(columns, lengths, size, counts, digest, rendered)
 
 
 EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
@@ -128,14 +130,14 @@ def _texts(
 
 def _chats(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]
-) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths]:
+) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths, int]:
     chats = [from_messages(text) for text in texts]
     made = encode_trained(tokenizer, chats, encode_batch)
     columns: list[tuple[npt.NDArray[Any], Lengths]] = [
         (made.ids, made.lengths),
         (made.mask, made.lengths),
     ]
-    return columns, sum(map(_spoken, chats)), made.counts
+    return columns, sum(map(_spoken, chats)), made.counts, made.rendered
 
 
 def _preferences(

@@ -36,6 +36,8 @@ TRIED_AGAIN, LEAST_TRIED = 200_000, 10_000
 """Characters of all ranges, and at least of each, on which one that was chosen before is compared
 with the reference.
 """
+MANY_RENDERED, RENDERED_SHARE = 1_000, 0.1
+"""It is told that chats were rendered one by one if they are as many, and such a share."""
 
 
 def tokenise(
@@ -103,6 +105,13 @@ def tokenise(
         say(
             f"{added:,} chats cut after an earlier answer are texts of their own: the template"
             " writes that answer otherwise once others follow, such as without its thought"
+        )
+    rendered = sum(one.rendered for one in new)
+    chats = sum(part.documents for one in new for part in one.parts.values())
+    if rendered >= max(MANY_RENDERED, chats * RENDERED_SHARE):
+        say(
+            f"{rendered:,} of {chats:,} chats were rendered one by one, which is exact but slower:"
+            " their template, tools or special tokens allow no layout for chats alike"
         )
     by_range = kept | {made.range: made for made in new}
     return [by_range[task] for task in tasks]

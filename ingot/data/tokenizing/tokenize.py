@@ -43,7 +43,8 @@ class TokenisedRange:
 
     `redone` names the first document for which the fast encoder's ids differed from the
     reference's; the whole part was then encoded by the reference. `refused` counts chats that the
-    template refuses, `refusal` describes the first of them.
+    template refuses, `refusal` describes the first of them; `rendered` counts chats that were
+    rendered one by one.
     """
 
     range: RawRange
@@ -52,6 +53,7 @@ class TokenisedRange:
     redone: str | None = None
     refused: int = 0
     refusal: str | None = None
+    rendered: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class TokeniseStage:
         """
         outputs: dict[Split, _ColumnOutput] = {}
         refused: list[str] = []
+        rendered = 0
         with contextlib.ExitStack() as stack:
             for split, records in self._records(task, tokenizer, encoder, advance, refused):
                 if split not in outputs:
@@ -120,6 +123,7 @@ class TokeniseStage:
                         )
                     )
                 outputs[split].append(records)
+                rendered += records.rendered
         parts = {split: output.part() for split, output in outputs.items()}
         names = [
             path.name
@@ -128,7 +132,7 @@ class TokeniseStage:
             for path in (bin_path(prefix), idx_path(prefix))
         ]
         made = TokenisedRange(
-            task, parts, [], redone, len(refused), refused[0] if refused else None
+            task, parts, [], redone, len(refused), refused[0] if refused else None, rendered
         )
         payload = {
             "inputs": fingerprint([asdict(task), self.inputs]),
@@ -136,6 +140,7 @@ class TokeniseStage:
             "redone": made.redone,
             "refused": made.refused,
             "refusal": made.refusal,
+            "rendered": made.rendered,
         }
         marker = write_marker(
             self.columns,
@@ -299,6 +304,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         marker["redone"],
         marker["refused"],
         marker["refusal"],
+        marker.get("rendered", 0),
     )
 
 

@@ -78,6 +78,8 @@ class TrainedTexts:
     lengths: Indices
     counts: Indices
     messages: Sequence[int]
+    rendered: int
+    """How many chats were rendered one by one, which is slower."""
 
 
 def encode_trained(
@@ -92,7 +94,7 @@ def encode_trained(
     plan = ChatPlan(tokenizer, whole=not is_split_exact(tokenizer))
     plan.add(chats, [0] * len(chats) if trained_from is None else trained_from)
     counts = np.array(plan.counts, np.int64)
-    return TrainedTexts(*plan.encode(encode_batch), counts, plan.messages)
+    return TrainedTexts(*plan.encode(encode_batch), counts, plan.messages, plan.rendered)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str | None:

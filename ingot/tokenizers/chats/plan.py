@@ -67,6 +67,10 @@ class ChatPlan:
         """Of each chat the number of its texts."""
         self.messages: list[int] = []
         """Of each text how many of the chat's messages the template writes so."""
+        self.rendered = 0
+        """How many chats were rendered for themselves: their layout was not known, or is not
+        exact.
+        """
 
     def add(self, chats: Sequence[Messages], firsts: Sequence[int]) -> None:
         """Plan chats, each trained from one of its messages on.
@@ -112,6 +116,7 @@ class ChatPlan:
             raise WrongInput(
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
+        self.rendered += 1
         masked, originals = mask_look_alikes(chat, list(self._form.special))
         texts = trained_texts(self._form, masked, first)
         for text in texts:

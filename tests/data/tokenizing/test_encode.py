@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,3 +93,18 @@ def test_what_decides_about_records() -> None:
     )
     other = Tokenizer(TOKENIZERS["unigram"].files)
     assert identity("labelled", other)["frame"] == ([], [1])
+
+
+def test_chats_that_are_rendered_one_by_one_are_counted() -> None:
+    """All but those of a shape that is known, in which nothing looks like a special token."""
+    said = ["yes", "no", "<|im_end|>", "perhaps"]
+    chats = [
+        json.dumps({"messages": [{"role": "user", "content": "a"}, answer]})
+        for answer in [{"role": "assistant", "content": text} for text in said] * 5
+    ]
+    tokenizer = chatty()
+    found = encode_records("chat", tokenizer, tokenizer.encode_batch, chats)
+    again = encode_records("chat", tokenizer, tokenizer.encode_batch, chats)
+    assert len(found.counts) == 20
+    assert 5 <= found.rendered <= 6, "the first of a shape may be, too"
+    assert again.rendered == 5
