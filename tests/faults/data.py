@@ -271,8 +271,8 @@ FAULTS = [
     Fault(
         "nothing-said-is-trained",
         "ingot/tokenizers/chats/spans.py",
-        "or (says and not ",
-        "or (False and not ",
+        "or (says and is_empty)",
+        "",
         "a model whose template writes no calls is trained to say nothing instead of them",
         "tests/tokenizers/chats/test_served.py",
     ),
@@ -329,6 +329,14 @@ FAULTS = [
         "            pass\n",
         "a template that looks into a block that it set is taken for one that does not",
         "tests/tokenizers/chats/test_layouts.py",
+    ),
+    Fault(
+        "contents-in-parts-unseen",
+        "ingot/tokenizers/chats/spans.py",
+        "writes=ANSWER in whole",
+        "writes=True",
+        "a model whose template reads contents in parts alone is trained to say nothing",
+        "tests/tokenizers/chats/test_served.py",
     ),
     Fault(
         "layout-though-white-space-ends-a-turn",

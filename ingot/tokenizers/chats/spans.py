@@ -67,6 +67,7 @@ class TurnFormat:
     """What a template writes around an assistant's turn: the generation prompt before it, or a
     `header` where there is no prompt; the special token right after it; and in the last turn an
     `opening` between prompt and answer, such as an empty thought, and the `rest` behind the end.
+    `writes`: whether it writes contents that are texts, and not in parts.
     """
 
     prompt: str
@@ -74,6 +75,7 @@ class TurnFormat:
     header: str = ""
     opening: str = ""
     rest: str = ""
+    writes: bool = True
 
 
 def turn_format(form: ChatFormat) -> TurnFormat:
@@ -109,6 +111,7 @@ def _turn_format(
         before.removeprefix(bare).rstrip(" ") if asked == bare and before.startswith(bare) else "",
         before.removeprefix(asked) if asked != bare and before.startswith(asked) else "",
         behind[after.end() :] if after else "",
+        writes=ANSWER in whole,
     )
 
 
@@ -227,7 +230,8 @@ def served_answer(
     elif is_first and how.prompt and how.prompt in whole:
         begin = whole.index(how.prompt) + len(how.prompt)
     text = whole[: max(begin, end)]
-    if begin < 0 or (says and not text[begin:].removesuffix(how.end or "").strip()):
+    is_empty = not (how.writes and text[begin:].removesuffix(how.end or "").strip())
+    if begin < 0 or (says and is_empty):
         return None
     texts = {text, text[:begin] + text[begin:].removeprefix(how.opening)}
     return ServedAnswer(begin, tuple(sorted(texts, key=len, reverse=True)), whole)

@@ -150,6 +150,10 @@ def test_calls_that_a_template_does_not_write_are_refused() -> None:
     with pytest.raises(WrongInput, match="does not write message 2 of 2"):
         bracketed(chatty(), chat)
     assert bracketed(chatty(), turns((U, "one"), (A, ""))).endswith("⟦<|im_end|>⟧\n")
+    in_parts = "{% for part in m.content if part.text %}{{ part.text }}{% endfor %} "
+    tokenizer = chatty(CHANNELS.replace("{{ ':' + m.content }}", ": " + in_parts))
+    with pytest.raises(WrongInput, match="does not write message 2 of 2"):
+        bracketed(tokenizer, turns((U, "one"), (A, "x")))
 
 
 def test_sides_of_preferences_are_one_text() -> None:
