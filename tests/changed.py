@@ -25,5 +25,9 @@ def differing(base: str) -> list[str]:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(*tests_of(differing(*sys.argv[1:2] or ["HEAD"])), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

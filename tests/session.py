@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+PROJECT = Path(__file__).parents[1]
 TIMES = Path(__file__).with_name("times.json")
 """Seconds that each test file takes, for the order alone; `make times` writes it."""
 UNKNOWN_S = 4.0
@@ -64,8 +65,7 @@ class Session:
 
     def pytest_sessionfinish(self) -> None:
         if self._config.getoption("--write-times"):
-            times = {file: round(took, 1) for file, took in sorted(self._seconds.items())}
-            TIMES.write_text(json.dumps(times, indent=0) + "\n", encoding="utf-8")
+            TIMES.write_text(json.dumps(renewed(self._seconds), indent=0) + "\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         skipped = [
@@ -118,6 +118,14 @@ def file_of(nodeid: str) -> str:
 
 def known_times() -> dict[str, float]:
     return json.loads(TIMES.read_text(encoding="utf-8")) if TIMES.exists() else {}
+
+
+def renewed(seconds: Mapping[str, float]) -> dict[str, float]:
+    """What is known of files that there are, with what a run, of all tests or of some, measured."""
+    known = {file: took for file, took in known_times().items() if (PROJECT / file).exists()}
+    return dict(
+        sorted({**known, **{file: round(took, 1) for file, took in seconds.items()}}.items())
+    )
 
 
 def slowest_first(files: set[str], times: Mapping[str, float]) -> dict[str, int]:

@@ -4,6 +4,8 @@ reads the weights whole.
 
 from __future__ import annotations
 
+import os
+import random
 import zlib
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,19 @@ EXPERT: tuple[dict[str, int], ...] = (
     {**PIPELINE, "expert": 2},
     {**CONTEXT, "expert": 4},
 )
+
+
+def drawn(layouts: tuple[dict[str, int], ...]) -> tuple[dict[str, int], ...]:
+    """Three of them, one after the other, as the commit draws them."""
+    return tuple(random.Random(f"{os.environ['TEST_DRAW']} chain").sample(layouts, 3))
+
+
 CHAINS: dict[str, tuple[dict[str, int], ...]] = {
-    "untied": LAYOUTS,
+    "untied": drawn(LAYOUTS),
     "tied": (SHARD, PIPELINE),
     "257": (SHARD, TENSOR),
     "lora": (TENSOR, VIRTUAL),
-    "experts": EXPERT,
+    "experts": drawn(EXPERT),
 }
 """Each layout loads what the one before it wrote. Of the other models, those layouts that treat
 shared weights, a vocabulary that does not divide, and an adapter in a way of their own."""

@@ -10,8 +10,10 @@ import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests import graph
-from tests.changed import differing
+from tests.changed import differing, main
 from tests.session import HOW, known_times, not_proved, slowest_first
 
 
@@ -108,17 +110,13 @@ def test_a_change_runs_the_tests_above_it_and_no_others() -> None:
     assert "tests/house/test_recipes.py" in graph.tests_of(["ingot/recipes/quickstart.yaml"])
 
 
-def test_files_that_git_does_not_know_yet_are_changed_too(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.changed"],
-        cwd=graph.PROJECT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_files_that_git_does_not_know_yet_are_changed_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if (graph.PROJECT / ".git").exists():
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == graph.tests_of(differing("HEAD"))
+        monkeypatch.setattr(sys, "argv", ["changed"])
+        main()
+        assert capsys.readouterr().out.split() == graph.tests_of(differing("HEAD"))
 
 
 SHARED_OUT = {
