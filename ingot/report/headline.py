@@ -39,7 +39,13 @@ def headline(view: RunView) -> Headline:
         if sentence
     ]
     if not sentences:
-        sentences = [Markup("Nothing was trained or measured in this run folder yet.")]
+        sentences = [
+            Markup("Training has come to step {:,}; no model is made of it yet.").format(
+                view.steps_done
+            )
+            if view.steps_done
+            else Markup("Nothing was trained or measured in this run folder yet.")
+        ]
     return Headline(
         Markup(" ").join(sentences),
         bool(baselines) and view.metric("bits_per_byte") is not None,

@@ -169,7 +169,9 @@ def test_without_recipe_and_model_there_is_no_recipe_section(run: RunFolder) -> 
     run.recipe.unlink()
     shutil.rmtree(run.model)
     (run.reports / "evaluate.json").unlink()
-    assert "recipe" not in Page(write_page(run)).ids
+    page = Page(write_page(run))
+    assert "recipe" not in page.ids
+    assert "Training has come to step 300; no model is made of it yet." in page.text
 
 
 def test_an_empty_folder_is_a_page_that_says_so(tmp_path: Path) -> None:

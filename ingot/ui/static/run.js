@@ -33,7 +33,7 @@ function drawHead(root, run) {
   const share = run.last ? Math.min((run.step ?? 0) / run.last, 1) : 0;
   const tiles = [...run.tiles];
   if (run.cost !== null) tiles.push({ name: "cost so far", value: money(run.cost), remark: "at the price of the plan" });
-  if (run.goodput !== null && !tiles.some((tile) => tile.name === "goodput")) tiles.push({ name: "goodput", value: percent(run.goodput), remark: run.restarts ? `${run.restarts} restarts` : "no restart" });
+  if (run.goodput !== null && !tiles.some((tile) => tile.name === "goodput")) tiles.push({ name: "goodput", value: percent(run.goodput), remark: run.restarts ? `${run.restarts} restart${run.restarts > 1 ? "s" : ""}` : "no restart" });
   fill(root,
     h("div", { class: "title" }, h("a", { href: "#/", class: "soft" }, "Runs"), h("span", { class: "soft" }, "/"), h("h1", {}, run.name), h("span", { class: `pill ${run.mood}`, title: run.state }, run.state), h("span", { class: "fine grow", title: clock(run.changed) }, run.running ? "" : `last changed ${ago(run.changed)}`)),
     h("p", { class: "lead" }, run.sentence),
