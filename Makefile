@@ -11,7 +11,7 @@ BASE ?= HEAD
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Whoever never writes bytecode would have each process of the tests compile everything again. Tests wait for processes and
-# clocks for a third of their time, so four of them share two cores.
+# clocks for a third of their time, so four workers share two cores.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --workers 4
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
