@@ -17,6 +17,7 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.cleaning.clean import clean
@@ -44,6 +45,7 @@ from ingot.data.splits import Shares, Split, check_held_out
 from ingot.data.tokenizing.parts import tokenise
 from ingot.data.tokenizing.tokenize import DONE, TokenisedRange
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
+from ingot.tokenizers.chats.encode import end_of_turn
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MOST_CONTAMINATED = 0.2
@@ -88,6 +90,12 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         say(
             "warning: this tokenizer has no EOS token, so a model does not learn where a document"
             " ends"
+        )
+    is_chat = recipe.documents in CHAT_TEMPLATED and tokenizer.template is not None
+    if is_chat and end_of_turn(tokenizer) is None:
+        say(
+            "warning: the chat template writes no special token after what the assistant says, so a"
+            " model does not learn to stop"
         )
     made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}

@@ -61,10 +61,11 @@ def chat_recipe(root: Path, **knobs: object) -> Recipe:
     return recipe(root, chats(root / "chats.jsonl"), **given)
 
 
-def test_chats_become_tokens_and_masks(tmp_path: Path) -> None:
+def test_chats_become_tokens_and_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = chat_recipe(tmp_path)
     assert ingest(small).result.startswith("60 documents")
     prepare(small)
+    assert "no special token after" not in capsys.readouterr().err
     prepared = prepared_for(small)
     assert prepared.columns == [
         {"name": "tokens", "dtype": "uint16"},
@@ -154,6 +155,8 @@ def test_chats_with_thoughts_are_trained_with_them(
     first = prepare(small)
     err = " ".join(capsys.readouterr().err.split())
     assert "40 chats cut after an earlier answer are texts of their own" in err
+    # The template's end of a turn is no token of this vocabulary.
+    assert "writes no special token after what the assistant says" in err
     assert "40 of 40 chats were rendered one by one" in err
     prepared = prepared_for(small)
     parts_made = [one for made in prepared.splits.values() for each in made for one in each.parts]

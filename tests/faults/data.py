@@ -331,6 +331,14 @@ FAULTS = [
         "tests/tokenizers/chats/test_layouts.py",
     ),
     Fault(
+        "chats-without-an-end-prepared-in-silence",
+        "ingot/data/prepare.py",
+        "if is_chat and end_of_turn(tokenizer) is None:",
+        "if False:",
+        "nobody is told that a template writes no token at which a model could learn to stop",
+        "tests/data/test_prepare_kinds.py",
+    ),
+    Fault(
         "contents-in-parts-unseen",
         "ingot/tokenizers/chats/spans.py",
         "writes=ANSWER in whole",
