@@ -153,8 +153,8 @@ def read_tensors(
     for file in sorted(copies):
         with (folder / file).open("rb") as stream:
             for copy in sorted(copies[file], key=lambda copy: copy.chunk.offset):
-                chunk = _load(stream, copy.chunk, f"{folder / file}, {copy.name}")
-                copy.target.copy_(chunk[copy.part])
+                loaded = _load(stream, copy.chunk, f"{folder / file}, {copy.name}")
+                copy.target.copy_(loaded[copy.part])
 
 
 def _overlap(one: slice, other: slice) -> slice:
@@ -168,9 +168,8 @@ def _within(part: slice, whole: slice) -> slice:
 
 def _load(stream: io.BufferedReader, chunk: StoredChunk, what: str) -> Tensor:
     """The tensor of a chunk, on the host."""
-    tensor: Tensor = torch.load(
-        _Section(stream, chunk.offset, chunk.length), map_location="cpu", weights_only=True
-    )
+    section = io.BufferedReader(_Section(stream, chunk.offset, chunk.length))
+    tensor: Tensor = torch.load(section, map_location="cpu", weights_only=True)
     size = [span.stop - span.start for span in chunk.position]
     if list(tensor.shape) != size:
         raise Failed(f"{what} is {list(tensor.shape)}, and the checkpoint's index says {size}")
@@ -178,7 +177,7 @@ def _load(stream: io.BufferedReader, chunk: StoredChunk, what: str) -> Tensor:
 
 
 class _Section(io.RawIOBase):
-    """A section of a file as a file of its own, of which nothing is read ahead."""
+    """A section of a file as a file of its own."""
 
     def __init__(self, stream: io.BufferedReader, offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0

@@ -89,7 +89,8 @@ def command(*arguments: str) -> Callable[..., int | None]:
     name first, as looking up the options of all takes as long as many a verb.
     """
     words = [argument for argument in arguments if argument != "--debug"]
-    for made in (*app.registered_commands, *app.registered_groups):
+    verbs: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
+    for made in verbs:
         function = getattr(made.callback, "__name__", "")
         if words and words[0] == (made.name or typer.main.get_command_name(function)):
             alone = copy.copy(app)

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class EagerDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` of a module that nothing compiles."""
 
     def __init__(
-        self, module: nn.Module, *, process_group: dist.ProcessGroup | None, **how: bool
+        self, module: nn.Module, *, process_group: dist.ProcessGroup | None, **how: Any
     ) -> None:
         with _compiler_answers():
             super().__init__(module, process_group=process_group, **how)

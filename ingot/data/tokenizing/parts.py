@@ -4,10 +4,12 @@ by the engine with the fastest exact encoder.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.base.progress import Progress, say
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.columns.manifest import prefix_of
@@ -96,6 +98,13 @@ def tokenise(
             f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
             " was made again with the reference"
         )
+    _tell(documents, new)
+    by_range = kept | {made.range: made for made in new}
+    return [by_range[task] for task in tasks]
+
+
+def _tell(documents: Documents, new: Sequence[TokenisedRange]) -> None:
+    """Say what of the chats just tokenised is not as somebody may expect."""
     if refused := sum(one.refused for one in new):
         say(
             f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
@@ -113,8 +122,6 @@ def tokenise(
             f"{rendered:,} of {chats:,} chats were rendered one by one, which is exact but slower:"
             " their template, tools or special tokens allow no layout for chats alike"
         )
-    by_range = kept | {made.range: made for made in new}
-    return [by_range[task] for task in tasks]
 
 
 def _encoder(
