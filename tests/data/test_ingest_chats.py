@@ -120,6 +120,19 @@ def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
         ingest(chats(tmp_path, tmp_path / f"a.{kind}"))
 
 
+def test_descriptions_of_tools_are_not_left_out_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server writes them into prompts, so that a model would meet them there first."""
+    tools: list[Any] = [None, "", "[]", [], '[{"name": "f"}]', [{"name": "f"}]]
+    rows = [{**CHATS[0], "tools": given} for given in tools]
+    path = tmp_path / "tools.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ingest(made := chats(tmp_path, path))
+    assert found(made) == CHATS[:1] * 6
+    assert "2 of 6 have descriptions of tools, which are left out" in capsys.readouterr().err
+
+
 def test_a_record_too_deep_to_look_through_is_skipped(tmp_path: Path) -> None:
     """orjson parses what is too deep for Python; the chat after it is read."""
     deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"

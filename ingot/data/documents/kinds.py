@@ -7,7 +7,7 @@ All kinds but plain texts are stored as compact JSON; chats and preferences have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
@@ -28,6 +28,8 @@ from ingot.data.documents.records import BadRecord, ParsedDocument, checked, mis
 
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
+CHATS = {"chat": to_messages, "preference": to_preference, "rated": to_rated}
+NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
 USUAL = {
     "chat": "{prompt: YOURS, completion: YOURS}",
     "preference": "{prompt: YOURS, chosen: YOURS, rejected: YOURS}",
@@ -206,12 +208,12 @@ class DocumentExtractor:
         """The document of one record, which may be any JSON value."""
         if not isinstance(record, dict):
             return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
-        if self.documents == "chat":
-            return to_messages(row, record, self.layout, self.columns)
-        if self.documents == "preference":
-            return to_preference(row, record, self.layout, self.columns)
-        if self.documents == "rated":
-            return to_rated(row, record, self.layout, self.columns)
+        if self.exact_numbers:
+            to_chats = CHATS[self.documents]
+            found = to_chats(row, record, self.layout, self.columns)
+            if record.get("tools") in NO_TOOLS or isinstance(found, BadRecord):
+                return found
+            return replace(found, without="descriptions of tools")
         if self.documents == "pair":
             return to_pair(row, record, self.columns)
         if self.documents == "labelled":
