@@ -138,8 +138,8 @@ FAULTS = [
     Fault(
         "page-of-a-killed-end-runs-on",
         "ingot/report/living.py",
-        "if not page.exists() or page.stat().st_mtime_ns < record.stat().st_mtime_ns:",
-        "if not page.exists():",
+        "if not written.exists() or written.stat().st_mtime_ns < record.stat().st_mtime_ns:",
+        "if not written.exists():",
         "a step that was killed once it was done stands as running on the page, for good",
         "tests/pipeline/test_living_page.py",
     ),
