@@ -633,4 +633,20 @@ FAULTS = [
         "of a JSON list that was cut between two items, the rest is missing and nobody is told",
         "tests/data/test_ingest_bad.py",
     ),
+    Fault(
+        "tools-left-out-in-silence",
+        "ingot/data/raw/ingest_tasks.py",
+        "                    self.tally.without[item.without] += 1\n",
+        "                    pass\n",
+        "tools that a data set describes are not in what is trained, and nobody is told",
+        "tests/data/test_ingest_chats.py",
+    ),
+    Fault(
+        "adopted-without-accumulation",
+        "ingot/config/adopt/tuning.py",
+        "    batch = sheet.get(keys.batch) * sheet.get(times)\n",
+        "    batch = sheet.get(keys.batch)\n",
+        "an adopted configuration trains on batches that are smaller by its accumulation",
+        "tests/config/adopt/test_tuners.py",
+    ),
 ]
