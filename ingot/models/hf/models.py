@@ -82,11 +82,10 @@ class Seq2Seq(nn.Module):
     @property
     def head_weight(self) -> Tensor | None:
         """The projection onto the vocabulary `[V, D]`; None if logits are more than a product."""
-        head = self.inner.lm_head if self.config.projects else None
+        head: Any = self.inner.lm_head if self.config.projects else None
         is_biased = getattr(self.inner, "final_logits_bias", None) is not None
-        if type(head) is not nn.Linear or head.bias is not None or is_biased:
-            return None
-        return head.weight
+        plain = type(head) is nn.Linear and getattr(head, "bias", None) is None
+        return head.weight if plain and not is_biased else None
 
     def forward(
         self,
