@@ -27,6 +27,14 @@ FAULTS = [
         "a restart after --fresh begins from the first step again",
     ),
     Fault(
+        "set-aside-is-brought-back",
+        "ingot/launch/supervisor/supervise.py",
+        "            if found and not any(",
+        "            if not any(",
+        "after --fresh a restart without a checkpoint goes on from the training that was set aside",
+        "tests/launch/supervisor/test_supervise.py",
+    ),
+    Fault(
         "stop-is-failure",
         "ingot/launch/supervisor/supervise.py",
         "JobExit(EXIT_STOPPED if checkpoints else 128 + self._stops.first, self._stops.first)",

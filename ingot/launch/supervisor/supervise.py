@@ -120,9 +120,10 @@ class _Supervisor:
                 say(f"{outcome.description}; given up: {reason}")
                 self._record("give_up", cause=f"{reason}; the last failure: {outcome.description}")
                 return JobExit(outcome.code, 0)
-            # --fresh is repeated as long as an earlier training's files are there: the first
-            # attempt may have died before it set them aside.
-            if not any(file_stamp(path) == stamp for path, stamp in old_files.items()):
+            # --fresh is repeated until this training has a checkpoint: without one, an attempt may
+            # have died before it set an earlier training aside, or the next one would bring back
+            # one that was set aside.
+            if found and not any(file_stamp(path) == stamp for path, stamp in old_files.items()):
                 job = replace(
                     self._job,
                     argv=tuple(argument for argument in self._job.argv if argument != FRESH),

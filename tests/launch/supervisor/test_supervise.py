@@ -259,6 +259,13 @@ def test_a_fresh_start_is_fresh_once(made: Made, run: Supervised) -> None:
     ]
 
 
+def test_a_fresh_start_is_fresh_until_it_has_a_checkpoint(made: Made, run: Supervised) -> None:
+    """Without one, the next start would bring back a training of this recipe that was set aside."""
+    recipe = made([0, 3, "exit", 1])
+    assert run(recipe, "--fresh") == JobExit(0, 0)
+    assert [start["argv"][-1] for start in starts(recipe)] == ["--fresh", "--fresh"]
+
+
 def test_a_fresh_start_that_died_too_early_is_fresh_again(made: Made, run: Supervised) -> None:
     """The older checkpoints lie there still: going on from them is what `--fresh` was to
     prevent.
