@@ -44,6 +44,11 @@ def delimited(
     if header is None:
         yield BadRecord(1, "empty text", "no header line")
         return
+    if len(header) == 1 and ";" in header[0] and kind == "csv":
+        raise WrongInput(
+            f"{path} has semicolons between its columns ({header[0][:100]}); save it with commas,"
+            " or as .tsv with tabs"
+        )
     extractor.check(path, header)
     place, row = (
         0 if extractor.takes_records else header.index(extractor.column),

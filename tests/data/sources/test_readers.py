@@ -255,6 +255,7 @@ def test_broken_parquet() -> None:
     ("data", "kind", "message"),
     [
         (b"a,b\n1,2\n", "csv", "file has no column `text`; it has a, b: set `text`"),
+        (b"text;b\n1;2\n", "csv", "file has semicolons between its columns \\(text;b\\); save it"),
         (b"a\tb\n1\t2\n", "tsv", "it has a, b"),
         (parquet([1, 2]), "parquet", "column `text` holds int64, not text"),
     ],
