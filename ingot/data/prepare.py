@@ -46,6 +46,7 @@ from ingot.data.tokenizing.parts import tokenise
 from ingot.data.tokenizing.tokenize import DONE, TokenisedRange
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
 from ingot.tokenizers.chats.encode import end_of_turn
+from ingot.tokenizers.tokenizer import Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MOST_CONTAMINATED = 0.2
@@ -84,19 +85,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     tokenizer, tokenizer_folder = provide_tokenizer(
         recipe, raw, cleaned, _being_made(run.tokenizer)
     )
-    if recipe.documents != "labelled" and not (
-        tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after
-    ):
-        say(
-            "warning: this tokenizer has no EOS token, so a model does not learn where a document"
-            " ends"
-        )
-    is_chat = recipe.documents in CHAT_TEMPLATED and tokenizer.template is not None
-    if is_chat and end_of_turn(tokenizer) is None:
-        say(
-            "warning: the chat template writes no special token after what the assistant says, so a"
-            " model does not learn to stop"
-        )
+    _warn_of_no_end(recipe, tokenizer)
     made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits)
@@ -149,6 +138,23 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         prepared.data,
         file_sizes(run.root, paths),
     )
+
+
+def _warn_of_no_end(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Print what keeps a model from learning where a document or an answer ends."""
+    if recipe.documents != "labelled" and not (
+        tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after
+    ):
+        say(
+            "warning: this tokenizer has no EOS token, so a model does not learn where a document"
+            " ends"
+        )
+    is_chat = recipe.documents in CHAT_TEMPLATED and tokenizer.template is not None
+    if is_chat and end_of_turn(tokenizer) is None:
+        say(
+            "warning: the chat template writes no special token after what the assistant says, so a"
+            " model does not learn to stop"
+        )
 
 
 def _name_for_megatron(recipe: Recipe, prepared: PreparedData) -> list[Path]:
