@@ -11,8 +11,9 @@ BASE ?= HEAD
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Whoever never writes bytecode would have each process of the tests compile everything again. Tests wait for processes and
-# clocks for a third of their time, so four workers share two cores.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --workers 4
+# clocks for a third of their time, so four of them share two cores.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 4 \
+	--dist loadfile --no-loadscope-reorder
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work
 BEAM ?= .venv-beam
@@ -94,7 +95,7 @@ gpu-wheels: $(USE)
 	@$(BIN)/python -m benchmarks.gpu.packages $(WHEELS)
 
 lowest: $(LOWEST)/.ingot-lowest
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest -q --workers 2 \
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest -q -n 2 \
 		-m "not slow" $$($(LOWEST)/bin/python -m tests.lowest --tests) $(ARGS)
 
 beam: $(BEAM)/.ingot-beam

@@ -16,7 +16,6 @@ from filelock import FileLock
 from tests import adopted
 from tests.forkedmain import FIXED
 from tests.session import Session, commit, leave_to_chance
-from tests.workers import Workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,8 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("ingot", deadline=None)
         settings.load_profile("ingot")
     config.pluginmanager.register(Session(config))
-    if (workers := config.getoption("--workers")) > 1:
-        config.pluginmanager.register(Workers(workers))
     adopted.install()
     os.environ.setdefault("TEST_DRAW", commit())  # inherited by the processes of the run
     # Else `requests` looks through the whole environment for proxies, twice a request.
@@ -50,13 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-times",
         action="store_true",
         help="write how long each test file took, for the order of the next runs",
-    )
-    parser.addoption(
-        "--workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="share the tests out among N processes (tests/workers.py)",
     )
 
 

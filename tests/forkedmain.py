@@ -177,18 +177,13 @@ def _leave_the_parents_things(passed: Collection[int]) -> None:
             (2, "w", "backslashreplace"),
         )
     )
-    forget_exit_handlers()
-    random.seed()
-    gc.enable()  # subprocess has switched it off
-
-
-def forget_exit_handlers() -> None:
-    """What a parent will do at its end is not for a forked child to do."""
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     atexit._clear()
     for function in (weakref.finalize._exitfunc, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
         atexit.register(function)
+    random.seed()
+    gc.enable()  # subprocess has switched it off
 
 
 def run_module(name: str) -> None:

@@ -1,5 +1,5 @@
 """Heavy libraries that a test module names at its top and that are imported when a test uses them:
-collecting the tests is paid by every run, also of one of them.
+collecting the tests is paid by every process that runs some.
 """
 
 from __future__ import annotations

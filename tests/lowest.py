@@ -11,7 +11,7 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 EXTRAS = ("float8", "track")
-TOOLS = ("peft", "accelerate", "hypothesis", "filelock", "pytest", "pytest-timeout")
+TOOLS = ("peft", "accelerate", "hypothesis", "filelock", "pytest", "pytest-timeout", "pytest-xdist")
 """Of the extra `dev`, what these tests need."""
 TESTS = (
     "tests/models",

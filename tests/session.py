@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import re
 import subprocess
@@ -42,7 +43,7 @@ HOW = {
 
 
 class Session:
-    """A plugin of pytest."""
+    """A plugin of pytest, in every process of a run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -60,11 +61,20 @@ class Session:
             gc.freeze()
             gc.enable()
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """The slowest files first where several processes share them, so that none is left alone
+        with one at the end.
+        """
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            order = slowest_first({file_of(item.nodeid) for item in items}, known_times())
+            items.sort(key=lambda item: order[file_of(item.nodeid)])
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[file_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        if self._config.getoption("--write-times"):
+        if self._config.getoption("--write-times") and not hasattr(self._config, "workerinput"):
             TIMES.write_text(json.dumps(renewed(self._seconds), indent=0) + "\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -117,86 +114,3 @@ def test_files_that_git_does_not_know_yet_are_changed_too(
         monkeypatch.setattr(sys, "argv", ["changed"])
         main()
         assert capsys.readouterr().out.split() == graph.tests_of(differing("HEAD"))
-
-
-SHARED_OUT = {
-    "conftest.py": """
-        import os
-        import pytest
-        from tests.conftest import pytest_addoption
-        from tests.workers import Workers
-        os.environ["PARENT"] = str(os.getpid())
-        def pytest_configure(config):
-            config.pluginmanager.register(Workers(config.getoption("--workers")))
-        @pytest.fixture(scope="session")
-        def made(tmp_path_factory):
-            folder = tmp_path_factory.mktemp("made", numbered=False)
-            yield folder
-            (folder / "ended").touch()
-        """,
-    "test_a.py": """
-        import os, pytest, warnings
-        def test_fails(made):
-            print("of the one that failed")
-            assert os.getpid() == int(os.environ["PARENT"])
-        def test_dies(made): os._exit(3)
-        def test_after_it(made): warnings.warn("be warned")
-        @pytest.mark.skip(reason="not here")
-        def test_skipped(): pass
-        """,
-    "test_b.py": """
-        import os, pytest
-        from pathlib import Path
-        @pytest.mark.parametrize("number", range(4))
-        def test_together(number, made):
-            with Path(os.environ["TOLD"]).open("a") as told:
-                told.write(f"{os.getpid()} {made}\\n")
-        """,
-}
-
-
-def test_workers_share_the_tests_out_and_tell_all_of_them(tmp_path: Path) -> None:
-    for name, text in SHARED_OUT.items():
-        (tmp_path / name).write_text(textwrap.dedent(text), encoding="utf-8")
-
-    def run(*arguments: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "--workers=2", "-p", "no:cacheprovider", *arguments],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(graph.PROJECT),
-                "PYTEST_ADDOPTS": "",
-                "TOLD": str(tmp_path / "told"),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 1, done.stdout + done.stderr
-        return done.stdout.splitlines()
-
-    said = run("-v", "--junitxml=all.xml", "--basetemp=base")
-    outcomes = {tuple(line.split()[:2]) for line in said if re.match(r"test_.*::.* [A-Z]+ ", line)}
-    assert outcomes == {
-        ("test_a.py::test_fails", "FAILED"),
-        ("test_a.py::test_dies", "FAILED"),
-        ("test_a.py::test_after_it", "PASSED"),
-        ("test_a.py::test_skipped", "SKIPPED"),
-        *((f"test_b.py::test_together[{number}]", "PASSED") for number in range(4)),
-    }
-    assert "2 failed, 5 passed, 1 skipped, 1 warning" in said[-1]
-    assert "of the one that failed" in said
-    assert "the process that ran it ended with 3" in said
-    assert any("UserWarning: be warned" in line for line in said)
-    cases = ElementTree.parse(tmp_path / "all.xml").getroot().iter("testcase")
-    assert sum(1 for _ in cases) == 8
-    # A file's tests in one process, with one set of fixtures, which end before it does; the process
-    # that died had no time to.
-    told = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
-    assert len(told) == 4
-    assert len(set(told)) == 1
-    folders = list((tmp_path / "base").glob("*/made"))
-    assert sum((folder / "ended").exists() for folder in folders) == len(folders) - 1 == 2
-    assert "stopping after 1 failures" in "\n".join(run("-x"))

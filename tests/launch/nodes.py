@@ -89,7 +89,7 @@ def reference(prepared_root: Path, place: Path) -> dict[str, str]:
     """The weights that two processes of this machine come to, trained once for all workers of a
     test session; `place` is this one's base folder.
     """
-    place = place.parent if "TEST_WORKER" in os.environ else place
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     with FileLock(place / "reference.lock"):
         kept = place / "reference.json"
         if not kept.exists():

@@ -24,7 +24,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.small import small_recipe
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(900)]
 
 
 def first_batch(recipe: Recipe) -> Batch:

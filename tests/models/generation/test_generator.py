@@ -411,6 +411,7 @@ TEXTS = [
 
 
 @pytest.mark.drawn("a real model")
+@pytest.mark.xdist_group("smollm2")
 @pytest.mark.timeout(900)
 def test_smollm2_gives_the_text_of_transformers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -432,6 +433,7 @@ def test_smollm2_gives_the_text_of_transformers(smollm2: Path) -> None:
         assert completion.text == reader.decode(out[0, len(prompt) :], skip_special_tokens=True)
 
 
+@pytest.mark.xdist_group("smollm2")
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_smollm2_eight_together(smollm2: Path) -> None:

@@ -14,7 +14,7 @@ from ingot.models.hf.folder import hash_model, load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from tests import tolerances
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(900)]
 CPU = torch.device("cpu")
 
 
