@@ -43,8 +43,8 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
 from ingot.train.optim.averaging import drop_average
+from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
-from ingot.train.optim.reserved import reserve_state
 from ingot.train.reference import Tables
 from ingot.train.setup import TrainSetup
 

@@ -9,7 +9,7 @@ BY = "tests/train/test_muon.py"
 AVERAGING, AVERAGED = "ingot/train/optim/averaging.py", "tests/train/test_averaging.py"
 OPTIMIZERS, GROUPED = "ingot/train/optim/optimizers.py", "tests/train/test_optimizers.py"
 SCHEDULES, SCHEDULED = "ingot/train/optim/schedules.py", "tests/train/test_schedule.py"
-RESERVED, KEPT = "ingot/train/optim/reserved.py", "tests/train/test_reserved.py"
+RESERVED, KEPT = "ingot/train/optim/eager.py", "tests/train/test_reserved.py"
 FAULTS = [
     Fault(
         "reserved-state-not-zeroed",

@@ -15,8 +15,8 @@ from ingot.config.sections.training import SGD, AdamW
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.build import build_train_state
+from ingot.train.optim.eager import MOMENTS, reserve_state
 from ingot.train.optim.optimizers import make_optimizer
-from ingot.train.optim.reserved import MOMENTS, reserve_state
 from ingot.train.setup import make_setup
 from tests.small import small_recipe
 

@@ -3,14 +3,23 @@ though nothing is compiled: 1.5 of the 5 CPU seconds from a command to the first
 
 The decorators that do so keep a compiler from tracing into an optimizer; no step is compiled here.
 What they decorate is used as it is, so that updates are torch's own, bit for bit.
+
+On a CPU the memory of AdamW's state is taken before the first step (`reserve_state`). torch makes
+the state with a weight's first gradient, in the holes that the activations of the first step have
+left. It stays there, and later activations no longer fit between: glibc's heap grows by more than
+the state.
 """
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+"""Names of AdamW's state of the shape of a weight."""
 
 
 class EagerOptimizer(optim.Optimizer):
@@ -32,3 +41,29 @@ class EagerSGD(EagerOptimizer, optim.SGD):
     """`torch.optim.SGD`."""
 
     step = torch.no_grad()(inspect.unwrap(optim.SGD.step))
+
+
+def reserve_state(optimizer: optim.Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """Take memory for the moments of each weight on a CPU that has none, without touching it; other
+    optimizers than AdamW are left alone. The state itself is made when torch makes it, with the
+    weight's first gradient, so that a checkpoint has no more of it.
+
+    Returns what is still reserved, by weight.
+    """
+    reserved: dict[Tensor, dict[str, Tensor]] = {}
+    if not isinstance(optimizer, EagerAdamW):
+        return reserved
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.device.type == "cpu" and not optimizer.state.get(weight):
+                reserved[weight] = {name: torch.empty_like(weight) for name in MOMENTS}
+
+    def hand_over(*given: Any) -> None:
+        for weight in [weight for weight in reserved if weight.grad is not None]:
+            moments = reserved.pop(weight)
+            count = torch.zeros((), dtype=torch.float32)
+            zeros = {name: moment.detach().zero_() for name, moment in moments.items()}
+            optimizer.state[weight] = {"step": count, **zeros}
+
+    optimizer.register_step_pre_hook(hand_over)
+    return reserved
