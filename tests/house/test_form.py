@@ -95,6 +95,7 @@ BOUNDARIES: dict[str, str] = {
     "ingot.data.engines.spark": OPTIONAL,
     "ingot.data.sources.megatron": "a kind of source, which the table of doors names",
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
+    "ingot.parallel.replicate": "what torch's data parallelism asks of its compiler",
     "ingot.rewards.code": "a kind of reward, which the table of doors names",
     "ingot.rewards.sandbox.answer": "all of ours in a process that a model's code may take over",
     "ingot.serve.http.embeddings": "OpenAI's protocol of vectors, beside the one of texts",
