@@ -7,12 +7,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import math
 import os
-import socket
-import struct
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -160,21 +157,20 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A file of TensorBoard's events. Its messages are tensorboard's own, its records are not: the
-    writer of these imports what stands in for TensorFlow, at the start of every training.
-    """
+    """TensorBoard event files, by tensorboard's own writer, which needs no torch."""
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
-        folder.mkdir(parents=True, exist_ok=True)
-        named = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / named).open("xb")
-        self._add(file_version="brain.Event:2")
+        self._writer = EventFileWriter(str(folder))
         if resume_step:
             # Makes TensorBoard discard what was logged after the checkpoint.
-            self._add(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -194,37 +190,12 @@ class TensorBoard:
                 items.append(Summary.Value(tag=key, metadata=metadata, tensor=tensor))
             else:
                 items.append(Summary.Value(tag=key, simple_value=value))
-        self._add(step=step, summary=Summary(value=items))
-
-    def _add(self, **fields: Any) -> None:
-        """Write one event as a TFRecord: length, its checksum, content, its checksum."""
-        content = self._event(wall_time=time.time(), **fields).SerializeToString()
-        length = struct.pack("<Q", len(content))
-        self._file.write(length + _masked_crc32c(length) + content + _masked_crc32c(content))
-        self._file.flush()
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=Summary(value=items))
+        )
 
     def close(self) -> None:
-        self._file.close()
-
-
-@functools.cache
-def _crc32c_table() -> tuple[int, ...]:
-    """What each value of a byte does to a CRC-32C (Castagnoli, reflected)."""
-    table = []
-    for crc in range(256):
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
-
-
-def _masked_crc32c(content: bytes) -> bytes:
-    """The checksum of a TFRecord, rotated and shifted so that it may itself be checked."""
-    table, crc = _crc32c_table(), 0xFFFFFFFF
-    for byte in content:
-        crc = crc >> 8 ^ table[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+        self._writer.close()
 
 
 class WeightsAndBiases:

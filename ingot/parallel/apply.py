@@ -33,7 +33,6 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
 from ingot.parallel.pipeline import Pipeline, local_stages, tied_across_stages
 from ingot.parallel.recompute import recompute_layers
-from ingot.parallel.replicate import replicate
 from ingot.parallel.shard import is_fsdp, layers, shard_weights, spread_experts
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -171,7 +170,9 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     """
     if not sums_by_replication(model, mesh):
         return model
-    return replicate(model, mesh.replicas.group)
+    return DistributedDataParallel(
+        model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
+    )
 
 
 def compute_weights_dtype(model: AnyModel, mesh: Mesh, how: WrapSettings) -> torch.dtype | None:

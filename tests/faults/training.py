@@ -375,14 +375,6 @@ FAULTS = [
         "tests/checkpoints/test_store.py",
     ),
     Fault(
-        "events-that-tensorboard-drops",
-        "ingot/base/runlog.py",
-        "crc ^= 0xFFFFFFFF",
-        "crc ^= 0",
-        "records of TensorBoard's file have another checksum than its reader wants",
-        "tests/base/test_runlog.py",
-    ),
-    Fault(
         "chunks-not-counted",
         "ingot/checkpoints/stored.py",
         "if found != target.numel():",
