@@ -127,9 +127,17 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
     }
 
 
+PARTS = ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints")
+"""What belongs to one training of a run folder. Checkpoints come last, and are moved last in either
+direction: a folder without them counts as logs only.
+"""
+
+
 def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Move checkpoints and their logs to `earlier/`; nothing is deleted."""
-    if not run.checkpoints.exists() and not (run.root / LEFT_OUT).exists():
+    """Move checkpoints and their logs to `earlier/`, also the logs of a training that died before
+    its first checkpoint; nothing is deleted.
+    """
+    if not any((run.root / name).exists() for name in PARTS):
         return
     name = fingerprint(dict(identity))
     places = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
@@ -159,11 +167,9 @@ def earlier(run: RunFolder) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a training between folders. Checkpoints are moved last in either direction: a folder
-    without them counts as logs only.
-    """
+    """Move a training between folders."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints"):
+    for name in PARTS:
         if (source / name).exists():
             (source / name).rename(target / name)
     fsync_folder(target)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ingot.base.storage import write_atomic
 from ingot.config.models.experts import CORRECTION
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
@@ -31,7 +32,8 @@ CHAIN: tuple[dict[str, int], ...] = ({"shard": 2, "expert": 2}, {}, {"replicate"
 def recipe_in(root: Path, layout: dict[str, int], model: str = "qwen3_moe", **knobs: Any) -> Recipe:
     folder = root / "mixture"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**MODELS[model], "vocab_size": 320}))
+    # Each rank writes it, while others may already read it.
+    write_atomic(folder / "config.json", json.dumps({**MODELS[model], "vocab_size": 320}))
     given = {
         "model__source": str(folder),
         "model__config": None,

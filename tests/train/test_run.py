@@ -23,6 +23,7 @@ from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.train import step as step_module
+from ingot.train.resume import set_aside
 from ingot.train.trainer import train
 from tests import forks
 from tests.ranks import run_ranks
@@ -292,6 +293,24 @@ def test_a_finished_training_is_set_aside_and_brought_back(root: Path) -> None:
     )
     assert metrics(recipe) == first[1]
     assert all(torch.equal(weights(recipe)[name], first[0][name]) for name in first[0])
+
+
+def test_logs_of_a_training_without_a_checkpoint_are_in_nobodys_way(root: Path) -> None:
+    """Set aside by --fresh, whose training died early; the same recipe brings it back."""
+    recipe = small_recipe(root)
+    train(recipe)
+    first = metrics(recipe)
+    run = recipe.folder
+    found = newest_valid(run.checkpoints)
+    assert found is not None
+    set_aside(run, found.commit["identity"])
+    run.metrics.write_text('{"step": 1}\n')
+    (run.root / "tensorboard").mkdir()
+    (run.root / "tensorboard" / "of the one that died").touch()
+    train(recipe)
+    assert metrics(recipe) == first
+    assert not (run.root / "tensorboard" / "of the one that died").exists()
+    assert list((run.root / "earlier").glob("*/tensorboard/of the one that died"))
 
 
 def start_training(recipe: Recipe, root: Path) -> forks.Process:

@@ -9,8 +9,8 @@ longest answer; here each row gets its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from ingot.models.hf.models import Seq2Seq
 LEAST_POSITIONS = 64
 READS_PADDING = ("m2m_100",)
 """Types that give a token of padding no position, wherever it stands."""
+UNMASKED = ("led",)
+"""Types whose decoder makes no mask where it reads a single token: it is given one here."""
 
 
 def prepared(
@@ -152,11 +154,12 @@ class CrossStep:
             last: Tensor = out.logits[:, -1].float()
             return last
 
-        if self._positions is None:
+        with ExitStack() as hooks:
+            if self._positions is not None:
+                hooks.enter_context(self._positions.of(rows.lengths, ids))
+            if self._model.config.model_type in UNMASKED:
+                hooks.enter_context(_seeing(self._model.inner.get_decoder().layers, seen))
             made = logits()
-        else:
-            with self._positions.of(rows.lengths, ids):
-                made = logits()
         rows.lengths = [size + 1 for size in rows.lengths]
         return made
 
@@ -218,6 +221,27 @@ def _hooked(module: nn.Module, hook: Callable[[nn.Module, Any, Tensor], Tensor])
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _seeing(layers: Iterable[nn.Module], seen: Tensor) -> Iterator[None]:
+    """Meanwhile each decoder layer attends to the places of the cache that are `seen` `[B, T]`, by
+    the mask that is its second argument.
+    """
+
+    def masked(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, mask, *others = given
+        assert mask is None, f"{type(module).__name__} has a mask of its own"
+        mask = hidden.new_zeros(seen[:, None, None].shape)  # [B, 1, 1, T]
+        mask = mask.masked_fill(~seen[:, None, None], torch.finfo(hidden.dtype).min)
+        return hidden, mask, *others
+
+    handles = [layer.register_forward_pre_hook(masked) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _stacked(one: Tensor, other: Tensor, *, left: bool) -> Tensor:

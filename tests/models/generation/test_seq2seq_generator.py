@@ -69,13 +69,22 @@ def test_an_answer_is_the_one_it_would_have_alone(name: str) -> None:
 
 
 @pytest.mark.drawn(keep=3)
-@pytest.mark.parametrize("kind", PROVED["seq2seq"])
+@pytest.mark.parametrize("kind", [kind for kind in PROVED["seq2seq"] if kind != "led"])
 def test_every_proved_type_counts_the_positions_of_each_answer(kind: str) -> None:
+    check_answers_that_arrive(kind)
+
+
+def test_padding_of_shorter_answers_is_not_seen_by_a_decoder_that_asks_for_no_mask() -> None:
+    check_answers_that_arrive("led")
+
+
+def check_answers_that_arrive(kind: str) -> None:
     config = read_hf_config(shrunk(kind, "seq2seq"), "seq2seq", "here")
     model = init_hf_model(config, 3, torch.device("cpu")).eval()
     assert isinstance(model, Seq2Seq)
+    generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():  # so that positions matter
-        torch.nn.init.normal_(parameter, std=0.4)
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
     ids = [[5 + (row * place) % 40 for place in range(3 + 2 * row)] for row in range(5)]
     requests = [
         Seq2SeqRequest(source, 6 + row, Sampling(2.0 * (row % 2), seed=row))
