@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ANSWER_S = 60.0
@@ -211,8 +212,9 @@ class Browser:
 
 @contextlib.contextmanager
 def browsing() -> Iterator[Tab]:
-    """A tab of a browser of its own."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    """A tab of a browser of its own; one browser at a time, as two have kept each other waiting."""
+    lock = FileLock(Path(tempfile.gettempdir()) / f"ingot-tests-browser-{os.getuid()}.lock")
+    with lock, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         browser = Browser(Path(folder))
         try:
             yield browser.tab()
