@@ -227,20 +227,7 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
             None,
             f"the run is trained on {recipe.documents} documents, which no template writes",
         )
-    names = CHAT_COLUMNS[recipe.documents]
-    asked: list[tuple[str, Chat, list[int]]] = []
-    passed_over = 0
-    for doc_id, chats, stored in itertools.islice(
-        _stored_chats(recipe, prepared, tokenizer, names), MAX_CHATS
-    ):
-        for name, chat, ids in zip(names, chats, stored, strict=True):
-            where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
-            if not chat or any(
-                token in str(message) for message in chat for token in tokenizer.special_texts
-            ):
-                passed_over += 1
-            else:
-                asked.append((where, chat, ids))
+    asked, passed_over = _asked_chats(recipe, prepared, tokenizer)
     if not asked:
         return Check(
             CHAT_TEMPLATE,
@@ -276,6 +263,29 @@ def check_chats(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) ->
         f"{len(asked)} held-out chats, {sum(len(ids) for _, _, ids in asked):,} ids, the same as"
         f" prepared{left}",
     )
+
+
+def _asked_chats(
+    recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer
+) -> tuple[list[tuple[str, Chat, list[int]]], int]:
+    """The first held-out chats, each with its place and prepared ids; and how many of them are
+    passed over.
+    """
+    names = CHAT_COLUMNS[recipe.documents]
+    asked: list[tuple[str, Chat, list[int]]] = []
+    passed_over = 0
+    for doc_id, chats, stored in itertools.islice(
+        _stored_chats(recipe, prepared, tokenizer, names), MAX_CHATS
+    ):
+        for name, chat, ids in zip(names, chats, stored, strict=True):
+            where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
+            if not chat or any(
+                token in str(message) for message in chat for token in tokenizer.special_texts
+            ):
+                passed_over += 1
+            else:
+                asked.append((where, chat, ids))
+    return asked, passed_over
 
 
 def _stored_chats(
