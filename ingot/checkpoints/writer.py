@@ -58,7 +58,7 @@ def write_checkpoint(
     scattered: bool = False,
 ) -> Written:
     """Write tensors and commit marker of checkpoint `step`, durably. Collective. On failure the
-    partial folder is removed.
+    partial folder is removed; one that is committed stays, though ranks may not have heard of it.
 
     `scattered`: nodes may each have their own disk, and the files meet in a bucket. Otherwise
     rank 0 must see the files of all ranks.
@@ -91,11 +91,7 @@ def write_checkpoint(
             with contextlib.suppress(
                 Exception
             ):  # no rank writes any more; if the group itself is broken, the next save cleans up
-                run_on_all(
-                    mesh,
-                    lambda: remove_folder(folder) if mesh.ranks.local_rank == 0 else None,
-                    lambda _: None,
-                )
+                run_on_all(mesh, lambda: _discard(folder, mesh), lambda _: None)
             raise
     return Written(folder, [entry.path for entry in own_files], size)
 
@@ -114,6 +110,14 @@ def _begin(folder: Path, mesh: Mesh) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder.parent)
     fsync_folder(folder.parent.parent)
+
+
+def _discard(folder: Path, mesh: Mesh) -> None:
+    """Remove the partial folder from every node. With a marker it is whole: a rank that died while
+    the others were told of it takes nothing from them.
+    """
+    if mesh.ranks.local_rank == 0 and read_marker(folder, COMMIT) is None:
+        remove_folder(folder)
 
 
 def _commit(

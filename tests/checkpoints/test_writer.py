@@ -21,7 +21,7 @@ from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream, write_checkpoint, write_tensors
 from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import local_tensor
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel.mesh import Mesh, running_mesh
 from tests.checkpoints.states import ALONE, trained
 from tests.checkpoints.test_layouts import train_state, value
 from tests.ranks import run_ranks
@@ -188,3 +188,27 @@ def test_the_marker_says_how_it_was_written(tmp_path: Path) -> None:
     assert [FileEntry(**entry) for entry in commit["files"]] == [
         entry_of(tmp_path / "step-00000002", name) for name in (".metadata", "__0_0.distcp")
     ]
+
+
+def lost_while_told(folder: Path) -> str:
+    """Save step 1 on two ranks that lose each other once rank 0 has committed; what is raised."""
+    told = Mesh.from_main
+
+    def broken(self: Mesh, call: Any) -> Any:
+        value = told(self, call)
+        if read_marker(step_folder(folder, 1), COMMIT) is not None:
+            raise RuntimeError("Connection reset by peer")
+        return value
+
+    with running_mesh(Parallel(shard=2)) as mesh, mock.patch.object(Mesh, "from_main", broken):
+        _, masters, optimizer = train_state("257", {"shard": 2}, mesh)
+        with pytest.raises(RuntimeError) as raised:
+            write_checkpoint(folder, 1, training_tensors(masters, optimizer), {"samples": 1}, mesh)
+        return str(raised.value)
+
+
+def test_what_is_committed_stays_though_a_rank_died_before_it_heard_of_it(tmp_path: Path) -> None:
+    assert run_ranks(2, lost_while_told, tmp_path) == ["Connection reset by peer"] * 2
+    found = newest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 1

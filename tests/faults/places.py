@@ -88,6 +88,14 @@ FAULTS = [
         "a checkpoint is committed though another rank's files are not there",
     ),
     Fault(
+        "committed-and-removed",
+        "ingot/checkpoints/writer.py",
+        "mesh.ranks.local_rank == 0 and read_marker(folder, COMMIT) is None",
+        "mesh.ranks.local_rank == 0",
+        "a rank that dies just after a commit takes the checkpoint with it",
+        "tests/checkpoints/test_writer.py",
+    ),
+    Fault(
         "no-fsync",
         "ingot/checkpoints/writer.py",
         "os.fsync(file.fileno())",
