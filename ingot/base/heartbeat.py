@@ -36,6 +36,8 @@ checkpoint.
 TIME_USES: tuple[TimeUse, ...] = ("productive", "waiting", "evaluating", "saving")
 
 _FORMAT = struct.Struct("<Qqqqqqqddddddd")
+FRESH_S = 60.0
+"""A beat of another machine, whose locks cannot be seen, is that of a process at work so long."""
 SLOT_BYTES = 128
 """Size of a slot, with a few spare bytes for later fields."""
 
@@ -170,3 +172,22 @@ def parse_beats(content: bytes) -> list[Heartbeat]:
                 )
             )
     return beats
+
+
+def beats_of_main(folder: Path) -> list[Heartbeat]:
+    """The last heartbeats of rank 0 in the `heartbeats` folder of a run, one for each node on which
+    it has been.
+    """
+    found = (beat for path in sorted(folder.glob("*")) for beat in read_beats(path))
+    return [beat for beat in found if beat.rank == 0]
+
+
+def heard_elsewhere(folder: Path) -> bool:
+    """Whether a rank on another machine has beaten within FRESH_S and is not over."""
+    here, since = socket.gethostname(), time.time() - FRESH_S
+    return any(
+        beat.wall > since and beat.phase != "over"
+        for path in folder.glob("*")
+        if path.name != here and not path.name.startswith(f"{here}-")
+        for beat in read_beats(path)
+    )

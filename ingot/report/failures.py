@@ -13,13 +13,13 @@ from ingot.report.run_view import FAILED, RunView
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that a run ended with. `kept`: what need not be done again; `command`: what goes
-    on from there.
+    """The failure that a run ended with. `title`: what failed and where; `kept`: what need not be
+    done again; `command`: what goes on from there.
     """
 
     verb: str
+    title: str
     cause: str
-    step: int | None
     when: str
     kept: str
     where: str
@@ -27,13 +27,19 @@ class Failure:
 
 
 def last_failure(view: RunView) -> Failure | None:
-    """The failure that the run ended with; None while it runs, and where it ended otherwise."""
-    if view.running or not view.state.startswith("failed"):
+    """The failure that the run ended with, or that it ended without a word; None while it runs,
+    and where it ended otherwise.
+    """
+    if view.broken_off:
+        verb, cause, when, ended = "train", view.last_word, view.last_sign, "broken off"
+    elif view.running or not view.state.startswith("failed"):
         return None
-    event = next(event for event in reversed(view.events) if event.get("kind") in FAILED)
-    verb, _, cause = str(event.get("cause") or "").partition(": ")
-    if event.get("kind") == "give_up" or not cause:
-        verb, cause = "train", str(event.get("cause") or "no reason was noted")
+    else:
+        event = next(event for event in reversed(view.events) if event.get("kind") in FAILED)
+        verb, _, cause = str(event.get("cause") or "").partition(": ")
+        if event.get("kind") == "give_up" or not cause:
+            verb, cause = "train", str(event.get("cause") or "no reason was noted")
+        when, ended = number(event.get("t_wall")), "failed"
     run = RunFolder(view.root)
     saved = [
         step
@@ -45,11 +51,12 @@ def last_failure(view: RunView) -> Failure | None:
     if verb == "train" and saved:
         kept += f"{'; ' if done else ''}training up to checkpoint {saved[-1]:,}"
     logs = sorted(run.logs.glob("*")) if run.logs.is_dir() else []
+    at = f" at step {view.steps_done:,}" if verb == "train" and view.steps_done else ""
     return Failure(
         verb,
+        f"{verb} {ended}{at}",
         cause,
-        (view.steps_done or None) if verb == "train" else None,
-        timestamp(number(event.get("t_wall"))),
+        timestamp(when),
         kept,
         str(run.logs if logs else run.events),
         f"ingot run {shlex.quote(str(run.recipe))}",

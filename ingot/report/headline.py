@@ -57,7 +57,7 @@ def headline(view: RunView) -> Headline:
 def _state(view: RunView) -> tuple[str, str]:
     decision, failure = (view.gate or {}).get("decision"), last_failure(view)
     if failure is not None:
-        return f"failed: {failure.verb}", "bad"
+        return view.state if view.broken_off else f"failed: {failure.verb}", "bad"
     if view.running or view.state.startswith("stopped") or decision not in ("deploy", "keep"):
         return view.state, "plain"
     if decision == "keep":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +20,14 @@ import ingot
 from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
+from ingot.report.chosen import non_default_knobs
 from ingot.report.failures import last_failure
 from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
 from ingot.report.metrics import MetricsFile
 from ingot.report.planned import beside_plan, decisions
 from ingot.report.plots import PlotLine, PlotPanel, line_chart, share_bar
-from ingot.report.run_view import RunView, Series, non_default_knobs, read_run
+from ingot.report.run_view import RunView, Series, read_run
 from ingot.report.timeline import time_section
 
 SMOOTH_ABOVE_POINTS = 120
@@ -72,6 +74,7 @@ def render(view: RunView) -> str:
         version=ingot.__version__,
         written=timestamp(time.time()),
         root=str(view.root),
+        asks=f"ingot show run {shlex.quote(str(view.root))}",
     )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ingot.base.progress import duration
+from ingot.report.chosen import flatten
 from ingot.report.formatting import short
-from ingot.report.run_view import RunView, flatten
+from ingot.report.run_view import RunView
 
 Verdict = Literal["within", "above", "below", ""]
 MOST_NAMED = 5

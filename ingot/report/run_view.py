@@ -7,18 +7,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
-from ingot.base.heartbeat import Heartbeat, read_beats
-from ingot.base.lazy import lazy_import
+from ingot.base.heartbeat import Heartbeat, beats_of_main, heard_elsewhere
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -29,11 +26,10 @@ from ingot.base.reports import (
 from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.shape import parameter_count
-from ingot.report.formatting import masked, median
+from ingot.report.formatting import masked, median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
 
-recipes = lazy_import("ingot.config.recipe")  # all sections, which only a run's knobs need
 CURVES = (
     "train/loss",
     "validation/loss",
@@ -45,6 +41,10 @@ CURVES = (
 RATE = "train/examples_per_s"
 FAILED = ("failure", "give_up")
 """Events after which a run does not go on by itself."""
+RECENT_LINES = 50
+"""Logged steps by which the time left is told."""
+ENDS = ("start", "stop", "finish", *FAILED)
+"""The last of these events tells how a run stands."""
 STEP_ORDER = (
     "ingest",
     "prepare",
@@ -56,8 +56,6 @@ STEP_ORDER = (
     "serve",
     "predict",
 )
-RECENT_LINES = 50
-"""Logged steps by which the time left is told."""
 Value = TypeVar("Value")
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -120,6 +118,8 @@ class RunView:
     """The verb that the reader of this view is doing on the run; empty if none."""
     changed: float
     """When the folder last changed, seconds since the epoch."""
+    last_sign: float | None
+    """When a process at work on it was last heard of, seconds since the epoch."""
     notes: list[str]
     """One sentence for each file that could not be read."""
 
@@ -155,14 +155,25 @@ class RunView:
         return int(max((series.steps[-1] for series in self.curves.values() if series), default=0))
 
     @property
+    def broken_off(self) -> bool:
+        """Whether a training ended and did not say so: it was killed, or its machine stopped."""
+        ends = [event.get("kind") for event in self.events if event.get("kind") in ENDS]
+        return not self.running and ends[-1:] == ["start"] and self.record("train") is None
+
+    @property
+    def last_word(self) -> str:
+        """What is known of a training that was broken off."""
+        heard = timestamp(self.last_sign) or "unknown"
+        return (
+            f"not running: last sign of life {heard} at step {self.steps_done:,}, and no process"
+            " of this machine holds the run; it was killed, or the machine stopped"
+        )
+
+    @property
     def state(self) -> str:
         """A few words about what the run is doing, or how it ended."""
         last: dict[str, Any] = next(
-            (
-                event
-                for event in reversed(self.events)
-                if event.get("kind") in ("start", "stop", "finish", *FAILED)
-            ),
+            (event for event in reversed(self.events) if event.get("kind") in ENDS),
             {},
         )
         if self.running:
@@ -172,8 +183,10 @@ class RunView:
         verb = "train" if last.get("kind") == "give_up" else cause.partition(":")[0]
         if last.get("kind") in FAILED and self.record(verb) is None:
             return f"failed: {cause}"
-        if last.get("kind") in ("start", "stop") and self.record("train") is None:
+        if last.get("kind") == "stop" and self.record("train") is None:
             return f"stopped at step {self.steps_done:,}"
+        if self.broken_off:
+            return f"not running since step {self.steps_done:,}"
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
 
 
@@ -198,9 +211,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     )
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
-    running = bool(doing) or any(
-        lock_holder(run.root, name) not in (None, os.getpid()) for name in ("lock", "run-lock")
-    )
+    running, beat = bool(doing) or _at_work(run), _last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,
@@ -208,7 +219,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         progress=_progress(metrics, events, running=running),
         records=_records(run.steps),
         events=events,
-        goodput=goodput(events, _last_beat(run), alive=running),
+        goodput=goodput(events, beat, alive=running),
         recipe_text=recipe_text,
         recipe=recipe,
         evaluation=evaluation,
@@ -229,6 +240,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         running=running,
         doing=doing,
         changed=_changed(run),
+        last_sign=_last_sign(beat, events, metrics.times[-1:]),
         notes=read_or_note.notes,
     )
 
@@ -325,15 +337,33 @@ def _records(folder: Path) -> list[PipelineStepRecord]:
     return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
 
 
+def _at_work(run: RunFolder) -> bool:
+    """Whether another process of this machine holds the run, or one of another machine, whose locks
+    cannot be seen, was heard of just now.
+    """
+    holders = [lock_holder(run.root, name) for name in ("lock", "run-lock")]
+    return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
+        run.heartbeats
+    )
+
+
 def _last_beat(run: RunFolder) -> Heartbeat | None:
-    """The last heartbeat of rank 0 of the last attempt, on whichever node it ran."""
-    paths = sorted(run.heartbeats.glob("*")) if run.heartbeats.is_dir() else []
-    beats = [beat for path in paths for beat in read_beats(path) if beat.rank == 0]
+    """The last heartbeat of rank 0 of the last attempt."""
     return max(
-        beats,
+        beats_of_main(run.heartbeats),
         key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0),
         default=None,
     )
+
+
+def _last_sign(
+    beat: Heartbeat | None, events: list[dict[str, Any]], logged: Iterable[float]
+) -> float | None:
+    """The last beat, event or logged step by what they say themselves: a copy has the times of its
+    files anew.
+    """
+    times = [*logged, *(event.get("t_wall") for event in events), beat.wall if beat else None]
+    return max((when for when in times if is_number(when)), default=None)
 
 
 def _changed(run: RunFolder) -> float:
@@ -343,49 +373,3 @@ def _changed(run: RunFolder) -> float:
         if path.exists()
     ]
     return max(times, default=0.0)
-
-
-def non_default_knobs(view: RunView) -> list[tuple[str, str]]:
-    """Knobs that differ from their defaults, by dotted path; sources are always included."""
-    sources = view.knob("data.train")
-    try:
-        plain = recipes.Recipe.model_validate(
-            {
-                "name": view.name,
-                "data": {"train": [{"source": source["source"]} for source in sources]},
-            }
-        )
-    except (ValidationError, TypeError, KeyError):
-        return []
-    defaults = flatten(plain.model_dump(mode="json"))
-    is_source = re.compile(r"data\.(train|validation)\.\d+\.source").fullmatch
-    return [
-        (path, value)
-        for path, value in flatten(view.recipe).items()
-        if is_source(path) or defaults.get(path) != value
-    ]
-
-
-def flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> value as text for each leaf; a list without sections is a leaf."""
-    inner = (
-        value.items()
-        if isinstance(value, dict)
-        else (
-            enumerate(value)
-            if isinstance(value, list) and any(isinstance(v, dict) for v in value)
-            else ()
-        )
-    )
-    leaves: dict[str, str] = {}
-    for key, item in inner:
-        leaves |= flatten(item, f"{path}.{key}" if path else str(key))
-    if not leaves and path:
-        return {
-            path: (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, default=str, ensure_ascii=False)
-            )
-        }
-    return leaves

@@ -17,11 +17,12 @@ from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
+from ingot.report.chosen import flatten
 from ingot.report.formatting import keeps_paths_whole, percent, short, timestamp
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
 from ingot.report.planned import PlanComparison, beside_plan, decisions
-from ingot.report.run_view import RunView, flatten, read_run
+from ingot.report.run_view import RunView, read_run
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 
 PLAIN_WIDTH = 140
@@ -40,6 +41,8 @@ def show_run(run: RunFolder) -> None:
     out.print(
         Text.assemble((view.name, "bold"), f"  {view.state}, {_ago(view.changed)}"), soft_wrap=True
     )
+    if view.broken_off:
+        out.print(Text(view.last_word, "red"), soft_wrap=True)
     out.print(_steps(view, run))
     figures = [
         f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series
@@ -67,6 +70,7 @@ def run_json(run: RunFolder) -> dict[str, Any]:
         "state": view.state,
         "running": view.running,
         "changed": view.changed,
+        "last_sign": view.last_sign,
         "step": view.steps_done,
         "steps": {
             record.step: {
@@ -294,7 +298,13 @@ def _last(view: RunView, name: str) -> str:
 
 
 def _style(view: RunView) -> str:
-    return "red" if view.state.startswith("failed") else "green" if view.running else ""
+    return (
+        "green"
+        if view.running
+        else "red"
+        if view.broken_off or view.state.startswith("failed")
+        else ""
+    )
 
 
 def _ago(when: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ingot.base.heartbeat import TIME_USES, HeartbeatWriter, Phase, TimeUse, read_beats
+from ingot.base.heartbeat import TIME_USES, HeartbeatWriter, Phase, TimeUse, beats_of_main
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines, record_event
 from ingot.checkpoints.saver import Saved
@@ -60,13 +60,7 @@ def record_lost_time(run: RunFolder, events: EventSink) -> None:
     An attempt that ended in good order left the phase "over". Heartbeat files lie in the run
     folder, so the machine that it ran on does not matter.
     """
-    beats = [
-        beat
-        for path in sorted(run.heartbeats.glob("*"))
-        for beat in read_beats(path)
-        if beat.rank == 0
-    ]
-    died = max(beats, key=lambda beat: beat.wall, default=None)
+    died = max(beats_of_main(run.heartbeats), key=lambda beat: beat.wall, default=None)
     if died is None or died.phase == "over" or not any(died.spent.values()):
         return
     kept = next((found.step for found in committed(run.checkpoints)), 0)

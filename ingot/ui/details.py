@@ -22,13 +22,14 @@ from ingot.data.columns.manifest import PreparedData, read_prepared, token_colum
 from ingot.data.splits import Split
 from ingot.registry.local import LocalRegistry
 from ingot.registry.versions import LocalVersion
+from ingot.report.chosen import flatten, non_default_knobs
 from ingot.report.failures import last_failure
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.headline import headline, headline_figures
 from ingot.report.incidents import incident_ranks, incident_steps
 from ingot.report.metrics import MetricsFile
 from ingot.report.planned import beside_plan, decisions
-from ingot.report.run_view import RunView, flatten, non_default_knobs
+from ingot.report.run_view import RunView
 from ingot.report.tables import comparable, figures
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 from ingot.tokenizers.load import load_tokenizer

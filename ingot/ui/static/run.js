@@ -44,9 +44,9 @@ function drawHead(root, run) {
 }
 
 function failure(told) {
-  return h("section", { class: "card failure", id: "failure" }, h("h2", {}, `${told.verb} failed${told.step === null ? "" : ` at step ${whole(told.step)}`}`), h("p", { class: "cause" }, told.cause),
+  return h("section", { class: "card failure", id: "failure" }, h("h2", {}, told.title), h("p", { class: "cause" }, told.cause),
     h("dl", { class: "knobs" }, [["when", told.when], ["kept", told.kept], ["look at", told.where]].filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("p", { class: "fine", style: { "margin-top": "12px" } }, "When that is mended, this goes on from there: ", h("button", { class: "quiet", type: "button", onclick: (event) => copyFrom(event.currentTarget, told.command) }, "Copy")), h("pre", { class: "yaml" }, told.command));
+    h("p", { class: "fine", style: { "margin-top": "12px" } }, "This goes on from there: ", h("button", { class: "quiet", type: "button", onclick: (event) => copyFrom(event.currentTarget, told.command) }, "Copy")), h("pre", { class: "yaml" }, told.command));
 }
 
 function drawRest(root, run) {
