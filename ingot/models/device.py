@@ -169,21 +169,23 @@ def measured_peak(device: torch.device, compute: Compute) -> float:
 
 
 class MeasuredPeak:
-    """The best `measured_peak` so far, since a machine that is shared is slow now and then. It is
-    measured again only when that would take at most a hundredth of the time since the last one.
+    """The best `measured_peak` so far, since a machine that is shared is slow now and then, and
+    never less than the training itself has reached. It is measured again only when that would take
+    at most a hundredth of the time since the last one.
     """
 
     def __init__(self, device: torch.device, compute: Compute) -> None:
         self._device, self._compute = device, compute
         self._best, self._again_at = 0.0, -math.inf
 
-    def flops(self) -> float:
-        """FLOP/s."""
+    def flops(self, reached: float) -> float:
+        """FLOP/s. `reached`: those of the steps before."""
         started = time.perf_counter()
         if started >= self._again_at:
             self._best = max(self._best, measured_peak(self._device, self._compute))
             ended = time.perf_counter()
             self._again_at = ended + 100 * (ended - started)
+        self._best = max(self._best, reached)
         return self._best
 
 

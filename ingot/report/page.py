@@ -194,7 +194,8 @@ def _small_plots(view: RunView) -> list[dict[str, Any]]:
             3,
             floor=True,
         )
-        add("Model FLOPs utilisation", f"{_percent(median(use.values))} median", panel)
+        bound = "; other programs slowed the peak" if max(use.values) >= 1 else ""
+        add("Model FLOPs utilisation", f"{_percent(median(use.values))} median{bound}", panel)
     if norm:
         lines = _curve("norm", "norm", norm)
         figure = f"{short(median(norm.values), 3)} median, {short(max(norm.values), 3)} at most"

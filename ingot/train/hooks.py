@@ -124,8 +124,10 @@ class LogHook:
         if info.outcome.load is not None:
             values |= info.outcome.load.metrics()
         if self.work.flops_per_token is not None:
-            peak = self.work.stated_peak or self._measured_peak.flops()
-            values["train/mfu"] = rate * self.work.flops_per_token / (peak * self.mesh.world)
+            reached = rate * self.work.flops_per_token / self.mesh.world
+            values["train/mfu"] = reached / (
+                self.work.stated_peak or self._measured_peak.flops(reached)
+            )
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", **self._remarks(), "tokens/s": f"{rate:,.0f}"}

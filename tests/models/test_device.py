@@ -88,13 +88,15 @@ def test_the_peak_is_measured_in_a_hundredth_of_the_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(devices, "measured_peak", measure)
     monkeypatch.setattr(devices.time, "perf_counter", lambda: now)
     peak = devices.MeasuredPeak(torch.device("cpu"), "fp32")
-    assert [peak.flops() for _ in range(5)] == [2e9] * 5
+    assert [peak.flops(1e9) for _ in range(5)] == [2e9] * 5
     assert now == 0.5
     now += 50
-    assert peak.flops() == 3e9, "the best of all"
+    assert peak.flops(1e9) == 3e9, "the best of all"
     now += 50
-    assert peak.flops() == 3e9
+    assert peak.flops(1e9) == 3e9
     assert not measured
+    assert peak.flops(4e9) == 4e9, "others worked whenever it was measured"
+    assert peak.flops(2e9) == 4e9
 
 
 def test_the_peak_is_that_of_random_numbers_and_draws_none(monkeypatch: pytest.MonkeyPatch) -> None:

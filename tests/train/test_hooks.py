@@ -9,7 +9,7 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.base.progress import Progress
-from ingot.base.runlog import JsonLines
+from ingot.base.runlog import JsonLines, read_lines
 from ingot.parallel.mesh import Mesh
 from ingot.train.hooks import LogHook, Workload
 from ingot.train.step import StepInfo, StepOutcome
@@ -45,3 +45,18 @@ def test_loss_and_pace_move_between_logged_steps(
     # The first step is logged; then a line is renewed each half second, and stays between.
     assert losses == ["4.000", "3.000", "3.000", "3.000", "0.000", "0.000", "0.000", "-3.000"]
     assert progress.seen[-1]["tokens/s"] == "2,000"
+
+
+def test_no_training_is_faster_than_the_peak_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's peak that was measured while others worked gave 120 %."""
+    monkeypatch.setattr("ingot.models.device.measured_peak", lambda device, compute: 3e6)
+    mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
+    work, zero = Workload(1000.0, None, "fp32"), torch.tensor(0.0)
+    hook = LogHook([JsonLines(path)], Progress("train", 3, "steps"), 1, 3, work, mesh, gpu=False)
+    for step, seconds in enumerate((0.2, 0.1, 0.2), start=1):
+        hook.after_step(StepInfo(step, 4, 400, StepOutcome(zero, zero, zero), 0.1, seconds))
+    hook.close()
+    use = [line["train/mfu"] for line in read_lines(path)]
+    assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])
