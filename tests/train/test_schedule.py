@@ -45,13 +45,46 @@ def test_wsd_is_stable_until_its_decay_begins(decay: float, curve: str, half: fl
 def test_a_jump_of_the_rate_is_told() -> None:
     """Ten steps more of a schedule that decays over a share of all of them."""
     told = LearningRate(Train(schedule={"kind": "wsd", "warmup": 10}).schedule, 2.0, 100).told  # type: ignore[arg-type]
-    phases = "the learning rate is 2 until step 80, then falls to 0.2 at step 100"
+    phases = (
+        "the learning rate rises to 2 at step 10, then is 2 until step 80, then falls to 0.2 at"
+        " step 100"
+    )
     assert told(0, {}) == told(60, {"learning_rate": 2.0}) == told(60, {}) == [phases]
     jump = "the learning rate goes from 2, that of the checkpoint, to 1.01 at once"
     assert [line[: len(jump)] for line in told(90, {"learning_rate": 2.0})] == [
         phases[: len(jump)],
         jump,
     ]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"warmup": 0}, "is 2 until step 8, then falls to 0.2 at step 10"),
+        ({"warmup": 0, "decay": 10}, "falls from 2 to 0.2 at step 10"),
+        ({"warmup": 3, "decay": 50}, "rises to 2 at step 3, then falls to 0.2 at step 10"),
+        (
+            {"warmup": 0, "decay": 0.01},
+            "is 2 until step 9, then falls to 0.2 at step 10",
+        ),
+        ({"warmup": 20}, "rises to 1 at step 10, the last one, as its warm-up takes 20 steps"),
+        ({"warmup": 10}, "rises to 2 at step 10, the last one, as its warm-up takes 10 steps"),
+    ],
+)
+def test_only_phases_that_there_are_are_told(knobs: dict[str, float], told: str) -> None:
+    schedule = Train(schedule={"kind": "wsd", **knobs}).schedule  # type: ignore[arg-type]
+    [line] = LearningRate(schedule, 2.0, 10).told(0, {})
+    assert line.startswith(f"the learning rate {told}")
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_a_warm_up_that_does_not_end_is_told_of_every_kind(kind: str) -> None:
+    def told(steps: int) -> list[str]:
+        schedule = Train(schedule={"kind": kind, "warmup": 10}).schedule  # type: ignore[arg-type]
+        return LearningRate(schedule, 2.0, steps).told(0, {})
+
+    assert told(11) == []
+    assert "rises to 0.8 at step 4, the last one" in told(4)[0]
 
 
 def test_halfway_values() -> None:

@@ -45,17 +45,19 @@ class LearningRate:
         return self._peak * float(self._curve(self._settings, share))
 
     def told(self, first: int, commit: Mapping[str, Any]) -> list[str]:
-        """What a user should know of it before step `first` (from 0), one line each: the phases of
-        a warm-up, stable, decay schedule, and a jump from the rate of the checkpoint that training
-        goes on from, whose marker is `commit`.
+        """What a user should know of it before step `first` (from 0), one line each: a warm-up that
+        does not end, the phases of a warm-up, stable, decay schedule, and a jump from the rate of
+        the checkpoint that training goes on from, whose marker is `commit`.
         """
-        lines, settings = [], self._settings
-        if isinstance(settings, WSDSchedule):
-            decay = round(settings.decay * (self._total - self._warmup))
+        lines = []
+        if self._warmup >= self._total:
             lines.append(
-                f"the learning rate is {self._peak:g} until step {self._total - decay:,}, then"
-                f" falls to {self._peak * settings.min_ratio:g} at step {self._total:,}"
+                f"the learning rate rises to {self(self._total - 1):.3g} at step {self._total:,},"
+                f" the last one, as its warm-up takes {self._warmup:,} steps; lower"
+                " train.schedule.warmup if it is to fall again"
             )
+        elif isinstance(self._settings, WSDSchedule):
+            lines.append(f"the learning rate {self._phases(self._settings)}")
         before = commit.get("learning_rate")  # checkpoints of older versions do not have it
         if first and before is not None and abs(self(first - 1) - before) > 1e-6 * self._peak:
             lines.append(
@@ -63,6 +65,18 @@ class LearningRate:
                 f" {self(first):.3g} at once, as train.schedule and the number of steps are now"
             )
         return lines
+
+    def _phases(self, settings: WSDSchedule) -> str:
+        """The phases that there are: without a warm-up, or with a decay that begins after it, some
+        are not.
+        """
+        stable = self._total - round(settings.decay * (self._total - self._warmup))
+        phases = [f"rises to {self._peak:g} at step {self._warmup:,}"] if self._warmup else []
+        if stable > self._warmup:
+            phases.append(f"is {self._peak:g} until step {stable:,}")
+        begin = "falls" if phases else f"falls from {self._peak:g}"
+        floor = f"{self._peak * settings.min_ratio:g} at step {self._total:,}"
+        return ", then ".join([*phases, f"{begin} to {floor}"])
 
 
 def cosine(settings: ScheduleSettings, share: float) -> float:
