@@ -51,6 +51,8 @@ def last_failure(view: RunView) -> Failure | None:
     if verb == "train" and saved:
         kept += f"{'; ' if done else ''}training up to checkpoint {saved[-1]:,}"
     logs = sorted(run.logs.glob("*")) if run.logs.is_dir() else []
+    moved = view.made_at.resolve() != view.root.resolve() and bool(view.recipe)
+    here = [f"output={view.root.parent}", f"name={view.root.name}"] if moved else []
     at = f" at step {view.steps_done:,}" if verb == "train" and view.steps_done else ""
     return Failure(
         verb,
@@ -59,5 +61,5 @@ def last_failure(view: RunView) -> Failure | None:
         timestamp(when),
         kept,
         str(run.logs if logs else run.events),
-        f"ingot run {shlex.quote(str(run.recipe))}",
+        shlex.join(["ingot", "run", str(run.recipe), *here]),
     )

@@ -147,8 +147,20 @@ class RunView:
         )
 
     def within(self, path: str) -> str:
-        """`path` relative to the run folder, if it is inside."""
-        return str(path).removeprefix(f"{self.root}/")
+        """`path` relative to the run folder, if it is inside, or was when the run lay where its
+        recipe says.
+        """
+        return str(path).removeprefix(f"{self.root}/").removeprefix(f"{self.made_at}/")
+
+    @property
+    def made_at(self) -> Path:
+        """Where the run lay when it was made, and lies unless it was moved or copied."""
+        return Path(str(self.recipe.get("output"))) / str(self.recipe.get("name"))
+
+    def now_at(self, path: str) -> str:
+        """Where `path` lies now, if it is inside the run folder; others stay as they are."""
+        inside = self.within(path)
+        return path if inside == path else str(self.root / inside)
 
     @property
     def steps_done(self) -> int:

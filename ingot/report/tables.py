@@ -75,7 +75,7 @@ def run_json(run: RunFolder) -> dict[str, Any]:
         "steps": {
             record.step: {
                 "result": record.result,
-                "where": record.where,
+                "where": view.now_at(record.where),
                 "seconds": record.seconds,
                 "exit_code": record.exit_code,
             }

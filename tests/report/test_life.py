@@ -104,3 +104,12 @@ def test_copied_files_are_no_sign_of_life(run: RunFolder) -> None:
     assert view.last_sign is not None
     assert view.last_sign < 1.76e9
     assert headline(view).state == "not running since step 100"
+
+
+def test_what_goes_on_with_a_moved_run_goes_on_there(run: RunFolder) -> None:
+    moved = RunFolder(run.root.rename(run.root.parent / "copy of it"))
+    failure = last_failure(read_run(moved))
+    assert failure is not None
+    assert failure.command == (
+        f"ingot run '{moved.recipe}' output={moved.root.parent} 'name=copy of it'"
+    )

@@ -10,8 +10,9 @@ from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
+from ingot.report.page import write_page
 from ingot.report.run_view import read_run
-from ingot.report.tables import compare, runs_in, show_run, show_runs, show_samples
+from ingot.report.tables import compare, run_json, runs_in, show_run, show_runs, show_samples
 from tests.report.made_up import made_up_run
 from tests.report.told import Told
 
@@ -47,6 +48,25 @@ def test_one_run_tells_its_steps_metrics_and_events(
     assert table[3] == ["train", "112.4", "300 steps in 1m 52s, loss 3.641", "model"]
     assert "at step 300: train/loss 3." in out
     assert "register: quickstart v2, live" in out
+
+
+def test_a_run_that_was_moved_tells_where_its_files_are_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = made_up_run(tmp_path / "runs")
+    moved = RunFolder(made.root.rename(tmp_path / "elsewhere"))
+    show_run(moved)
+    out = capsys.readouterr().out
+    assert [row[3] for row in rows(out)[1:8]][:4] == [
+        "data/raw",
+        "data/columns",
+        "model",
+        "reports/evaluate.json",
+    ]
+    assert str(made.root) not in out
+    assert run_json(moved)["steps"]["train"]["where"] == str(moved.model)
+    page = write_page(moved).read_text(encoding="utf-8")
+    assert '<td class="path">data/columns</td>' in page
 
 
 def test_where_the_time_of_training_went_and_what_was_lost(
