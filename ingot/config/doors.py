@@ -90,6 +90,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     # needs) by name; `tokenizer.template`.
     "template": {
         "chatml": "ingot.tokenizers.chats.templates:CHATML",
+        "hermes": "ingot.tokenizers.chats.templates:HERMES",
         "llama3": "ingot.tokenizers.chats.templates:LLAMA3",
         "llama2": "ingot.tokenizers.chats.templates:LLAMA2",
         "mistral": "ingot.tokenizers.chats.templates:MISTRAL",

@@ -250,11 +250,6 @@ def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
             f"{name}: fraction={plan.source.fraction} leaves none of its {tally.good:,} documents;"
             " raise it"
         )
-    for what, count in tally.without.items():
-        say(
-            f"warning: {name}: {count:,} of {tally.good:,} have {what}, which are left out: in"
-            " training the model sees the messages alone"
-        )
     if tally.bad.total() > SHOWN:
         say(
             f"{name}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,}"

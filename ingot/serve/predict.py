@@ -21,6 +21,7 @@ from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.serve.native.causal import TextEncoder
 from ingot.serve.native.embedding import Embedder
 from ingot.serve.native.model import LoadedModel, load
+from ingot.tokenizers.chats.chat import Chat
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 MAX_TOKENS = 64
@@ -129,7 +130,7 @@ def _answer(
         messages = [_user_message(prompt)] if isinstance(prompt, str) else prompt
         ids = loaded.tokenizer.encode_chat(messages)
     elif loaded.scores_chats and (chat := _messages_in(prompt)) is not None:
-        ids = loaded.encode_whole_chat(chat)
+        ids = loaded.encode_whole_chat(Chat(chat))
     elif isinstance(prompt, str):
         ids = loaded.encode(prompt)
     else:

@@ -25,12 +25,12 @@ from ingot.tokenizers.backend import (
     encode_beside_others,
     json_backend,
 )
+from ingot.tokenizers.chats.chat import Chat, Messages, Tools
 from ingot.tokenizers.chats.layouts import ChatLayouts
 from ingot.tokenizers.chats.render import (
     NONE,
     ChatFormat,
     TemplateKwargs,
-    Tools,
     mask_look_alikes,
     split_at_special,
 )
@@ -238,7 +238,7 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Tools | None = None,
         kwargs: TemplateKwargs = NONE,
     ) -> list[int]:
@@ -260,15 +260,11 @@ class Tokenizer:
             raise WrongInput(
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
-        if tools is not None and not form.takes_tools:
-            raise WrongInput(
-                f"the chat template of {self._where} knows no tools; leave `tools` out, or serve a"
-                " model that was trained to call them"
-            )
+        chat = form.as_read(Chat(messages, tools))
         (masked, named, told), originals = mask_look_alikes(
-            [messages, tools, kwargs], self._special
+            [chat.messages, chat.tools, kwargs], self._special
         )
-        text = form.render(masked, generation_prompt=True, tools=named, kwargs=told)
+        text = form.with_tools(named).render(masked, generation_prompt=True, kwargs=told)
         if not originals:
             return encode_beside_others(form.control, text)
         ids: list[int] = []

@@ -24,6 +24,7 @@ from ingot.cli.views.audit import (
 )
 from ingot.cli.views.mask import show_mask
 from ingot.data.documents.preferences import Preference
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import CHATML, bpe_files, chatty
@@ -128,7 +129,7 @@ def test_a_recipes_template_is_used(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_truncation_is_told(tmp_path: Path) -> None:
     tokenizer = chatty()
-    audit = audit_chats(tokenizer, CHATS)
+    audit = audit_chats(tokenizer, list(map(Chat, CHATS)))
     lengths = [len(example.ids) for example in audit.examples]
     assert "0 of 5; of these 0" in printed(audit, tokenizer, max(lengths))
     assert "5 of 5; of these 5 lose all" in printed(audit, tokenizer, 8)
@@ -136,7 +137,7 @@ def test_truncation_is_told(tmp_path: Path) -> None:
 
 def test_an_untrained_end_of_turn_shows() -> None:
     tokenizer = chatty()
-    audit = audit_chats(tokenizer, CHATS)
+    audit = audit_chats(tokenizer, list(map(Chat, CHATS)))
     end = tokenizer.special_ids["<|im_end|>"]
     planted = Audit(
         [
@@ -164,7 +165,7 @@ def test_an_untrained_end_of_turn_shows() -> None:
 )
 def test_double_bos_shows(template: str, told: str) -> None:
     tokenizer = chatty(template + CHATML)
-    audit = audit_chats(tokenizer, CHATS)
+    audit = audit_chats(tokenizer, list(map(Chat, CHATS)))
     assert told in printed(audit, tokenizer)
     assert (f"\x1b[31m{told}" in printed(audit, tokenizer, colour=True)) == ("two" in told)
 
@@ -174,22 +175,24 @@ def test_no_end_of_turn_shows() -> None:
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if"
         " add_generation_prompt %}assistant:{% endif %}"
     )
-    assert "does not learn to stop" in printed(audit_chats(tokenizer, CHATS), tokenizer)
+    assert "does not learn to stop" in printed(
+        audit_chats(tokenizer, list(map(Chat, CHATS))), tokenizer
+    )
 
 
 def test_an_end_that_is_not_eos_shows() -> None:
     told = "it is not the tokenizer's EOS (<|end_of_text|>)"
     tokenizer = chatty()
-    assert told in printed(audit_chats(tokenizer, CHATS), tokenizer)
+    assert told in printed(audit_chats(tokenizer, list(map(Chat, CHATS))), tokenizer)
     same = Tokenizer(bpe_files(CHATML, eos_token="<|im_end|>"))
-    assert told not in printed(audit_chats(same, CHATS), same)
+    assert told not in printed(audit_chats(same, list(map(Chat, CHATS))), same)
 
 
 def test_chats_without_targets_and_refused_ones_are_counted() -> None:
     tokenizer = chatty(
         "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     )
-    audit = audit_chats(tokenizer, [*CHATS, CHATS[0][:1], CHATS[0] * 2])
+    audit = audit_chats(tokenizer, [*map(Chat, CHATS), Chat(CHATS[0][:1]), Chat(CHATS[0] * 2)])
     assert len(audit.examples) == 6
     assert audit.without_targets() == 1
     assert [(count, "too long" in reason) for reason, count in audit.refused.items()] == [(1, True)]
@@ -197,7 +200,7 @@ def test_chats_without_targets_and_refused_ones_are_counted() -> None:
 
 def test_colours_and_brackets() -> None:
     tokenizer = chatty()
-    ids, mask, _ = encode_chats(tokenizer, [CHATS[0]], tokenizer.encode_batch)
+    ids, mask, _ = encode_chats(tokenizer, [Chat(CHATS[0])], tokenizer.encode_batch)
     example = AuditedExample(ids, mask, 2)
     plain, coloured = (
         in_words(tokenizer, example, plain=True),

@@ -120,17 +120,39 @@ def test_nested_messages_and_other_names(tmp_path: Path, kind: str) -> None:
         ingest(chats(tmp_path, tmp_path / f"a.{kind}"))
 
 
-def test_descriptions_of_tools_are_not_left_out_in_silence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The server writes them into prompts, so that a model would meet them there first."""
-    tools: list[Any] = [None, "", "[]", [], '[{"name": "f"}]', [{"name": "f"}]]
+FRAMED = {"type": "function", "function": {"name": "f", "description": "d"}}
+
+
+def test_descriptions_of_tools_are_kept_as_a_server_is_told_of_them(tmp_path: Path) -> None:
+    bare = {"description": "d", "name": "f", "parameters": None, "strict": True}
+    tools: list[Any] = [None, "", "[]", [], json.dumps([bare]), [bare], [FRAMED]]
     rows = [{**CHATS[0], "tools": given} for given in tools]
+    rows += [{**CHATS[0], "tools": given} for given in ("[", {"name": "f"}, ["f"], [{"x": 1}])]
     path = tmp_path / "tools.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ingest(made := chats(tmp_path, path))
-    assert found(made) == CHATS[:1] * 6
-    assert "2 of 6 have descriptions of tools, which are left out" in capsys.readouterr().err
+    assert found(made) == CHATS[:1] * 4 + [{**CHATS[0], "tools": [FRAMED]}] * 3
+    assert open_raw(made).splits["train"][0].bad == {"not a list of tools": 4}
+
+
+def test_a_table_gives_no_tool_what_only_another_has(tmp_path: Path) -> None:
+    """All structs of a column of Arrow have the same keys."""
+    a, b = ({"type": "object", "properties": {name: {"type": "string"}}} for name in "ab")
+    tools = [[{"name": "f", "parameters": parameters}] for parameters in (a, b)]
+    call = {"name": "f", "arguments": {"a": "x"}}
+    other = {"name": "f", "arguments": {"b": "x"}}
+    rows = [
+        {
+            "messages": [*CHATS[0]["messages"], {"role": "assistant", "tool_calls": [given]}],
+            "tools": told,
+        }
+        for told, given in zip(tools, (call, other), strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tools.parquet")
+    ingest(made := chats(tmp_path, tmp_path / "tools.parquet"))
+    for one, parameters, given in zip(found(made), (a, b), (call, other), strict=True):
+        assert one["tools"][0]["function"]["parameters"] == parameters
+        assert one["messages"][-1]["tool_calls"] == [given]
 
 
 def test_a_record_too_deep_to_look_through_is_skipped(tmp_path: Path) -> None:

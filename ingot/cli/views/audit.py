@@ -18,10 +18,10 @@ from rich.text import Text
 
 from ingot.base.errors import WrongInput
 from ingot.data.columns.manifest import VERDICTS
-from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import SIDES, Preference
 from ingot.data.documents.rated import Rated
 from ingot.data.tokenizing.encode import encode_documents
+from ingot.tokenizers.chats.chat import Chat, Messages
 from ingot.tokenizers.chats.encode import encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -76,17 +76,17 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class _Chat:
+class _Audited:
     """A chat of a record; `first`: the number of its first message that is trained."""
 
-    messages: Sequence[Message]
+    chat: Chat
     first: int = 0
     side: str = ""
 
 
-def audit_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> Audit:
+def audit_chats(tokenizer: Tokenizer, chats: Sequence[Chat]) -> Audit:
     """Encode chats; those that cannot be encoded are counted by reason."""
-    return _audited(tokenizer, [[_Chat(chat)] for chat in chats])
+    return _audited(tokenizer, [[_Audited(chat)] for chat in chats])
 
 
 def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -> Audit:
@@ -97,7 +97,7 @@ def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -
         tokenizer,
         [
             [
-                _Chat(chat, len(one.prompt), side)
+                _Audited(chat, len(one.prompt), side)
                 for chat, side in zip(one.sides, SIDES, strict=True)
             ]
             for one in preferences
@@ -108,19 +108,19 @@ def audit_preferences(tokenizer: Tokenizer, preferences: Sequence[Preference]) -
 def audit_rated(tokenizer: Tokenizer, rated: Sequence[Rated]) -> Audit:
     """Encode rated answers; one that cannot be encoded is counted by reason."""
     return _audited(
-        tokenizer, [[_Chat(one.chat, len(one.prompt), VERDICTS[one.label])] for one in rated]
+        tokenizer, [[_Audited(one.chat, len(one.prompt), VERDICTS[one.label])] for one in rated]
     )
 
 
-def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Chat]]) -> Audit:
+def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Audited]]) -> Audit:
     """Encode the chats of all records; a record that cannot be encoded is counted by reason."""
-    chats = [chat for record in records for chat in record]
+    chats = [one for record in records for one in record]
     try:
         found = encode_trained(
             tokenizer,
-            [chat.messages for chat in chats],
+            [one.chat for one in chats],
             tokenizer.encode_batch,
-            [chat.first for chat in chats],
+            [one.first for one in chats],
         )
     except WrongInput as error:
         if len(records) == 1:
@@ -130,7 +130,7 @@ def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Chat]]) -> Audit:
         return _together([_audited(tokenizer, [record]) for record in records])
     # Each answer is trained in one of a chat's texts, so the turns count with the first of them.
     of = np.repeat(np.arange(len(chats)), found.counts).tolist()
-    turns = [_turns(chat.messages[chat.first :]) for chat in chats]
+    turns = [_turns(one.chat.messages[one.first :]) for one in chats]
     return Audit(
         [
             AuditedExample(ids, trained, turns[chat] if chat != before else 0, chats[chat].side)
@@ -150,7 +150,7 @@ def _together(audits: Sequence[Audit]) -> Audit:
     )
 
 
-def _turns(messages: Sequence[Message]) -> int:
+def _turns(messages: Messages) -> int:
     """The number of assistant messages."""
     return sum(message["role"] == "assistant" for message in messages)
 

@@ -34,7 +34,7 @@ from ingot.cli.views.audit import (
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
-from ingot.data.documents.chats import from_messages
+from ingot.data.documents.chats import from_chat
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.sample import training_texts
@@ -249,7 +249,7 @@ def _show(
 def _audit(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Audit, str]:
     """The audit, and the name of what each example is."""
     if recipe.documents == "chat":
-        return audit_chats(tokenizer, [from_messages(text) for text in texts]), "chats"
+        return audit_chats(tokenizer, [from_chat(text) for text in texts]), "chats"
     if recipe.documents == "preference":
         return audit_preferences(tokenizer, [from_preference(text) for text in texts]), "sides"
     if recipe.documents == "rated":

@@ -38,6 +38,7 @@ COLUMNS = {
     "response": "output",
     "history": "history",
     "system": "system",
+    "tools": "tools",
     "chosen": "chosen",
     "rejected": "rejected",
     "kto_tag": "label",
@@ -198,8 +199,6 @@ def _source(
     if not file and not hub:
         draft.note("fill", "dataset", f"{name} is neither a file nor on the hub; give its file")
     columns, tags = _mapping(info.get("columns")), _mapping(info.get("tags"))
-    if "tools" in columns:
-        draft.note("lost", "dataset", f"{name}: descriptions of tools are not trained on")
     if kind == "pretrain":
         return named({"source": where, "split": info.get("split"), "text": columns.get("prompt")})
     layouts = {"sharegpt": "sharegpt", "openai": "messages"}

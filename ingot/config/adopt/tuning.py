@@ -24,7 +24,7 @@ from ingot.config.adopt.table import (
 
 NOT_NEEDED = "not needed: "
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
-TEMPLATES = ("alpaca", "chatml", "llama2", "llama3", "mistral", "zephyr")
+TEMPLATES = ("alpaca", "chatml", "hermes", "llama2", "llama3", "mistral", "zephyr")
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",

@@ -107,8 +107,8 @@ class TokenizerSettings(Section):
     tokenizer that is not trained.
     """
     template: str | None = None
-    """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`),
-    or the path of a Jinja file. Empty: the tokenizer's own.
+    """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`;
+    `hermes` is ChatML with tools), or the path of a Jinja file. Empty: the tokenizer's own.
     """
     template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`, in training and for every

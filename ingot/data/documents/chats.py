@@ -1,9 +1,8 @@
 """Converts chats in the usual layouts to one form: `{"messages": [{"role": ..., "content": ...},
-...]}` as compact JSON.
+...]}` as compact JSON, with `tools` beside the messages where a record describes such.
 
 Accepted are OpenAI's `messages`, TRL's `prompt` and `completion`, ShareGPT's `conversations`,
-Alpaca's `instruction`, `input`, `output`, and texts with `Human:` and `Assistant:` in them. Tool
-descriptions beside the messages are dropped.
+Alpaca's `instruction`, `input`, `output`, and texts with `Human:` and `Assistant:` in them.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ from ingot.data.documents.messages import (
     stored,
     system_of,
     text_of,
+    tools_of,
 )
 from ingot.data.documents.preferences import answer_in, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.tokenizers.chats.chat import Chat
 
 CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}
 PROMPTED = ("prompt", "completion")
@@ -39,7 +40,7 @@ PROMPTED = ("prompt", "completion")
 ALL = frozenset().union(*LAYOUTS.values())
 
 
-def to_messages(
+def to_chat(
     row: int, record: Mapping[str, Any], layout: str, columns: ColumnNames
 ) -> ParsedDocument | BadRecord:
     """The chat of one record as canonical JSON, or the reason why there is none.
@@ -57,22 +58,27 @@ def to_messages(
         WrongInput: `columns` renames a column that the layout does not have.
     """
     check_columns(ALL if layout == "auto" else LAYOUTS[layout], tuple(columns), f"layout {layout}")
-    return stored(row, lambda: {"messages": _messages(record, layout, columns)})
+    return stored(
+        row,
+        lambda: {
+            "messages": _messages(record, layout, columns),
+            "tools": tools_of(record, columns),
+        },
+    )
 
 
-def from_messages(chat: str) -> list[Message]:
-    """The messages of a chat that `to_messages` wrote.
+def from_chat(stored: str) -> Chat:
+    """The chat that `to_chat` wrote.
 
     Raises:
         WrongInput: it is no such chat.
     """
     try:
-        messages: list[Message] = parse_json(chat)["messages"]
-    except (ValueError, TypeError, KeyError):
+        return Chat(**parse_json(stored))
+    except (ValueError, TypeError):
         raise WrongInput(
-            f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
+            f"{stored[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
         ) from None
-    return messages
 
 
 def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> list[Message]:

@@ -7,17 +7,16 @@ All kinds but plain texts are stored as compact JSON; chats and preferences have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
-from ingot.data.documents.chats import from_messages, to_messages
+from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.messages import (
     ColumnNames,
-    Message,
     RecordError,
     check_columns,
     stored,
@@ -25,11 +24,11 @@ from ingot.data.documents.messages import (
 from ingot.data.documents.preferences import from_preference, to_preference
 from ingot.data.documents.rated import from_rated, to_rated
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked, missing_column
+from ingot.tokenizers.chats.chat import Messages
 
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
-CHATS = {"chat": to_messages, "preference": to_preference, "rated": to_rated}
-NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
+CHATS = {"chat": to_chat, "preference": to_preference, "rated": to_rated}
 USUAL = {
     "chat": "{prompt: YOURS, completion: YOURS}",
     "preference": "{prompt: YOURS, chosen: YOURS, rejected: YOURS}",
@@ -210,10 +209,7 @@ class DocumentExtractor:
             return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
         if self.exact_numbers:
             to_chats = CHATS[self.documents]
-            found = to_chats(row, record, self.layout, self.columns)
-            if record.get("tools") in NO_TOOLS or isinstance(found, BadRecord):
-                return found
-            return replace(found, without="descriptions of tools")
+            return to_chats(row, record, self.layout, self.columns)
         if self.documents == "pair":
             return to_pair(row, record, self.columns)
         if self.documents == "labelled":
@@ -272,9 +268,10 @@ def said(documents: Documents, stored: str) -> list[str]:
     if documents == "text":
         return [stored]
     if documents == "chat":
-        return _contents(from_messages(stored))
+        return _contents(from_chat(stored).messages)
     if documents == "preference":
-        return [content for messages in from_preference(stored) for content in _contents(messages)]
+        one = from_preference(stored)
+        return _contents([*one.prompt, *one.chosen, *one.rejected])
     if documents == "rated":
         found = from_rated(stored)
         return _contents([*found.prompt, *found.answer])
@@ -305,7 +302,7 @@ def with_texts(
     value: dict[str, Any] = parse_json(stored)
     return compact_json(
         {
-            name: field if isinstance(field, int) else _changed(field, texts)
+            name: field if isinstance(field, int) or name == "tools" else _changed(field, texts)
             for name, field in value.items()
         }
     )
@@ -319,5 +316,5 @@ def _changed(field: Any, texts: Any) -> Any:
     )
 
 
-def _contents(messages: Sequence[Message]) -> list[str]:
+def _contents(messages: Messages) -> list[str]:
     return [message["content"] for message in messages]

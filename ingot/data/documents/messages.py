@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.exact_json import compact_json
+from ingot.base.exact_json import compact_json, parse_json
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
+from ingot.tokenizers.chats.chat import tool
 
 Message = dict[str, Any]
 ColumnNames = Mapping[str, str]
@@ -39,11 +40,13 @@ ROLES = {
     "ipython": "tool",
 }
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+BESIDE = frozenset({"system", "tools"})
+"""Columns beside the messages of any layout."""
 LAYOUTS: dict[str, frozenset[str]] = {
-    "messages": frozenset({"messages", "role", "content", "system", "prompt", "completion"}),
-    "sharegpt": frozenset({"conversations", "from", "value", "system"}),
-    "alpaca": frozenset({"instruction", "input", "output", "system", "history"}),
-    "hh": frozenset({"text", "system"}),
+    "messages": BESIDE | {"messages", "role", "content", "prompt", "completion"},
+    "sharegpt": BESIDE | {"conversations", "from", "value"},
+    "alpaca": BESIDE | {"instruction", "input", "output", "history"},
+    "hh": BESIDE | {"text"},
 }
 """The standard columns of each chat layout, including the keys of its messages."""
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
@@ -58,11 +61,12 @@ class RecordError(Exception):
 
 
 def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | BadRecord:
-    """The value of `make` as compact JSON, in which all kinds but plain text are stored; a bad
-    record if it raises.
+    """The value of `make` without nulls as compact JSON, in which all kinds but plain text are
+    stored; a bad record if it raises.
     """
     try:
-        return checked(row, compact_json(make()))
+        made = {name: value for name, value in make().items() if value is not None}
+        return checked(row, compact_json(made))
     except RecordError as fault:
         return BadRecord(row, fault.reason, fault.detail, fault.keys)
     except (TypeError, ValueError, RecursionError) as error:
@@ -176,6 +180,30 @@ def system_of(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
         if value not in (None, "")
         else []
     )
+
+
+def tools_of(record: Mapping[str, Any], columns: ColumnNames) -> list[dict[str, Any]] | None:
+    """The functions that the model may call, in OpenAI's format, from a column that has them so,
+    or without the frame of that format, or as JSON in a string; None if there are none.
+    """
+    value, name = column(record, "tools", columns), columns.get("tools", "tools")
+    if isinstance(value, str):
+        try:
+            value = parse_json(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise RecordError("not a list of tools", f"`{name}` is no JSON") from None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list | tuple):
+        raise RecordError("not a list of tools", f"`{name}` is {type(value).__name__}")
+    return [_tool(item, name) for item in value]
+
+
+def _tool(value: Any, name: str) -> dict[str, Any]:
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RecordError("not a list of tools", f"`{name}` has {str(value)[:40]!r}")
+    return tool(function)
 
 
 def alpaca_prompt(record: Mapping[str, Any], columns: ColumnNames, what: str) -> list[Message]:

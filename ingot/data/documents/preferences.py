@@ -1,5 +1,6 @@
 """Preferences: two answers to one prompt, of which one is better. Converted to one form, compact
-JSON: `{"prompt": [messages], "chosen": [messages], "rejected": [messages]}`.
+JSON: `{"prompt": [messages], "chosen": [messages], "rejected": [messages]}`, and `tools` as for
+chats.
 
 They come in the layouts of chats. The prompt is in the layout's own columns, or in `prompt`, as
 messages or a string; the answers are in `chosen` and `rejected`, as strings or messages. If these
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
 from ingot.data.documents.messages import (
+    BESIDE,
     LAYOUTS,
     SPEAKER,
     ColumnNames,
@@ -31,9 +33,11 @@ from ingot.data.documents.messages import (
     stored,
     system_of,
     text_of,
+    tools_of,
     user,
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.tokenizers.chats.chat import Chat
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
@@ -42,22 +46,24 @@ COLUMNS: dict[str, frozenset[str]] = {
     "messages": LAYOUTS["messages"] | ANSWERS | {"prompt"},
     "sharegpt": LAYOUTS["sharegpt"] | ANSWERS,
     "alpaca": (LAYOUTS["alpaca"] - {"output"}) | ANSWERS,
-    "hh": ANSWERS | {"system"},
+    "hh": ANSWERS | BESIDE,
 }
 ALL = frozenset().union(*COLUMNS.values())
 
 
 class Preference(NamedTuple):
-    """The messages before the answers, and those of each answer."""
+    """The messages before the answers, those of each answer, and the tools that they may call."""
 
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
     @property
-    def sides(self) -> tuple[list[Message], list[Message]]:
+    def sides(self) -> tuple[Chat, Chat]:
         """Two complete chats: the prompt with the chosen answer, and with the rejected one."""
-        return self.prompt + self.chosen, self.prompt + self.rejected
+        chosen, rejected = self.prompt + self.chosen, self.prompt + self.rejected
+        return Chat(chosen, self.tools), Chat(rejected, self.tools)
 
 
 def to_preference(
@@ -79,7 +85,14 @@ def to_preference(
         tuple(columns),
         f"layout {layout} of preferences",
     )
-    return stored(row, lambda: _checked(_preference(record, layout, columns))._asdict())
+    return stored(
+        row,
+        lambda: (
+            _checked(_preference(record, layout, columns))
+            ._replace(tools=tools_of(record, columns))
+            ._asdict()
+        ),
+    )
 
 
 def from_preference(preference: str) -> Preference:

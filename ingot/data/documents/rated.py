@@ -1,5 +1,5 @@
 """Rated answers: one answer to a prompt, and whether it is good. Converted to one form, compact
-JSON: `{"prompt": [messages], "answer": [messages], "label": 0 or 1}`.
+JSON: `{"prompt": [messages], "answer": [messages], "label": 0 or 1}`, and `tools` as for chats.
 
 The prompt is in the columns of a chat layout or in `prompt`, the answer in `completion` (of
 Alpaca's layout in `output`), as strings or messages, and the verdict in `label`. Without an answer
@@ -24,9 +24,11 @@ from ingot.data.documents.messages import (
     missing_columns,
     stored,
     system_of,
+    tools_of,
 )
 from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.tokenizers.chats.chat import Chat
 
 COLUMNS: dict[str, frozenset[str]] = {
     "messages": LAYOUTS["messages"] | {"prompt", "completion", "label"},
@@ -37,16 +39,19 @@ VERDICTS = {"1": 1, "true": 1, "0": 0, "false": 0}
 
 
 class Rated(NamedTuple):
-    """The messages before the answer, those of the answer, and 1 if it is good, 0 if it is bad."""
+    """The messages before the answer, those of the answer, 1 if it is good, 0 if it is bad, and the
+    tools that it may call.
+    """
 
     prompt: list[Message]
     answer: list[Message]
     label: int
+    tools: list[dict[str, Any]] | None = None
 
     @property
-    def chat(self) -> list[Message]:
+    def chat(self) -> Chat:
         """The complete chat."""
-        return self.prompt + self.answer
+        return Chat(self.prompt + self.answer, self.tools)
 
 
 def to_rated(
@@ -70,7 +75,14 @@ def to_rated(
         )
     known = frozenset().union(*COLUMNS.values()) if layout == "auto" else COLUMNS[layout]
     check_columns(known, tuple(columns), f"layout {layout} of rated answers")
-    return stored(row, lambda: _checked(_rated(record, layout, columns))._asdict())
+    return stored(
+        row,
+        lambda: (
+            _checked(_rated(record, layout, columns))
+            ._replace(tools=tools_of(record, columns))
+            ._asdict()
+        ),
+    )
 
 
 def from_rated(rated: str) -> Rated:

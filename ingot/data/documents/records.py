@@ -17,8 +17,6 @@ class ParsedDocument:
 
     row: int
     text: str
-    without: str = ""
-    """What of the record is left out of the text, where that would be missed."""
 
 
 @dataclass(frozen=True, slots=True)

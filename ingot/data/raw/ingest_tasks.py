@@ -144,8 +144,6 @@ class RecordTally:
     examples: list[str] = field(default_factory=list)
     keys: tuple[str, ...] = ()
     """The keys of the last record in which the text column was missing."""
-    without: Counter[str] = field(default_factory=Counter)
-    """Good ones by what was left out of them."""
 
     def add(self, other: RecordTally) -> None:
         """Add the tally of the files that follow."""
@@ -153,7 +151,6 @@ class RecordTally:
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:EXAMPLES]
         self.keys = other.keys or self.keys
-        self.without += other.without
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
@@ -218,8 +215,6 @@ class _TaskReader:
                     self._count(item, piece)
                     continue
                 self.tally.good += 1
-                if item.without:
-                    self.tally.without[item.without] += 1
                 doc_id = f"{piece.file.name}:{item.row}"
                 if fraction >= 1.0 or chosen(doc_id, "source", fraction):
                     yield doc_id, item.text

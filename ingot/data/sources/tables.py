@@ -215,11 +215,25 @@ def _decoded(value: bytes) -> str | UnicodeDecodeError:
 
 def _records(batch: pa.RecordBatch) -> Iterator[Any]:
     """Whole rows as Python values."""
+    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+
+    def row_of(record: dict[str, Any]) -> dict[str, Any]:
+        return record | {name: _without_nulls(record[name]) for name in nested}
+
     try:
-        yield from batch.to_pylist()
+        yield from map(row_of, batch.to_pylist())
     except UnicodeDecodeError:
         for row in range(batch.num_rows):
             try:
-                yield batch.slice(row, 1).to_pylist()[0]
+                yield row_of(batch.slice(row, 1).to_pylist()[0])
             except UnicodeDecodeError as error:
                 yield error
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys whose value is null: all structs of a column have the same keys, those
+    of other records included, such as the parameters of tools that this one does not describe.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -25,13 +25,13 @@ from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import token_columns
-from ingot.data.documents.chats import from_messages
+from ingot.data.documents.chats import from_chat
 from ingot.data.documents.kinds import from_labelled, from_pair
-from ingot.data.documents.messages import Message
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
+from ingot.tokenizers.chats.chat import Messages
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -39,9 +39,9 @@ from ingot.tokenizers.tokenizer import Tokenizer
 # records.
 RECORDS: dict[Documents, str] = {
     "text": "pretrain-1",
-    "chat": "sft-2",
-    "preference": "preference-2",
-    "rated": "rated-2",
+    "chat": "sft-3",
+    "preference": "preference-3",
+    "rated": "rated-3",
     "pair": "pair-1",
     "labelled": "labelled-1",
 }
@@ -131,13 +131,13 @@ def _texts(
 def _chats(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]
 ) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths, int]:
-    chats = [from_messages(text) for text in texts]
+    chats = [from_chat(text) for text in texts]
     made = encode_trained(tokenizer, chats, encode_batch)
     columns: list[tuple[npt.NDArray[Any], Lengths]] = [
         (made.ids, made.lengths),
         (made.mask, made.lengths),
     ]
-    return columns, sum(map(_spoken, chats)), made.counts, made.rendered
+    return columns, sum(_spoken(chat.messages) for chat in chats), made.counts, made.rendered
 
 
 def _preferences(
@@ -207,7 +207,7 @@ def _bytes_of(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _spoken(messages: Sequence[Message]) -> int:
+def _spoken(messages: Messages) -> int:
     """Bytes of the assistant's messages."""
     return sum(
         _bytes_of(message["content"]) for message in messages if message["role"] == "assistant"

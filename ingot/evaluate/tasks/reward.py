@@ -14,7 +14,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.cleaning.documents import read_documents
-from ingot.data.documents.chats import from_messages
+from ingot.data.documents.chats import from_chat
 from ingot.evaluate.generation import generate_finished
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
@@ -123,16 +123,19 @@ def open_reward(
     return OpenRewardTask(task, max_tokens, items)
 
 
-def _item(knob: str, place: str, chat: str, info: EvalModelInfo) -> RewardItem:
+def _item(knob: str, place: str, stored: str, info: EvalModelInfo) -> RewardItem:
     """The chat up to its last assistant turn, as training has it."""
     if info.recipe.documents != "chat":
         raise WrongInput(f"{knob}: {info.recipe.documents} documents have no prompts; remove it")
-    messages = from_messages(chat)
+    chat = from_chat(stored)
+    messages = chat.messages
     last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
     before = messages[:last]
     asked = [str(one["content"]) for one in before if one["role"] == "user"]
     if not asked:
         raise WrongInput(f"{knob}: {place} asks nothing before its answer; leave it out")
     reference = str(messages[last]["content"])
-    ids = info.tokenizer.encode_chat(before)
-    return RewardItem(place, ids, asked[-1], reference or None, len(before) == 1)
+    ids = info.tokenizer.encode_chat(before, chat.tools)
+    return RewardItem(
+        place, ids, asked[-1], reference or None, len(before) == 1 and chat.tools is None
+    )

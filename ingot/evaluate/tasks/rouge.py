@@ -16,12 +16,13 @@ from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import RougeTask
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.documents import read_documents
-from ingot.data.documents.chats import from_messages
+from ingot.data.documents.chats import from_chat
 from ingot.data.documents.kinds import from_pair
 from ingot.data.sources.records import read_records
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
+from ingot.tokenizers.chats.chat import Messages
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -185,7 +186,8 @@ def _items_from_validation(
                 pair.target,
             )
             continue
-        messages = from_messages(document.text)
+        chat = from_chat(document.text)
+        messages = chat.messages
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise WrongInput(
                 f"{knob}: {document.doc_id} does not end with an answer to something; leave it out"
@@ -194,12 +196,12 @@ def _items_from_validation(
         yield RougeItem(
             document.doc_id,
             _last_user_message(messages),
-            info.tokenizer.encode_chat(messages[:-1]),
+            info.tokenizer.encode_chat(messages[:-1], chat.tools),
             str(messages[-1]["content"]),
         )
 
 
-def _last_user_message(messages: Sequence[dict[str, Any]]) -> str:
+def _last_user_message(messages: Messages) -> str:
     """The last user message before the final answer of a chat."""
     return next(
         (

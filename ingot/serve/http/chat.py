@@ -19,6 +19,7 @@ from ingot.serve.http.bodies import (
     clean_text,
 )
 from ingot.serve.http.errors import short
+from ingot.tokenizers.chats.chat import tool
 from ingot.tokenizers.chats.render import refused_kwarg
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 256, 128
@@ -179,6 +180,11 @@ class ToolBody(RequestBody):
     function: FunctionBody
 
 
+def template_tools(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them."""
+    return [tool(body.function.model_dump()) for body in tools]
+
+
 class NamedFunction(RequestBody):
     """The function that must be called."""
 
@@ -241,9 +247,4 @@ class ChatBody(OpenAIRequest):
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates read them; None where none may be called."""
-        if not self.callable_tools():
-            return None
-        return [
-            tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True)
-            for tool in self.tools
-        ]
+        return template_tools(self.tools) if self.callable_tools() else None

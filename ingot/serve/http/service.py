@@ -26,6 +26,7 @@ from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.grammar import JSONConstraint, JSONGrammars, call_grammar, functions_of
 from ingot.serve.native.model import LoadedModel
 from ingot.serve.native.toolcalls import ToolFormat, tool_format
+from ingot.tokenizers.chats.chat import Chat
 
 Answer = TypeVar("Answer")
 # A log-probability takes about a hundred times as many bytes, and as much time to write, as a
@@ -33,6 +34,8 @@ Answer = TypeVar("Answer")
 MAX_LOGPROBS_IN_ANSWER = 65_536
 # Parts of an answer's JSON that are written before other requests get their turn.
 PARTS_AT_ONCE = 1024
+# The texts of a message beside its calls.
+SAID = ("content", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,19 @@ class Service:
             lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         )
 
-    async def encode_whole_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def encode_whole_chat(self, chat: Chat) -> list[int]:
         """Token ids of a chat with its answers, for a model that scores chats. Raises as `encode`
         does, and WrongInput where the model is none or its template refuses the chat.
         """
-        self.bounds.check_characters(sum(len(one["content"]) for one in messages), "the chat")
-        return await asyncio.to_thread(self.loaded.encode_whole_chat, messages)
+        self._check_size(chat)
+        return await asyncio.to_thread(self.loaded.encode_whole_chat, chat)
+
+    def _check_size(self, chat: Chat) -> None:
+        """Raises ApiError 400 where a chat can never fit: what it says, calls and tools."""
+        calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
+        beside = (json.dumps(part, ensure_ascii=False) for part in (calls, chat.tools) if part)
+        said = (message.get(name) or "" for message in chat.messages for name in SAID)
+        self.bounds.check_characters(sum(map(len, (*beside, *said))), "the chat")
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat:
@@ -156,19 +166,15 @@ class Service:
                 f"model `{self.name}` has no chat template; send a prompt to /v1/completions",
                 param="messages",
             )
-        messages = [message.template_message() for message in body.messages]
-        tools = body.template_tools()
-        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
-        beside = sum(len(json.dumps(part, ensure_ascii=False)) for part in (calls, tools) if part)
-        texts = sum(
-            len(message["content"]) + sum(map(len, body.messages[number].thoughts.values()))
-            for number, message in enumerate(messages)
-        )
-        self.bounds.check_characters(texts + beside, "the chat")
+        chat = Chat([one.template_message() for one in body.messages], body.template_tools())
+        self._check_size(chat)
         ids = await asyncio.to_thread(
-            self.loaded.tokenizer.encode_chat, messages, tools, body.chat_template_kwargs
+            self.loaded.tokenizer.encode_chat,
+            chat.messages,
+            chat.tools,
+            body.chat_template_kwargs,
         )
-        if tools is not None:
+        if chat.tools is not None:
             _ = self.tool_format  # an unknown one is an error before anything is computed
         return ids
 

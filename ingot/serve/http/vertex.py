@@ -17,9 +17,17 @@ from pydantic.types import FailFast
 from ingot.config.models.source import ModelKind
 from ingot.models.generation.classifier import ClassScores
 from ingot.serve.http.bodies import PredictBody, RequestBody, SummaryBody, Text, check_count
-from ingot.serve.http.chat import MAX_MESSAGES, ChatMessage
+from ingot.serve.http.chat import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NONE,
+    ChatMessage,
+    ToolBody,
+    template_tools,
+)
 from ingot.serve.http.service import Service, completions, run_unless_disconnected
 from ingot.serve.native.engine import Ticket
+from ingot.tokenizers.chats.chat import Chat
 
 PREDICT_TOKENS = 64
 
@@ -31,9 +39,15 @@ class TextInstance(RequestBody):
 
 
 class ChatInstance(RequestBody):
-    """One chat to be scored, with its answers."""
+    """One chat to be scored, with its answers, and the tools that it may call."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), FailFast()] = NONE
+
+    def chat(self) -> Chat:
+        """The chat as templates read it."""
+        messages = [one.template_message() for one in self.messages]
+        return Chat(messages, template_tools(self.tools) or None)
 
 
 class NoParameters(RequestBody):
@@ -77,7 +91,7 @@ def router(service: Service, environ: Mapping[str, str]) -> APIRouter:
     async def classify(body: ClassifyBody, request: Request) -> dict[str, Any]:
         check_count(len(body.instances), service.bounds.prompts)
         texts = [
-            await service.encode_whole_chat([one.template_message() for one in item.messages])
+            await service.encode_whole_chat(item.chat())
             if isinstance(item, ChatInstance)
             else (await service.encode([item if isinstance(item, str) else item.text]))[0]
             for item in body.instances

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +54,7 @@ from ingot.serve.native.embedding import (
     embeds,
     read_pooling,
 )
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -272,10 +272,10 @@ class LoadedModel:
         if self.kind == "decoder":
             return self.tokenizer.encode_prompt(text)
         if self.scores_chats:
-            return self.encode_whole_chat([{"role": "user", "content": text}])
+            return self.encode_whole_chat(Chat([{"role": "user", "content": text}]))
         return self.tokenizer.encode_framed(self.prefix + text)
 
-    def encode_whole_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_whole_chat(self, chat: Chat) -> list[int]:
         """Token ids of a chat with its answers, as a model that scores chats was trained on them.
 
         Raises:
@@ -285,7 +285,7 @@ class LoadedModel:
             raise WrongInput(
                 "messages with their answers are for models that score chats; give a text"
             )
-        return whole_chat_ids(self.tokenizer, messages)
+        return whole_chat_ids(self.tokenizer, chat)
 
     def check(self, request: Request) -> None:
         """Raises WrongInput where the model cannot serve the request."""

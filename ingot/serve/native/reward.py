@@ -20,6 +20,7 @@ from ingot.models.hf.models import Encoder
 from ingot.models.kinds import kind_of_folder
 from ingot.rewards.protocol import RewardFailed, Sample
 from ingot.serve.native.model import load
+from ingot.tokenizers.chats.chat import Chat
 
 
 class ClassifierScore:
@@ -83,7 +84,7 @@ class ClassifierScore:
             )
         turns = (("user", sample.prompt), ("assistant", sample.answer))
         return self._loaded.encode_whole_chat(
-            [{"role": role, "content": text} for role, text in turns]
+            Chat([{"role": role, "content": text} for role, text in turns])
         )
 
     def _text(self, sample: Sample) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chats.plan import ChatPlan, EncodeBatch, Ids, Indices, Mask, Messages
+from ingot.tokenizers.chats.chat import Chat
+from ingot.tokenizers.chats.plan import ChatPlan, EncodeBatch, Ids, Indices, Mask
 from ingot.tokenizers.chats.render import any_of_pattern
 from ingot.tokenizers.chats.spans import turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ PROBE = [
 
 def encode_chats(
     tokenizer: Tokenizer,
-    chats: Sequence[Messages],
+    chats: Sequence[Chat],
     encode_batch: EncodeBatch,
     trained_from: Sequence[int] | None = None,
 ) -> tuple[Ids, Mask, Indices]:
@@ -56,7 +57,7 @@ def encode_chats(
     return found.ids, found.mask, found.lengths
 
 
-def whole_chat_ids(tokenizer: Tokenizer, chat: Messages) -> list[int]:
+def whole_chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """The ids of one chat with all its answers, of which none need be trained.
 
     Raises:
@@ -84,7 +85,7 @@ class TrainedTexts:
 
 def encode_trained(
     tokenizer: Tokenizer,
-    chats: Sequence[Messages],
+    chats: Sequence[Chat],
     encode_batch: EncodeBatch,
     trained_from: Sequence[int] | None = None,
 ) -> TrainedTexts:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import parse_json
 from ingot.tokenizers.chats.render import (
     BEGIN,
     END,
@@ -31,6 +32,8 @@ from ingot.tokenizers.chats.watch import joins_only, skeleton_of
 
 MARK = re.compile("([\U00100010-\U0010ffef])")
 MOST_LAYOUTS = 1000
+LayoutKey = tuple[Shape, int, str]
+"""A shape, the number of the first message that is trained, and the tools as JSON."""
 Part = str | int
 """Text of the template, or the number of a slot."""
 
@@ -64,14 +67,18 @@ class ChatLayouts:
 
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
-        self._found: dict[tuple[Shape, int], ChatLayout | None] = {}
-        self._met: set[tuple[Shape, int]] = set()
+        self._found: dict[LayoutKey, ChatLayout | None] = {}
+        self._met: set[LayoutKey] = set()
 
-    def find(self, shape: Shape, first: int) -> ChatLayout | None:
-        """The layout of chats of this shape, trained from message `first` on. None if there is
-        none, or if this is the first such chat: a shape that comes once is not worth a layout.
+    def find(self, shape: Shape, first: int, tools: str = "") -> ChatLayout | None:
+        """The layout of chats of this shape, trained from message `first` on, with these tools as
+        JSON. None if there is none, or if this is the first such chat: a shape that comes once is
+        not worth a layout.
+
+        Raises:
+            WrongInput: the template writes no tools.
         """
-        key = shape, first
+        key = shape, first, tools
         if key not in self._met:
             if len(self._met) >= MOST_LAYOUTS:
                 self._met.clear()
@@ -82,7 +89,8 @@ class ChatLayouts:
         if key not in self._found or (
             layout and any(time_now(pattern) != told for pattern, told in layout.times.items())
         ):
-            layout = self._found[key] = layout_of(self._form, shape, first)
+            form = self._form.with_tools(parse_json(tools) if tools else None)
+            layout = self._found[key] = layout_of(form, shape, first)
         return layout
 
 
@@ -92,7 +100,7 @@ def layout_of(form: ChatFormat, shape: Shape, first: int) -> ChatLayout | None:
     """
     if not joins_only(form.template) or any(
         MARKS.search(text) or (form.special and any_of_pattern(tuple(form.special)).search(text))
-        for text in strings_in(shape)
+        for text in strings_in([shape, form.tools])
     ):
         return None
     try:
@@ -135,6 +143,7 @@ class _Outline:
             self._unseen[:count],
             self._watch,
             generation_prompt=prompt,
+            tools=self._form.tools,
         )
         if text is None:
             raise LookupError(f"the template looks into a content ({self._watch.seen})")

@@ -7,14 +7,15 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import compact_json
 from ingot.tokenizers.backend import TokenBatch
-from ingot.tokenizers.chats.layouts import ChatLayout, Part
+from ingot.tokenizers.chats.chat import Chat
+from ingot.tokenizers.chats.layouts import ChatLayout, LayoutKey, Part
 from ingot.tokenizers.chats.render import (
     any_of_pattern,
     has_look_alikes,
@@ -27,7 +28,6 @@ from ingot.tokenizers.chats.spans import RenderedChat, trained_texts
 from ingot.tokenizers.chats.unseen import QUESTIONS, Value
 from ingot.tokenizers.tokenizer import Tokenizer
 
-Messages = Sequence[Mapping[str, Any]]
 EncodeBatch = Callable[[Sequence[str]], TokenBatch]
 Ids = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class ChatPlan:
         self._texts: list[str] = []
         self._control: list[int] = []
         """The numbers of texts in which special tokens are special."""
-        self._groups: dict[tuple[Shape, int], _LayoutGroup] = {}
+        self._groups: dict[LayoutKey, _LayoutGroup] = {}
         self._places: list[int] = []
         """Of each piece of a rendered chat its place among all."""
         self._pieces: list[int] = []
@@ -72,17 +72,18 @@ class ChatPlan:
         exact.
         """
 
-    def add(self, chats: Sequence[Messages], firsts: Sequence[int]) -> None:
+    def add(self, chats: Sequence[Chat], firsts: Sequence[int]) -> None:
         """Plan chats, each trained from one of its messages on.
 
         Raises:
             WrongInput: the template refuses a chat, or a turn is not found in it.
         """
-        shaped = [None if self._whole else shape_of(chat) for chat in chats]
+        chats = [self._form.as_read(chat) for chat in chats]
+        shaped = [None if self._whole else shape_of(chat.messages) for chat in chats]
         # What looks alike is masked, also from trimming.
         doubtful = self._looks_alike([value for found in shaped if found for value in found[1]])
         for chat, found, first in zip(chats, shaped, firsts, strict=True):
-            group = found and self._group(found[0], first)
+            group = found and self._group(found[0], first, chat)
             if (
                 not found
                 or not group
@@ -105,20 +106,24 @@ class ChatPlan:
             texts = list(strings_in(values))
         return has_look_alikes(texts, self._special)
 
-    def _group(self, shape: Shape, first: int) -> _LayoutGroup | None:
-        group = self._groups.get((shape, first))
-        if group is None and (layout := self._tokenizer.chat_layouts.find(shape, first)):
-            group = self._groups[shape, first] = _LayoutGroup(layout, self._number, self._special)
+    def _group(self, shape: Shape, first: int, chat: Chat) -> _LayoutGroup | None:
+        key = shape, first, "" if chat.tools is None else compact_json(chat.tools)
+        group = self._groups.get(key)
+        if group is None and (layout := self._tokenizer.chat_layouts.find(*key)):
+            group = self._groups[key] = _LayoutGroup(layout, self._number, self._special)
         return group
 
-    def _add_rendered(self, chat: Messages, first: int) -> None:
-        if not chat or any(not isinstance(message.get("role"), str) for message in chat):
+    def _add_rendered(self, chat: Chat, first: int) -> None:
+        messages = chat.messages
+        if not messages or any(not isinstance(one.get("role"), str) for one in messages):
             raise WrongInput(
                 "a chat is a list of one or more messages, each with a `role`; give at least one"
             )
         self.rendered += 1
-        masked, originals = mask_look_alikes(chat, list(self._form.special))
-        texts = trained_texts(self._form, masked, first)
+        (masked, tools), originals = mask_look_alikes(
+            [messages, chat.tools], list(self._form.special)
+        )
+        texts = trained_texts(self._form.with_tools(tools), masked, first)
         for text in texts:
             self._add_pieces(text, originals)
             self._ends.append(self._count)

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -24,13 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ingot.base.errors import WrongInput
 from ingot.tokenizers.backend import ControlEncoder
+from ingot.tokenizers.chats.chat import Chat, Messages, Tools, with_arguments
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 MARKS = re.compile("[\U00100000-\U0010fffd]")
 # Marks around `{% generation %}` blocks.
 BEGIN, END = "\U00100000", "\U00100001"
 FIRST_MARK = 0x100010
-Tools = Sequence[Mapping[str, Any]]
 TemplateKwargs = Mapping[str, Any]
 """Arguments of a template's own, such as `enable_thinking`, by name."""
 NONE: TemplateKwargs = {}
@@ -41,8 +41,8 @@ GIVEN |= {"raise_exception", "strftime_now", "chat_template", "tokenize", "retur
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Everything of a tokenizer that decides how a chat is rendered and encoded. `special` maps the
-    tokens that only a template may produce to their ids.
+    """Everything that decides how the messages of a chat are rendered and encoded. `special` maps
+    the tokens that only a template may produce to their ids; `tools`: what the model may call.
     """
 
     where: str
@@ -50,13 +50,13 @@ class ChatFormat:
     special: Mapping[str, int]
     named: Mapping[str, str]
     control: ControlEncoder
+    tools: Tools | None = None
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         generation_prompt: bool = False,
-        tools: Tools | None = None,
         kwargs: TemplateKwargs = NONE,
     ) -> str:
         return render(
@@ -64,27 +64,68 @@ class ChatFormat:
             messages,
             {**kwargs, **self.named},
             generation_prompt=generation_prompt,
-            tools=tools,
+            tools=self.tools,
         )
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template writes the tools that a model may call."""
-        probe = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
-        try:
-            text = self.render(
-                [{"role": "user", "content": "a"}],
-                generation_prompt=True,
-                tools=[{"type": "function", "function": probe}],
+    def render_marked(self, messages: Messages) -> str:
+        """The text with BEGIN and END around what stands in `{% generation %}` blocks."""
+        return render_marked(self.template, messages, self.named, tools=self.tools)
+
+    def with_tools(self, tools: Tools | None) -> ChatFormat:
+        """The format of chats in which the model may call these.
+
+        Raises:
+            WrongInput: the template does not write them.
+        """
+        if tools is not None and not _takes_tools(self.template, tuple(self.named.items())):
+            raise WrongInput(
+                f"the chat template of {self.where} knows no tools, so that no model would be told"
+                " of them; leave `tools` out, or take a template that writes them"
             )
+        return replace(self, tools=tools)
+
+    def as_read(self, chat: Chat) -> Chat:
+        """The chat with the arguments of its calls in the form that the template reads."""
+        if not any(message.get("tool_calls") for message in chat.messages):
+            return chat
+        as_text = _reads_text(self.template, tuple(self.named.items()))
+        return replace(chat, messages=with_arguments(chat.messages, as_text=as_text))
+
+
+@functools.lru_cache(maxsize=16)
+def _takes_tools(template: str, named: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template writes the tools that a model may call."""
+    probe = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
+    asked = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": probe}]
+    try:
+        text = render(template, asked, dict(named), generation_prompt=True, tools=tools)
+    except WrongInput:
+        return False
+    return "probe_of_tools" in text
+
+
+@functools.lru_cache(maxsize=16)
+def _reads_text(template: str, named: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template takes the arguments of a call as a text alone, and no object."""
+
+    def is_refused(arguments: Any) -> bool:
+        call = {"name": "f", "arguments": arguments}
+        calls = [{"id": "abcdefgh1", "type": "function", "function": call}]
+        asked = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            render(template, [asked, answer], dict(named), generation_prompt=False)
         except WrongInput:
-            return False
-        return "probe_of_tools" in text
+            return True
+        return False
+
+    return is_refused({"a": 1}) and not is_refused('{"a": 1}')
 
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     named: TemplateKwargs,
     *,
     generation_prompt: bool,
@@ -115,7 +156,7 @@ def refused_kwarg(kwargs: TemplateKwargs) -> str | None:
 
 def render_marked(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     named: TemplateKwargs,
     *,
     generation_prompt: bool = False,
@@ -133,7 +174,7 @@ def render_marked(
 
 def rendered(
     compile: Callable[[], jinja2.Template],
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     named: TemplateKwargs,
     *,
     generation_prompt: bool = False,
@@ -215,8 +256,8 @@ def time_now(pattern: str) -> str:
 
 
 def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """A copy of `messages` in which each look-alike of a special token or mark is replaced by one
-    private-use character, and the table from character to original.
+    """A copy of `messages`, or of any JSON, in which each look-alike of a special token or mark is
+    replaced by one private-use character, and the table from character to original.
     """
     texts = list(strings_in(messages))
     looks, present = any_of_pattern(tuple(special)), set[str]()
@@ -236,7 +277,7 @@ def mask_look_alikes(messages: Any, special: Sequence[str]) -> tuple[Any, dict[s
         if isinstance(value, str):
             return pattern.sub(lambda match: masks[match[0]], value)
         if isinstance(value, Mapping):
-            return {key: masked(item) for key, item in value.items()}
+            return {masked(key): masked(item) for key, item in value.items()}
         return [masked(item) for item in value] if isinstance(value, list | tuple) else value
 
     return masked(messages), {character: token for token, character in masks.items()}
@@ -275,11 +316,12 @@ def any_of_pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON but the keys of mappings."""
+    """All texts in a value of JSON, keys of mappings included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from strings_in(key)
             yield from strings_in(item)
     elif isinstance(value, list | tuple):
         for item in value:

@@ -14,22 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.tokenizers.chats.render import (
-    BEGIN,
-    END,
-    ChatFormat,
-    any_of_pattern,
-    render,
-    render_marked,
-)
+from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.render import BEGIN, END, ChatFormat, any_of_pattern, render
 
-Messages = Sequence[Mapping[str, Any]]
 QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
 
 
@@ -155,7 +147,7 @@ def trained_texts(form: ChatFormat, messages: Messages, first: int = 0) -> list[
         WrongInput: the template refuses the chat, or does not write an answer behind its generation
             prompt.
     """
-    marked = render_marked(form.template, messages, form.named)
+    marked = form.render_marked(messages)
     if BEGIN in marked:
         how = turn_format(form)
         text, found = _strip_marks(marked, (BEGIN, END))
@@ -272,7 +264,7 @@ def _blocks_before(form: ChatFormat, messages: Messages, first: int, blocks: int
     """
     if not first or blocks == _count_turns(messages):
         return _count_turns(messages[:first])
-    return render_marked(form.template, messages[:first], form.named).count(BEGIN)
+    return form.render_marked(messages[:first]).count(BEGIN)
 
 
 def _block_span(text: str, begin: int, end: int, how: TurnFormat) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.chats.render import GIVEN, TemplateKwargs, refused_kwarg, variables_of
 from ingot.tokenizers.settings import CONFIG, text_of
@@ -50,6 +51,10 @@ class NamedTemplate:
 CHATML = NamedTemplate(
     FOLDER / "chatml.jinja", tokens=("<|im_start|>", "<|im_end|>"), end_of_turn="<|im_end|>"
 )
+HERMES = NamedTemplate(
+    FOLDER / "hermes.jinja", tokens=("<|im_start|>", "<|im_end|>"), end_of_turn="<|im_end|>"
+)
+"""ChatML, with tools and their calls (`tool_call_parser` hermes)."""
 LLAMA3 = NamedTemplate(
     FOLDER / "llama3.jinja",
     tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -182,7 +187,7 @@ def with_padding(tokenizer: Tokenizer) -> Tokenizer:
     Raises:
         WrongInput: there is no such token, or no template.
     """
-    written = whole_chat_ids(tokenizer, _SAMPLE)
+    written = whole_chat_ids(tokenizer, Chat(_SAMPLE))
     taken = {*written, *tokenizer.encode(_UNKNOWN)}
     own, ids = tokenizer.special.pad, tokenizer.special_ids
     free = {text: token for text, token in ids.items() if token not in taken}

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.chats.chat import Messages, Tools
 from ingot.tokenizers.chats.render import environment_of, rendered
 from ingot.tokenizers.chats.unseen import Unseen, UnseenMapping, Watch, json_of
 
@@ -72,10 +73,11 @@ class _WatchedEnvironment(ImmutableSandboxedEnvironment):
 def skeleton_of(
     template: str,
     named: Mapping[str, str],
-    chat: Sequence[Mapping[str, Any]],
+    chat: Messages,
     watch: Watch,
     *,
     generation_prompt: bool = False,
+    tools: Tools | None = None,
 ) -> str | None:
     """What the template writes around the values of a chat, which stand in it as unseen ones of
     `watch`. None if it looks into one.
@@ -86,7 +88,9 @@ def skeleton_of(
     compiled, environment = _watched_template(template)
     environment.watch = watch
     try:
-        text = rendered(lambda: compiled, chat, named, generation_prompt=generation_prompt)
+        text = rendered(
+            lambda: compiled, chat, named, generation_prompt=generation_prompt, tools=tools
+        )
     except WrongInput:
         if watch.seen:
             return None

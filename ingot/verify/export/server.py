@@ -21,8 +21,8 @@ from ingot.data.documents.kinds import from_labelled, from_pair
 from ingot.data.documents.preferences import from_preference
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
-from ingot.tokenizers.chats.plan import Messages
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export.transformers import TransformersModel
 from ingot.verify.proof import Check
@@ -236,7 +236,7 @@ def check_scores(
     url: str,
     model: TransformersModel,
     tokenizer: Tokenizer,
-    chats: Sequence[Messages],
+    chats: Sequence[Chat],
     bound: float,
 ) -> Check:
     """Check the scores of chats against transformers', which finds their last token by the id of
@@ -244,7 +244,8 @@ def check_scores(
     """
     if not chats:
         return Check(SERVER, None, "no held-out preference is short enough to ask about")
-    answers = ask(url, "/predict", {"instances": [{"messages": [*chat]} for chat in chats]})
+    asked = [{"messages": chat.messages, "tools": chat.tools or []} for chat in chats]
+    answers = ask(url, "/predict", {"instances": asked})
     found = [answer["scores"][answer["label"]] for answer in answers["predictions"]]
     wanted = model.scores([whole_chat_ids(tokenizer, chat) for chat in chats])
     gap = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
@@ -252,12 +253,12 @@ def check_scores(
     return Check(SERVER, gap <= bound, detail)
 
 
-def held_out_chats(recipe: Recipe, tokenizer: Tokenizer) -> list[Messages]:
+def held_out_chats(recipe: Recipe, tokenizer: Tokenizer) -> list[Chat]:
     """Both answers to some held-out prompts that fit without truncation."""
     documents = (document.text for document in read_documents(recipe, recipe.data.examples_split))
     chats = (side for text in documents for side in from_preference(text).sides)
 
-    def fits(chat: Messages) -> bool:
+    def fits(chat: Chat) -> bool:
         return len(whole_chat_ids(tokenizer, chat)) <= recipe.data.seq_len
 
     return list(itertools.islice(filter(fits, chats), 2 * DOCUMENTS))

@@ -20,10 +20,12 @@ from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import PreparedData
-from ingot.data.documents.chats import from_messages
+from ingot.data.documents.chats import from_chat
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_trained
+from ingot.tokenizers.chats.render import strings_in
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 
@@ -167,7 +169,7 @@ def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | 
         raise CannotOpen(f"PEFT does not open {adapter} ({_one_line(error)})") from None
 
 
-def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+def chat_ids(folder: Path, chats: Sequence[Chat]) -> list[list[int]]:
     """The ids of chats by transformers, with the tokenizer and template in `folder`.
 
     Raises:
@@ -179,7 +181,10 @@ def chat_ids(folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list
         return [
             list(
                 tokenizer.apply_chat_template(
-                    [dict(message) for message in chat], tokenize=True, return_dict=False
+                    [dict(message) for message in chat.messages],
+                    tools=chat.tools,
+                    tokenize=True,
+                    return_dict=False,
                 )
             )
             for chat in chats
@@ -209,7 +214,6 @@ def _more(wrong: Sequence[str]) -> str:
 
 CHAT_TEMPLATE = "chat template"
 MAX_CHATS = 16
-Chat = Sequence[Mapping[str, Any]]
 CHAT_COLUMNS = {"chat": ("tokens",), "preference": ("chosen", "rejected"), "rated": ("answer",)}
 """The columns that hold whole chats."""
 
@@ -280,11 +284,13 @@ def _asked_chats(
         for name, chat, ids in zip(names, chats, stored, strict=True):
             where = doc_id if len(names) == 1 else f"{doc_id} ({name})"
             if not chat or any(
-                token in str(message) for message in chat for token in tokenizer.special_texts
+                token in text
+                for text in strings_in([chat.messages, chat.tools])
+                for token in tokenizer.special_texts
             ):
                 passed_over += 1
             else:
-                asked.append((where, chat, ids))
+                asked.append((where, tokenizer.chat_format.as_read(chat), ids))
     return asked, passed_over
 
 
@@ -315,9 +321,9 @@ def _stored_chats(
         except WrongInput:
             continue
         if recipe.documents == "chat":
-            rows = [[chats[0][:count]] for count in made.messages]
+            rows = [[chats[0].until(count)] for count in made.messages]
         else:
-            rows = [[chat[:count] for chat, count in zip(chats, made.messages, strict=True)]]
+            rows = [[chat.until(count) for chat, count in zip(chats, made.messages, strict=True)]]
         for row in rows:
             stored = [[int(token) for token in record] for record in next(records)]
             yield document.doc_id, row, stored
@@ -326,7 +332,7 @@ def _stored_chats(
 def _sides(recipe: Recipe, text: str) -> tuple[list[Chat], int]:
     """The chats of a document, and the number of their first message that is trained."""
     if recipe.documents == "chat":
-        return [from_messages(text)], 0
+        return [from_chat(text)], 0
     if recipe.documents == "rated":
         rated = from_rated(text)
         return [rated.chat], len(rated.prompt)

@@ -16,7 +16,7 @@ INFO = {
         "file_name": "elms.json",
         "ranking": True,
         "formatting": "sharegpt",
-        "columns": {"messages": "talk", "chosen": "better", "rejected": "worse", "tools": "tools"},
+        "columns": {"messages": "talk", "chosen": "better", "rejected": "worse", "tools": "functions"},
         "tags": {"role_tag": "role", "content_tag": "content"},
     },
     "other": {"hf_hub_url": "org/pairs", "ranking": True, "columns": {"prompt": "question"}},
@@ -42,6 +42,7 @@ def test_a_llamafactory_yaml_with_its_data_sets(
         "conversations": "talk",
         "chosen": "better",
         "rejected": "worse",
+        "tools": "functions",
         "from": "role",
         "value": "content",
     }
@@ -56,7 +57,6 @@ def test_a_llamafactory_yaml_with_its_data_sets(
     assert (recipe.checkpoint.every, recipe.track.every, recipe.seed) == (50, 5, 42)
     assert recipe.tokenizer.template is None
     assert "qwen: the model's own chat template is taken" in notes
-    assert "elms: descriptions of tools are not trained on" in notes
     assert "unheard_of: is not known" in notes
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.data.documents.chats import from_messages, to_messages
+from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.kinds import plain_text
 from ingot.data.documents.records import BadRecord, ParsedDocument
 
@@ -19,13 +19,13 @@ HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo
 
 
 def said(record: Any, layout: str = "auto", **columns: str) -> list[tuple[str, str]]:
-    found = to_messages(1, record, layout, columns)
+    found = to_chat(1, record, layout, columns)
     assert isinstance(found, ParsedDocument), found
-    return [(message["role"], message["content"]) for message in from_messages(found.text)]
+    return [(message["role"], message["content"]) for message in from_chat(found.text).messages]
 
 
 def bad(record: Any, layout: str = "auto", **columns: str) -> BadRecord:
-    found = to_messages(7, record, layout, columns)
+    found = to_chat(7, record, layout, columns)
     assert isinstance(found, BadRecord)
     assert found.row == 7
     return found
@@ -129,12 +129,12 @@ def test_renamed_columns() -> None:
     with pytest.raises(
         WrongInput, match=r"renames question, which layout alpaca does not have.*instruction"
     ):
-        to_messages(1, {}, "alpaca", {"question": "instruction"})
+        to_chat(1, {}, "alpaca", {"question": "instruction"})
 
 
 def test_other_keys_stay_and_null_ones_go() -> None:
     call = [{"function": {"name": "f", "arguments": {}}}]
-    found = to_messages(
+    found = to_chat(
         1,
         {
             "messages": [
@@ -250,23 +250,23 @@ RECORDS = JSON.filter(lambda value: isinstance(value, dict)) | st.fixed_dictiona
 
 @given(RECORDS, st.sampled_from(["auto", "messages", "sharegpt", "alpaca"]))
 def test_any_json_is_a_chat_or_bad(record: Any, layout: str) -> None:
-    found = to_messages(1, record, layout, {})
+    found = to_chat(1, record, layout, {})
     if isinstance(found, BadRecord):
         assert found.reason
         return
-    messages = from_messages(found.text)
+    messages = from_chat(found.text).messages
     assert any(message["role"] == "assistant" for message in messages)
     assert all(
         isinstance(message["content"], str)
         and message["role"] in ("system", "user", "assistant", "tool")
         for message in messages
     )
-    again = to_messages(1, json.loads(found.text), "messages", {})
+    again = to_chat(1, json.loads(found.text), "messages", {})
     assert again == found, "the canonical form is its own canonical form"
 
 
 def test_what_cleaning_sees() -> None:
-    found = to_messages(1, {"instruction": "ﬁ é", "output": "½"}, "alpaca", {})
+    found = to_chat(1, {"instruction": "ﬁ é", "output": "½"}, "alpaca", {})
     assert isinstance(found, ParsedDocument)
     assert plain_text("chat", found.text) == "ﬁ é\n½"
 
@@ -274,7 +274,7 @@ def test_what_cleaning_sees() -> None:
 @pytest.mark.parametrize("stored", ["", "plain text", "[]", "{}", "3"])
 def test_what_was_not_stored_as_a_chat(stored: str) -> None:
     with pytest.raises(WrongInput, match="is not a chat"):
-        from_messages(stored)
+        from_chat(stored)
 
 
 @pytest.mark.parametrize(
@@ -292,13 +292,13 @@ def test_real_files(test_data: Path, name: str, count: int) -> None:
     records = (
         [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
     )
-    found = [to_messages(row, record, "auto", {}) for row, record in enumerate(records, 1)]
+    found = [to_chat(row, record, "auto", {}) for row, record in enumerate(records, 1)]
     assert sum(isinstance(item, ParsedDocument) for item in found) == len(found) == count
     if "glaive" in name:
         roles = {
             message["role"]
             for item in found
             if isinstance(item, ParsedDocument)
-            for message in from_messages(item.text)
+            for message in from_chat(item.text).messages
         }
         assert roles == {"user", "assistant", "tool"}

@@ -305,6 +305,6 @@ def test_real_hh(test_data: Path) -> None:
             for side, text in zip(made.sides, (record["chosen"], record["rejected"]), strict=True):
                 words = " ".join(
                     f"{'Human' if message['role'] == 'user' else 'Assistant'}: {message['content']}"
-                    for message in side
+                    for message in side.messages
                 )
                 assert words.split() == text.split()

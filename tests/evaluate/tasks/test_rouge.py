@@ -4,6 +4,7 @@ called directly.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -15,16 +16,20 @@ import torch
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import RougeTask
+from ingot.config.sections.evaluation import RewardTask, RougeTask
 from ingot.data.cleaning.documents import read_documents
-from ingot.evaluate.subject import TaskResult
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.evaluate.subject import EvalModelInfo, TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.rouge import first_line, scorer
+from ingot.evaluate.tasks.reward import open_reward
+from ingot.evaluate.tasks.rouge import first_line, open_rouge, scorer
 from ingot.parallel.mesh import running_mesh
+from ingot.tokenizers.chats.chat import tool
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import subject_in, with_model, write_lines
-from tests.evaluate.small_runs import prepared, recipe_of
+from tests.evaluate.small_runs import prepared, recipe_of, records
 from tests.ranks import run_ranks
 
 NAMES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -124,6 +129,26 @@ def test_chats_are_answered_after_their_template(made: Callable[[str], Recipe]) 
             "\ufffd"
         )
     assert_scores(found)
+
+
+def test_chats_are_asked_with_their_tools(tmp_path: Path) -> None:
+    """As a server asks, or answers would be measured on other prompts than it gets."""
+    functions = [tool({"name": "ingot"})]
+    write_lines(tmp_path / "chat.jsonl", [{**one, "tools": functions} for one in records("chat")])
+    recipe = recipe_of(tmp_path, "chat", tokenizer__template="hermes", data__seq_len=256)
+    ingest(recipe)
+    prepare(recipe)
+    tokenizer = load_tokenizer(recipe.folder.tokenizer)
+    info = EvalModelInfo(recipe, "decoder", tokenizer, 512, "it")
+    reward = RewardTask.model_validate({"kind": "reward", "rewards": [{"kind": "exact"}]})
+    opened = open_rouge(RougeTask(kind="rouge"), info, 2), open_reward(reward, info, 2)
+    asked = [[item.prompt for item in one.items] for one in opened]
+    chats = itertools.islice(read_documents(recipe, "validation"), 2)
+    served = [
+        tokenizer.encode_chat(json.loads(document.text)["messages"][:-1], functions)
+        for document in chats
+    ]
+    assert asked == [served, served]
 
 
 @pytest.mark.drawn

@@ -13,6 +13,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
 from ingot.tokenizers.chats import layouts, render, watch
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.chats.layouts import ChatLayout, ChatLayouts, layout_of
 from ingot.tokenizers.chats.shapes import shape_of
@@ -28,8 +29,8 @@ from tests.tokenizers.chats.test_masks import (
     REAL,
     ROLE_TOKENS,
     A,
-    Chat,
     S,
+    Talk,
     U,
     turns,
 )
@@ -43,7 +44,7 @@ BITS = ["a", "b ", " c", "\n", "<|im_end|>", "<|im_start|>assistant\n", "\U00100
 BITS += ["🔥", "é", "assistant:", "im_end|>", "end|>", "<|", "<", "user\n", "</think>", "</s>"]
 
 
-def made_up_chats(count: int) -> list[Chat]:
+def made_up_chats(count: int) -> list[Talk]:
     """Chats of few shapes, so that most have a layout, whose contents try to be mistaken."""
     draw = random.Random(3)
     shapes = [(U, A), (S, U, A), (U, A, U, A), (A, U, A, A), (U, U)]
@@ -58,12 +59,12 @@ def made_up_chats(count: int) -> list[Chat]:
     ]
 
 
-def accepted(tokenizer: Tokenizer, chats: list[Chat]) -> list[Chat]:
+def accepted(tokenizer: Tokenizer, chats: list[Talk]) -> list[Talk]:
     """Those in which the turns are found; the others are refused with the whole batch."""
 
-    def is_accepted(chat: Chat) -> bool:
+    def is_accepted(chat: Talk) -> bool:
         try:
-            encode_trained(tokenizer, [chat], tokenizer.encode_batch)
+            encode_trained(tokenizer, [Chat(chat)], tokenizer.encode_batch)
         except WrongInput:
             return False
         return True
@@ -71,14 +72,16 @@ def accepted(tokenizer: Tokenizer, chats: list[Chat]) -> list[Chat]:
     return [chat for chat in chats if is_accepted(chat)]
 
 
-def check_alike(tokenizer: Tokenizer, chats: list[Chat], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_alike(tokenizer: Tokenizer, chats: list[Talk], monkeypatch: pytest.MonkeyPatch) -> None:
     chats = accepted(tokenizer, chats)
     assert len(chats) > 20
     for firsts in (None, [len(chat) // 2 for chat in chats]):
-        found = encode_trained(tokenizer, chats, tokenizer.encode_batch, firsts)
+        found = encode_trained(tokenizer, list(map(Chat, chats)), tokenizer.encode_batch, firsts)
         with monkeypatch.context() as patched:
             patched.setattr(ChatLayouts, "find", lambda *_: None)
-            wanted = encode_trained(tokenizer, chats, tokenizer.encode_batch, firsts)
+            wanted = encode_trained(
+                tokenizer, list(map(Chat, chats)), tokenizer.encode_batch, firsts
+            )
         for name in ("ids", "mask", "lengths", "counts"):
             one, other = getattr(found, name), getattr(wanted, name)
             assert one.dtype == other.dtype
@@ -251,7 +254,7 @@ def test_a_special_token_that_a_content_completes_is_one(monkeypatch: pytest.Mon
         turns((U, " \n"), (A, "b")),
     ],
 )
-def test_chats_without_a_shape(messages: Chat) -> None:
+def test_chats_without_a_shape(messages: Talk) -> None:
     assert shape_of(messages) is None
 
 
@@ -263,7 +266,7 @@ def test_a_layout_is_found_again_when_the_template_tells_another_time(
     chats = [turns((U, "a"), (A, "b"))] * 3
 
     def texts() -> list[str]:
-        ids, _, lengths = encode_chats(tokenizer, chats, tokenizer.encode_batch)
+        ids, _, lengths = encode_chats(tokenizer, list(map(Chat, chats)), tokenizer.encode_batch)
         ends = lengths.cumsum().tolist()
         return [
             tokenizer.decode(ids[end - length : end])

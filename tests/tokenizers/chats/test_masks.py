@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.small import (
@@ -28,7 +29,7 @@ from tests.tokenizers.small import (
     unigram_files,
 )
 
-Chat = list[dict[str, Any]]
+Talk = list[dict[str, Any]]
 U, A, S = "user", "assistant", "system"
 LAST_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last"
@@ -66,13 +67,13 @@ ROLE_TOKENS = (
 NEXT = "\n=====\n"
 
 
-def turns(*said: tuple[str, str]) -> Chat:
+def turns(*said: tuple[str, str]) -> Talk:
     return [{"role": role, "content": content} for role, content in said]
 
 
-def bracketed(tokenizer: Tokenizer, chat: Chat) -> str:
+def bracketed(tokenizer: Tokenizer, chat: Talk) -> str:
     """The chat as text, what is trained between brackets; several texts with NEXT between them."""
-    found = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
+    found = encode_trained(tokenizer, [Chat(chat)], tokenizer.encode_batch)
     assert len(found.ids) == len(found.mask) == found.lengths.sum()
     assert found.counts.tolist() == [len(found.lengths)] == [len(found.messages)]
     texts, cuts = list[str](), np.cumsum(found.lengths)[:-1]
@@ -176,7 +177,7 @@ def test_a_token_across_the_beginning_is_not_trained(token: str, before: str) ->
     tokenizer = Tokenizer({**files, "tokenizer.json": library.to_str()})
     chat = turns((U, "hello"), (A, "yes"))
     assert bracketed(tokenizer, chat) == f"{before}⟦es<|im_end|>⟧"
-    ids, _, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+    ids, _, _ = encode_chats(tokenizer, [Chat(chat)], tokenizer.encode_batch)
     assert (
         ids.tolist()
         == library.encode(
@@ -219,7 +220,7 @@ def test_any_contents(said: list[tuple[str, str]], template: str) -> None:
     """
     tokenizer, chat = TOKENIZERS[template], turns(*said)
     try:
-        made = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
+        made = encode_trained(tokenizer, [Chat(chat)], tokenizer.encode_batch)
     except WrongInput as error:
         assert "does not write message" in str(error)  # noqa: PT017
         # What is before such an answer changes with it, and nothing said there shows where it ends.
@@ -231,7 +232,7 @@ def test_any_contents(said: list[tuple[str, str]], template: str) -> None:
     end = tokenizer.special_ids[str(end_of_turn(tokenizer))]
     assert ((ids == end) & (mask == 1)).sum() == sum(role == A for role, _ in said)
     swapped = turns(*((role, "X" if role != A else content) for role, content in said))
-    like = encode_trained(tokenizer, [swapped], tokenizer.encode_batch)
+    like = encode_trained(tokenizer, [Chat(swapped)], tokenizer.encode_batch)
     other, other_mask = like.ids, like.mask
     assert ids[mask == 1].tolist() == other[other_mask == 1].tolist()
     made_special = {
@@ -254,9 +255,9 @@ def test_many_chats_are_one_call() -> None:
         return tokenizer.encode_batch(texts)
 
     chats = [TALK[:3], TALK, turns((U, "only me")), turns((A, "first"), (U, "x"))]
-    ids, mask, lengths = encode_chats(tokenizer, chats, encode_batch)
+    ids, mask, lengths = encode_chats(tokenizer, list(map(Chat, chats)), encode_batch)
     assert len(calls) == 1
-    singles = [encode_chats(tokenizer, [chat], tokenizer.encode_batch) for chat in chats]
+    singles = [encode_chats(tokenizer, [Chat(chat)], tokenizer.encode_batch) for chat in chats]
     assert ids.tolist() == [token for single in singles for token in single[0].tolist()]
     assert mask.tolist() == [bit for single in singles for bit in single[1].tolist()]
     assert lengths.tolist() == [len(single[0]) for single in singles]
@@ -273,7 +274,7 @@ def test_no_chats() -> None:
 def test_bos_is_the_templates_affair(bos: str) -> None:
     tokenizer = chatty(bos + CHATML)
     assert tokenizer.adds_bos
-    ids, _, _ = encode_chats(tokenizer, [TALK], tokenizer.encode_batch)
+    ids, _, _ = encode_chats(tokenizer, [Chat(TALK)], tokenizer.encode_batch)
     assert ids.tolist().count(0) == (1 if bos else 0)
 
 
@@ -286,19 +287,19 @@ def test_a_template_that_hides_what_was_said_is_refused() -> None:
         WrongInput,
         match=r"does not write message 2 of 2 \(assistant\) behind its generation prompt",
     ):
-        encode_chats(tokenizer, [turns((U, "a"), (A, ""))], tokenizer.encode_batch)
+        encode_chats(tokenizer, [Chat(turns((U, "a"), (A, "")))], tokenizer.encode_batch)
 
 
 def test_without_a_template() -> None:
     tokenizer = Tokenizer(unigram_files())
     with pytest.raises(WrongInput, match="has no chat template"):
-        encode_chats(tokenizer, [TALK], tokenizer.encode_batch)
+        encode_chats(tokenizer, [Chat(TALK)], tokenizer.encode_batch)
 
 
 @pytest.mark.parametrize("chat", [[], [{"content": "x"}]])
-def test_no_messages(chat: Chat) -> None:
+def test_no_messages(chat: Talk) -> None:
     with pytest.raises(WrongInput, match="each with a `role`"):
-        encode_chats(chatty(), [chat], chatty().encode_batch)
+        encode_chats(chatty(), [Chat(chat)], chatty().encode_batch)
 
 
 def test_special_tokens_that_swallow_space() -> None:
@@ -309,7 +310,7 @@ def test_special_tokens_that_swallow_space() -> None:
         token["rstrip"] = token["content"] == "<|im_end|>"
     tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(state)})
     whole = Library.from_str(tokenizer.files["tokenizer.json"])  # type: ignore[arg-type]
-    ids, mask, _ = encode_chats(tokenizer, [TALK], tokenizer.encode_batch)
+    ids, mask, _ = encode_chats(tokenizer, [Chat(TALK)], tokenizer.encode_batch)
     assert (
         ids.tolist()
         == whole.encode(tokenizer.chat_format.render(TALK), add_special_tokens=False).ids
@@ -349,7 +350,7 @@ REAL = [
 def test_real_templates_give_the_ids_of_transformers(test_data: Path, name: str) -> None:
     folder = test_data / "tokenizers" / name
     ours, theirs = real_tokenizer(folder), transformers_tokenizer(folder)
-    found, place = encode_trained(ours, REAL, ours.encode_batch), 0
+    found, place = encode_trained(ours, list(map(Chat, REAL)), ours.encode_batch), 0
     for chat, count in zip(REAL, found.counts.tolist(), strict=True):
         ended = 0
         for _ in range(count):
@@ -407,7 +408,7 @@ def test_look_alikes_in_real_tokenizers_stay_text(test_data: Path, name: str) ->
     sly = turns((U, f"a{end}"), (A, f"{end}b"))
     counts = []
     for chat in (plain, sly):
-        ids, mask, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+        ids, mask, _ = encode_chats(tokenizer, [Chat(chat)], tokenizer.encode_batch)
         counts.append(
             [
                 sum(token in tokenizer.special_ids.values() for token in part.tolist())
@@ -429,7 +430,9 @@ def test_only_what_comes_after_the_prompt_is_trained(template: str) -> None:
         chatty(template),
         turns((U, "a"), (A, "copper"), (U, "b"), (A, "the rings"), (A, "melt")),
     )
-    ids, mask, _ = encode_chats(tokenizer, [talk, talk, talk], tokenizer.encode_batch, [0, 3, 5])
+    ids, mask, _ = encode_chats(
+        tokenizer, [Chat(talk), Chat(talk), Chat(talk)], tokenizer.encode_batch, [0, 3, 5]
+    )
     third = len(ids) // 3
     said = [
         tokenizer.decode(
@@ -451,7 +454,7 @@ def test_blocks_that_are_not_one_a_turn() -> None:
     some = "{% if m.role == 'assistant' and m.content != 'copper' %}"
     tokenizer = chatty(BLOCKS.replace("{% if m.role == 'assistant' %}", some))
     talk = turns((U, "a"), (A, "copper"), (A, "melts"), (U, "b"), (A, "the rings"))
-    ids, mask, _ = encode_chats(tokenizer, [talk], tokenizer.encode_batch, [3])
+    ids, mask, _ = encode_chats(tokenizer, [Chat(talk)], tokenizer.encode_batch, [3])
     assert tokenizer.decode(ids[mask == 1], skip_special=False) == "the rings<|im_end|>"
 
 
@@ -469,7 +472,7 @@ def test_the_turn_that_is_trained_from_on_is_found_behind_any_prompt(
     tokenizer = chatty(template)
     chat = turns(*before, (A, "yes indeed"))
     ids, mask, _ = encode_chats(
-        tokenizer, [chat], tokenizer.encode_batch, trained_from=[len(before)]
+        tokenizer, [Chat(chat)], tokenizer.encode_batch, trained_from=[len(before)]
     )
     said = tokenizer.decode(ids[mask == 1], skip_special=False)
     assert said.replace("<think>\n\n</think>\n\n", "").strip() == "yes indeed<|im_end|>"

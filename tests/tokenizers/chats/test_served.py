@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.chats.templates import with_kwargs
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.tokenizers.chats.test_masks import NEXT, A, Chat, S, U, bracketed, turns
+from tests.tokenizers.chats.test_masks import NEXT, A, S, Talk, U, bracketed, turns
 from tests.tokenizers.small import bpe_files, chatty
 
 OPENED = (
@@ -58,7 +59,7 @@ LAST_QUESTION = (
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
-def thinking(key: str, *said: tuple[str, str, str | None]) -> Chat:
+def thinking(key: str, *said: tuple[str, str, str | None]) -> Talk:
     return [
         {"role": role, "content": content} | ({} if thought is None else {key: thought})
         for role, content, thought in said
@@ -77,7 +78,7 @@ INSIDE = turns(
 
 
 @pytest.mark.parametrize("chat", [THOUGHTS, INSIDE])
-def test_each_answer_has_its_thought(chat: Chat) -> None:
+def test_each_answer_has_its_thought(chat: Talk) -> None:
     assert bracketed(chatty(OPENED), chat) == NEXT.join(
         [
             "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -135,7 +136,7 @@ def test_a_system_prompt_is_read_before_each_answer() -> None:
 
 
 @pytest.mark.parametrize("chat", [THOUGHTS, INSIDE])
-def test_a_template_that_drops_what_its_prompt_opens_is_refused(chat: Chat) -> None:
+def test_a_template_that_drops_what_its_prompt_opens_is_refused(chat: Talk) -> None:
     with pytest.raises(
         WrongInput,
         match=r"does not write message 2 of 4 \(assistant\) behind its generation prompt"
@@ -159,16 +160,16 @@ def test_calls_that_a_template_does_not_write_are_refused() -> None:
 def test_sides_of_preferences_are_one_text() -> None:
     """The answer after the prompt is trained in the whole chat, or the chat is refused."""
     tokenizer = chatty(OPENED)
-    ids, mask, lengths = encode_chats(tokenizer, [THOUGHTS], tokenizer.encode_batch, [2])
+    ids, mask, lengths = encode_chats(tokenizer, [Chat(THOUGHTS)], tokenizer.encode_batch, [2])
     assert tokenizer.decode(ids[mask == 1], skip_special=False) == "so\n</think>\n\ny<|im_end|>"
     assert len(lengths) == 1
     with pytest.raises(WrongInput, match="cannot be trained in one text"):
-        encode_chats(tokenizer, [THOUGHTS], tokenizer.encode_batch, [0])
+        encode_chats(tokenizer, [Chat(THOUGHTS)], tokenizer.encode_batch, [0])
 
 
-def answers_of(tokenizer: Tokenizer, chat: Chat) -> list[tuple[list[int], list[int]]]:
+def answers_of(tokenizer: Tokenizer, chat: Talk) -> list[tuple[list[int], list[int]]]:
     """Of each answer that is trained the ids before it and its own, in the order of the texts."""
-    found = encode_trained(tokenizer, [chat], tokenizer.encode_batch)
+    found = encode_trained(tokenizer, [Chat(chat)], tokenizer.encode_batch)
     answers, cuts = [], np.cumsum(found.lengths)[:-1]
     for ids, mask in zip(np.split(found.ids, cuts), np.split(found.mask, cuts), strict=True):
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
@@ -190,7 +191,7 @@ def answers_of(tokenizer: Tokenizer, chat: Chat) -> list[tuple[list[int], list[i
     ],
 )
 def test_what_a_server_is_asked_and_transformers_writes(
-    template: str, chat: Chat, tmp_path: Path
+    template: str, chat: Talk, tmp_path: Path
 ) -> None:
     """Before each answer stand the ids that this chat is asked with, which transformers gives too;
     they and the answer are its text of the chat with the answer, but for what was said before it.

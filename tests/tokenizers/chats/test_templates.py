@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -13,7 +14,9 @@ from tokenizers import Tokenizer as Library
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import BUILT_IN
-from ingot.tokenizers.chats.encode import encode_chats, end_of_turn, stop_tokens
+from ingot.serve.native.toolcalls import tool_format
+from ingot.tokenizers.chats.chat import Chat, tool
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained, end_of_turn, stop_tokens
 from ingot.tokenizers.chats.templates import (
     NamedTemplate,
     find_template,
@@ -46,11 +49,14 @@ def all_tokens() -> Tokenizer:
     return Tokenizer({**files, "tokenizer.json": library.to_str()})
 
 
+IN_CHATML = (
+    "<|begin_of_text|><|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+    "<|im_start|>assistant\n[yes<|im_end|>]\n<|im_start|>user\nmore<|im_end|>\n"
+    "<|im_start|>assistant\n[no<|im_end|>]\n"
+)
 EXPECTED = {
-    "chatml": (
-        "<|begin_of_text|><|im_start|>system\nmelt<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>]\n"
-        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]\n"
-    ),
+    "chatml": IN_CHATML,
+    "hermes": IN_CHATML,
     "llama3": (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nmelt<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n[yes<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nmore<|eot_id|>"
@@ -79,7 +85,7 @@ EXPECTED = {
 @pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_what_a_built_in_template_writes_and_trains(name: str) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))
-    ids, mask, _ = encode_chats(tokenizer, [CHAT], tokenizer.encode_batch)
+    ids, mask, _ = encode_chats(tokenizer, [Chat(CHAT)], tokenizer.encode_batch)
     text, inside = "", 0
     for token, bit in zip(ids, mask, strict=True):
         text += ("[" if bit > inside else "]" if bit < inside else "") + tokenizer.decode(
@@ -120,10 +126,37 @@ def test_transformers_reads_it_the_same(name: str, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for chat in (CHAT, NO_SYSTEM):
-        ids, _, _ = encode_chats(tokenizer, [chat], tokenizer.encode_batch)
+        ids, _, _ = encode_chats(tokenizer, [Chat(chat)], tokenizer.encode_batch)
         assert ids.tolist() == theirs.apply_chat_template(chat, tokenize=True, return_dict=False)
     assert theirs.eos_token_id == tokenizer.special.eos
     assert load_tokenizer(tmp_path).identity() == tokenizer.identity()
+
+
+def test_hermes_writes_tools_and_calls_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = with_template(all_tokens(), find_template("hermes"))
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    functions = [tool({"name": "f", "description": "adds", "parameters": {"type": "object"}})]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}] * 2
+    talk: list[dict[str, Any]] = [
+        *CHAT[:2],
+        {"role": "assistant", "content": "so", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+        *CHAT[2:3],
+    ]
+    for chat in (talk, talk[1:]):
+        found = encode_trained(tokenizer, [Chat(chat, functions)] * 3, tokenizer.encode_batch)
+        assert found.rendered == 1
+        written = theirs.apply_chat_template(
+            chat, tools=functions, tokenize=True, return_dict=False
+        )
+        assert found.ids.tolist() == list(written) * 3
+    trained = tokenizer.decode(found.ids[found.mask == 1][: int(found.mask.sum()) // 3])
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+    assert trained == f"so\n{call}\n{call}yes"
+    assert tool_format(find_template("hermes"), None).name == "hermes"
 
 
 def test_a_template_changes_the_identity() -> None:
@@ -164,8 +197,8 @@ def test_a_file_or_a_name(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            "neither a file nor a built-in template; those are chatml, llama3, llama2, mistral,"
-            " zephyr, alpaca"
+            "neither a file nor a built-in template; those are chatml, hermes, llama3, llama2,"
+            " mistral, zephyr, alpaca"
         ),
     ):
         find_template("chatlm")
@@ -181,8 +214,8 @@ def test_llama3_as_the_real_one(test_data: Path) -> None:
     """
     real = real_tokenizer(test_data / "tokenizers" / "hf_llama3_2")
     ours = with_template(real, find_template("llama3"))
-    ids, mask, _ = encode_chats(ours, [NO_SYSTEM], ours.encode_batch)
-    theirs, their_mask, _ = encode_chats(real, [NO_SYSTEM], real.encode_batch)
+    ids, mask, _ = encode_chats(ours, [Chat(NO_SYSTEM)], ours.encode_batch)
+    theirs, their_mask, _ = encode_chats(real, [Chat(NO_SYSTEM)], real.encode_batch)
     assert ids[0] == theirs[0] == real.special.bos
     assert ids[1:].tolist() == theirs[-len(ids) + 1 :].tolist()
     assert mask[1:].tolist() == their_mask[-len(ids) + 1 :].tolist()
@@ -197,8 +230,8 @@ def test_chatml_as_qwens(test_data: Path) -> None:
     real = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
     ours = with_template(real, find_template("chatml"))
     chat = [*CHAT, {"role": "user", "content": "and?"}]
-    ids, *_ = encode_chats(real, [chat], real.encode_batch, [len(chat)])
-    assert ids.tolist() == encode_chats(ours, [chat], ours.encode_batch)[0].tolist()
+    ids, *_ = encode_chats(real, [Chat(chat)], real.encode_batch, [len(chat)])
+    assert ids.tolist() == encode_chats(ours, [Chat(chat)], ours.encode_batch)[0].tolist()
     assert ours.encode_chat(chat) == real.encode_chat(chat)
 
 
@@ -255,7 +288,7 @@ def test_scores_are_padded_with_what_no_chat_holds(
     files |= {"tokenizer_config.json": json.dumps(config), "special_tokens_map.json": mapped}
     found = with_padding(Tokenizer(files))
     assert found.named["pad_token"] == pad
-    written, *_ = encode_chats(found, [NO_SYSTEM], found.encode_batch)
+    written, *_ = encode_chats(found, [Chat(NO_SYSTEM)], found.encode_batch)
     assert found.special.pad not in written.tolist()
     found.save(tmp_path)
     assert load_tokenizer(tmp_path).special.pad == found.special.pad

@@ -7,17 +7,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.chats.chat import Chat, tool
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.chats.layouts import ChatLayouts, layout_of
 from ingot.tokenizers.chats.shapes import shape_of
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.chats.test_layouts import check_alike
-from tests.tokenizers.chats.test_masks import A, Chat, S, U, bracketed, turns
+from tests.tokenizers.chats.test_masks import A, S, Talk, U, bracketed, turns
 from tests.tokenizers.small import chatty
 
 IN_TURN = (
@@ -40,7 +42,9 @@ FOLDED = IN_TURN.replace(
     "{{ '[ASK] ' + text.strip() + ' [/ASK]' }}",
 )
 CALLS = (
-    "{% macro said(text) %}{{ text | trim }}{% endmacro %}{% for m in messages %}{{ '<|im_start|>'"
+    "{% macro said(text) %}{{ text | trim }}{% endmacro %}{% if tools %}{{ '<|im_start|>tools\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>'"
     " + m.role + '\n' }}{{ said(m.content) }}{% for call in m.get('tool_calls', []) %}"
     '<call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments if'
     " call.function.arguments is string else call.function.arguments | tojson }}}</call>{% endfor"
@@ -77,7 +81,7 @@ def told(content: str, identity: str = "abcdefgh1") -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": identity}
 
 
-TOOLS: Chat = [
+TOOLS: Talk = [
     *turns((S, "melt"), (U, "ask")),
     calling("", call("f", {"a": [1, "é"]}), call("g", '{"b": null}')),
     told('{"c": 2}'),
@@ -101,7 +105,7 @@ def test_what_is_trained_of_a_call_without_a_prompt() -> None:
     assert bracketed(TOKENIZERS["in turn"], TOOLS) == (
         "<|begin_of_text|>[ASK] melt\n\nask [/ASK]⟦[CALL]"
         ' [{"name": "f", "arguments": {"a": [1, "é"]}, "id": "abcdefgh1"}, {"name": "g",'
-        ' "arguments": "{\\"b\\": null}", "id": "abcdefgh1"}]<|end_of_text|>⟧[RESULT] {"content":'
+        ' "arguments": {"b": null}, "id": "abcdefgh1"}]<|end_of_text|>⟧[RESULT] {"content":'
         ' "{\\"c\\": 2}"}[/RESULT]⟦ so<|end_of_text|>⟧[ASK] and? [/ASK]⟦ thus<|end_of_text|>⟧'
     )
 
@@ -128,6 +132,12 @@ CALL = st.builds(
 CALLING = st.builds(calling, st.just("") | TEXT, CALL) | st.builds(calling, TEXT, CALL, CALL)
 
 
+FUNCTIONS = [
+    [tool({"name": "f", "description": "[/ASK] <|im_end|>\n"})],
+    [tool({"name": "f", "parameters": {"properties": {"<|im_end|>": {"type": "é"}}}})] * 2,
+]
+
+
 @st.composite
 def talks(draw: st.DrawFn) -> Chat:
     """A chat in which each of few shapes is likely."""
@@ -137,7 +147,7 @@ def talks(draw: st.DrawFn) -> Chat:
         if draw(st.booleans()):
             chat += [draw(CALLING), told(draw(TEXT))]
         chat.append({"role": A, "content": draw(TEXT)})
-    return chat
+    return Chat(chat, draw(st.sampled_from([None, *FUNCTIONS])))
 
 
 @given(st.lists(talks(), min_size=1, max_size=4), st.sampled_from(list(TEMPLATES)))
@@ -159,6 +169,54 @@ def test_any_chats(chats: list[Chat], name: str) -> None:
             assert getattr(found, name).tolist() == getattr(wanted, name).tolist()
 
 
+@pytest.mark.parametrize("functions", FUNCTIONS)
+def test_tools_are_trained_on_as_they_are_served(functions: list[dict[str, Any]]) -> None:
+    """Each answer follows the prompt that a server makes; what a tool is named makes no special
+    token. From the second chat on they are laid out, those without tools, too.
+    """
+    tokenizer, talk = TOKENIZERS["calls"], TOOLS[:5]
+    chats = [Chat(talk, functions), Chat(talk)] * 3
+    found = encode_trained(tokenizer, chats, tokenizer.encode_batch)
+    assert found.rendered < len(chats) or "<|im_end|>" in str(functions)
+    ends = np.cumsum(found.lengths)
+    for chat, ids in zip(chats, np.split(found.ids, ends[:-1]), strict=True):
+        for count in (2, 4):
+            prompt = tokenizer.encode_chat(talk[:count], chat.tools)
+            assert ids[: len(prompt)].tolist() == prompt
+        specials = [token for token in ids if token == tokenizer.special_ids["<|im_end|>"]]
+        assert len(specials) == len(talk) + (chat.tools is not None)
+
+
+def test_a_template_that_writes_no_tools_refuses_them() -> None:
+    """A server refuses them as well."""
+    tokenizer = TOKENIZERS["in turn"]
+    with pytest.raises(WrongInput, match="knows no tools"):
+        encode_chats(tokenizer, [Chat(TOOLS, FUNCTIONS[0])], tokenizer.encode_batch)
+
+
+TEXT_ALONE = CALLS.replace(
+    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments"
+    " | tojson }}",
+    "{{ '' + call.function.arguments }}",
+)
+WRITTEN = CALLS.replace("call.function.arguments if call.function.arguments is string else ", "")
+
+
+@pytest.mark.parametrize("template", [CALLS, TEXT_ALONE, WRITTEN])
+def test_arguments_are_written_once(template: str) -> None:
+    """OpenAI's format has them as JSON, which most templates would write as JSON again."""
+    given: list[Any] = [{"a": [1, "é"]}, '{"a": [1,"é"]}']
+    tokenizer = chatty(template)
+    texts = {
+        bracketed(tokenizer, [*turns((U, "x")), calling("", call("f", arguments))])
+        for arguments in given
+    }
+    served = tokenizer.encode_chat([*turns((U, "x")), calling("", call("f", given[0]))])
+    (text,) = texts
+    for one in (text, tokenizer.decode(served)):
+        assert '"arguments": {"a": [1, "é"]}}' in one
+
+
 def test_a_length_that_a_template_checks_is_that_of_each_chat() -> None:
     tokenizer = TOKENIZERS["in turn"]
     chats = [
@@ -170,9 +228,9 @@ def test_a_length_that_a_template_checks_is_that_of_each_chat() -> None:
         ]
         for identity in ("abcdefgh1", "abcdefgh2", "abcdefgh3", "short")
     ]
-    encode_chats(tokenizer, chats[:3], tokenizer.encode_batch)
+    encode_chats(tokenizer, list(map(Chat, chats[:3])), tokenizer.encode_batch)
     with pytest.raises(WrongInput, match="nine characters"):
-        encode_chats(tokenizer, chats, tokenizer.encode_batch)
+        encode_chats(tokenizer, list(map(Chat, chats)), tokenizer.encode_batch)
 
 
 @pytest.mark.parametrize(
