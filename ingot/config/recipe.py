@@ -26,7 +26,7 @@ from ingot.config.sections.evaluation import Evaluate, Task, default_tasks
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.config.sections.loop import seconds_of
-from ingot.config.sections.objective import Documents, Objective, PretrainSettings
+from ingot.config.sections.objective import CHAT_TEMPLATED, Documents, Objective, PretrainSettings
 from ingot.config.sections.training import ModelSettings, TokenizerSettings, Train
 
 PACKS: dict[Documents, tuple[Pack, ...]] = {
@@ -263,6 +263,15 @@ class Recipe(Section):
     def labels(self) -> list[str]:
         """The class names of a classifier; empty for other models."""
         return self.objective.class_names
+
+    @property
+    def first_prompt(self) -> str:
+        """What the served model is asked first."""
+        suits = "What can you do?" if self.documents in CHAT_TEMPLATED else "The"
+        if self.documents in ("pair", "labelled"):
+            suits = "The council met on Monday and decided to repair the old bridge."
+        chosen = (self.serve.prompt, *self.evaluate.prompts, suits)
+        return next(prompt for prompt in chosen if prompt is not None)
 
     @property
     def sources(self) -> list[str]:

@@ -197,7 +197,7 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     completion, more = _parse_answer_panel(answer)
     about = {
         "schema": 1,
-        "prompt": recipe.serve.prompt,
+        "prompt": recipe.first_prompt,
         "completion": completion,
         **more,
         "seconds": {"start": round(up - began, 3), "answer": round(answered - up, 3)},
@@ -207,7 +207,7 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     return VerbOutcome(
         f"answered in {answered - up:.1f} s",
         str(path),
-        fingerprint([recipe.serve.prompt, completion]),
+        fingerprint([recipe.first_prompt, completion]),
         file_sizes(run.root, [path]),
     )
 
@@ -218,20 +218,20 @@ def _serving_request(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     """
     tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)
     if not recipe.objective.native:
-        return "/predict", {"instances": [recipe.serve.prompt]}
+        return "/predict", {"instances": [recipe.first_prompt]}
     temperature = recipe.serve.prompt_temperature
     sampling = {"max_tokens": tokens, "temperature": temperature}
     if temperature:
         sampling["seed"] = recipe.seed
     if recipe.serve.engine == "triton":
-        return triton_route(recipe.name), triton_question(recipe.serve.prompt, sampling)
+        return triton_route(recipe.name), triton_question(recipe.first_prompt, sampling)
     request: dict[str, Any] = {"model": recipe.name, **sampling}
     if recipe.documents in CHAT_TEMPLATED:
         return "/v1/chat/completions", {
             **request,
-            "messages": [{"role": "user", "content": recipe.serve.prompt}],
+            "messages": [{"role": "user", "content": recipe.first_prompt}],
         }
-    return "/v1/completions", {**request, "prompt": recipe.serve.prompt}
+    return "/v1/completions", {**request, "prompt": recipe.first_prompt}
 
 
 def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:

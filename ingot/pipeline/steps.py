@@ -190,8 +190,8 @@ def _container(recipe: Recipe) -> Knobs:
 def _serve(recipe: Recipe) -> Knobs:
     tokens = min(recipe.serve.prompt_tokens, recipe.serve.max_tokens)  # the number requested
     drawn = ("serve.prompt_temperature", "seed") if recipe.serve.prompt_temperature else ()
-    asked = recipe.select(("serve.engine", "serve.prompt", *drawn))
-    return asked | {"serve.prompt_tokens": tokens}
+    asked = recipe.select(("serve.engine", *drawn))
+    return asked | {"serve.prompt": recipe.first_prompt, "serve.prompt_tokens": tokens}
 
 
 def _deploy(recipe: Recipe) -> Knobs:

@@ -201,9 +201,9 @@ def _plan_rollout(
                 " answer is compared"
             )
         else:
-            expected = local_answer(folder, recipe.serve.prompt)
+            expected = local_answer(folder, recipe.first_prompt)
     check = (
-        AnswerCheck(recipe.serve.prompt, version.classifies, expected, version.engine, version.name)
+        AnswerCheck(recipe.first_prompt, version.classifies, expected, version.engine, version.name)
         if probes
         else None
     )

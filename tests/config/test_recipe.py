@@ -114,3 +114,22 @@ def test_a_change_shows_what_changed(old: object, new: object) -> None:
     (told,) = changes({"x": old}, {"x": new})
     left, right = told.removeprefix("x ").split(" -> ")
     assert left != right
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({}, "The"),
+        ({"evaluate": {"prompts": ["class Stack:", "def "]}}, "class Stack:"),
+        ({"evaluate": {"prompts": ["x"]}, "serve": {"prompt": ""}}, ""),
+        ({"objective": {"kind": "sft"}}, "What can you do?"),
+        ({"objective": {"kind": "dpo"}}, "What can you do?"),
+        (
+            {"objective": {"kind": "seq2seq"}},
+            "The council met on Monday and decided to repair the old bridge.",
+        ),
+    ],
+)
+def test_what_a_served_model_is_asked_suits_it(more: dict[str, object], asked: str) -> None:
+    """It was `def ` for every model, a chat model and a summariser too."""
+    assert recipe(**more).first_prompt == asked

@@ -178,8 +178,10 @@ class Serve(Section):
     """How the model writes calls of the tools that a chat request offers, by vLLM's names; empty:
     what its chat template shows (vLLM itself reads no calls then).
     """
-    prompt: str = "def "
-    """The prompt that `ingot run` sends at the end, to see the served model answer."""
+    prompt: str | None = None
+    """The prompt that `ingot run` sends at the end, to see the served model answer. Null for the
+    first of `evaluate.prompts`, or where there is none, words that suit what the model learns.
+    """
     prompt_tokens: Positive = 64
     """Tokens that `ingot run` asks for."""
     prompt_temperature: Annotated[float, Field(ge=0)] = 0.0
