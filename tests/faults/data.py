@@ -650,6 +650,14 @@ FAULTS = [
         "tests/data/test_ingest_chats.py",
     ),
     Fault(
+        "call-of-sharegpt-as-text",
+        "ingot/data/documents/messages.py",
+        'if is_plain and role != "function_call":',
+        "if is_plain:",
+        "calls in ShareGPT's layout are trained as text that no server reads as calls",
+        "tests/data/documents/test_chats.py",
+    ),
+    Fault(
         "layout-of-other-tools",
         "ingot/tokenizers/chats/plan.py",
         'key = shape, first, "" if chat.tools is None else compact_json(chat.tools)',

@@ -28,10 +28,10 @@ from ingot.data.documents.messages import (
     stored,
     system_of,
     text_of,
-    tools_of,
 )
 from ingot.data.documents.preferences import answer_in, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
 
 CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}

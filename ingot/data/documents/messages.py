@@ -15,7 +15,6 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
-from ingot.tokenizers.chats.chat import tool
 
 Message = dict[str, Any]
 ColumnNames = Mapping[str, str]
@@ -133,9 +132,12 @@ def _tags(
 
 
 def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Message:
-    """Convert one message; other keys than role and content are kept if they are not null."""
+    """Convert one message; other keys than role and content are kept if they are not null. Calls of
+    older layouts, a turn of ShareGPT's or `function_call` of OpenAI's, become `tool_calls`.
+    """
     role, content = turn.get(role_tag), turn.get(content_tag)
-    if type(role) is type(content) is str and role in ROLES and len(turn) == 2:
+    is_plain = type(role) is type(content) is str and role in ROLES and len(turn) == 2
+    if is_plain and role != "function_call":
         return {"role": ROLES[role], "content": content}  # as nearly all messages
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
@@ -144,9 +146,35 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
         for key, value in turn.items()
         if key not in (role_tag, content_tag, "role", "content") and value is not None
     }
+    called = content if role.lower() == "function_call" else others.get("function_call")
+    if "tool_calls" not in others and (calls := _calls_of(called)):
+        others.pop("function_call", None)
+        others["tool_calls"] = calls
+        content = "" if content is called else content
     if content is None and others.get("tool_calls"):
         content = ""
     return {"role": ROLES[role.lower()], "content": text_of(content, content_tag), **others}
+
+
+def _calls_of(value: Any) -> list[dict[str, Any]] | None:
+    """One call or several, `{"name": ..., "arguments": ...}`, which may be JSON in a string, in the
+    format of `tool_calls`; None if it is anything else.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except (ValueError, RecursionError):
+            return None
+    calls = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        return None
+    return [
+        {
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+        }
+        for call in calls
+    ]
 
 
 def text_of(value: Any, name: str) -> str:
@@ -180,30 +208,6 @@ def system_of(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
         if value not in (None, "")
         else []
     )
-
-
-def tools_of(record: Mapping[str, Any], columns: ColumnNames) -> list[dict[str, Any]] | None:
-    """The functions that the model may call, in OpenAI's format, from a column that has them so,
-    or without the frame of that format, or as JSON in a string; None if there are none.
-    """
-    value, name = column(record, "tools", columns), columns.get("tools", "tools")
-    if isinstance(value, str):
-        try:
-            value = parse_json(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            raise RecordError("not a list of tools", f"`{name}` is no JSON") from None
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list | tuple):
-        raise RecordError("not a list of tools", f"`{name}` is {type(value).__name__}")
-    return [_tool(item, name) for item in value]
-
-
-def _tool(value: Any, name: str) -> dict[str, Any]:
-    function = value.get("function", value) if isinstance(value, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RecordError("not a list of tools", f"`{name}` has {str(value)[:40]!r}")
-    return tool(function)
 
 
 def alpaca_prompt(record: Mapping[str, Any], columns: ColumnNames, what: str) -> list[Message]:

@@ -33,10 +33,10 @@ from ingot.data.documents.messages import (
     stored,
     system_of,
     text_of,
-    tools_of,
     user,
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
 
 Side = Literal["chosen", "rejected"]

@@ -24,10 +24,10 @@ from ingot.data.documents.messages import (
     missing_columns,
     stored,
     system_of,
-    tools_of,
 )
 from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
 
 COLUMNS: dict[str, frozenset[str]] = {

@@ -265,6 +265,32 @@ def test_any_json_is_a_chat_or_bad(record: Any, layout: str) -> None:
     assert again == found, "the canonical form is its own canonical form"
 
 
+CALLED = {"name": "f", "arguments": {"n": 1}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": json.dumps(CALLED)},
+        {"from": "function_call", "value": json.dumps([CALLED])},
+        {"role": "assistant", "content": None, "function_call": CALLED},
+        {"role": "assistant", "content": "", "function_call": {**CALLED, "name": "f"}},
+    ],
+)
+def test_calls_of_older_layouts_are_calls(turn: dict[str, Any]) -> None:
+    """As text a server would not read them as such."""
+    key = "conversations" if "from" in turn else "messages"
+    found = to_chat(1, {key: [turn]}, "auto", {})
+    assert isinstance(found, ParsedDocument)
+    assert from_chat(found.text).messages == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": CALLED}],
+        }
+    ]
+
+
 def test_what_cleaning_sees() -> None:
     found = to_chat(1, {"instruction": "ﬁ é", "output": "½"}, "alpaca", {})
     assert isinstance(found, ParsedDocument)
