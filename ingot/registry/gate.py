@@ -106,10 +106,10 @@ def compare_metrics(
     against = [comparison.reason for comparison in comparisons if not comparison.better]
     if against:
         return GateDecision("keep", "; ".join(against), comparisons, rule)
-    first = "first version, not compared; " if live is None else ""
+    first = "the first version, none to compare with yet; the next one has to be better: "
     return GateDecision(
         "deploy",
-        first + "; ".join(comparison.reason for comparison in comparisons),
+        (first if live is None else "") + "; ".join(one.reason for one in comparisons),
         comparisons,
         rule,
     )

@@ -62,8 +62,6 @@ def _state(view: RunView) -> tuple[str, str]:
         return view.state, "plain"
     if decision == "keep":
         return "the live model stays", "plain"
-    if (view.gate or {}).get("live") is None:
-        return "first version, not compared", "plain"
     return ("deployed", "good") if view.record("register") else ("the gate says deploy", "plain")
 
 

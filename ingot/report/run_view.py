@@ -25,7 +25,6 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
-from ingot.config.shape import parameter_count
 from ingot.report.formatting import masked, median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
@@ -198,7 +197,7 @@ class RunView:
         if last.get("kind") == "stop" and self.record("train") is None:
             return f"stopped at step {self.steps_done:,}"
         if self.broken_off:
-            return f"not running since step {self.steps_done:,}"
+            return "not running"
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
 
 
@@ -223,6 +222,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     )
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
+    lineage = read_or_note(run.model / "ingot.json", _read_json) or {}
     running, beat = bool(doing) or _at_work(run), _last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
@@ -238,7 +238,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
         gate=read_or_note(run.reports / "gate.json", _read_json),
         answer=read_or_note(run.reports / "predict.json", _read_json),
-        lineage=read_or_note(run.model / "ingot.json", _read_json) or {},
+        lineage=lineage,
         plan=read_or_note(run.plan, _read_json),
         decided={
             knob: read_or_note(file, _read_json) or {}
@@ -246,9 +246,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         },
         peak_bytes=max(metrics.points(MEMORY)[1]) * 1e9 if MEMORY in metrics.columns else None,
         rows_per_s=median(metrics.points(RATE)[1]) if RATE in metrics.columns else None,
-        parameters=read_or_note(
-            run.model / "config.json", lambda path: parameter_count(_read_json(path))
-        ),
+        parameters=lineage["parameters"] if is_number(lineage.get("parameters")) else None,
         running=running,
         doing=doing,
         changed=_changed(run),

@@ -12,6 +12,8 @@ from ingot.base.reports import EvaluationReport, Metric
 from ingot.config.sections.deployment import MetricGate
 from ingot.registry.gate import decide
 
+FIRST = "the first version, none to compare with yet; the next one has to be better"
+
 LOWER, HIGHER = "loss/bits_per_byte", "rouge/rouge1"
 NAN = math.nan
 
@@ -40,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {},
         "deploy",
-        "first version, not compared; loss/bits_per_byte is 2.5",
+        f"{FIRST}: loss/bits_per_byte is 2.5",
     ),
     "lower is better, lower": (
         low(2.4),
@@ -206,7 +208,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {"metric": [LOWER, HIGHER]},
         "deploy",
-        "first version, not compared",
+        FIRST,
     ),
     "several, first model, one missing": (
         {**low(2.4)},
@@ -235,7 +237,7 @@ CASES: dict[str, tuple[dict[str, Metric], dict[str, Metric] | None, dict[str, An
         None,
         {"override": "keep"},
         "keep",
-        "gate.override says keep; the numbers say deploy: first version, not compared",
+        f"gate.override says keep; the numbers say deploy: {FIRST}",
     ),
     "told to deploy without a number": (
         {},

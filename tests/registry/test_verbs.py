@@ -21,6 +21,7 @@ from ingot.registry.deploy import DeployRequest, deploy
 from ingot.registry.local import LocalRegistry
 from ingot.registry.verbs import approved_report, gate, gate_stamp, register, registered_folder
 from tests.registry.models import a_model, a_recipe, a_report, trained
+from tests.registry.test_gate import FIRST
 
 
 def decision(recipe: Recipe) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Pa
     recipe = trained(a_recipe(tmp_path), "a")
     decided = gate(recipe)
     assert decided.exit_code == 0
-    assert decided.result == "deploy: first version, not compared; loss/bits_per_byte is 2.5"
+    assert decided.result == f"deploy: {FIRST}: loss/bits_per_byte is 2.5"
     assert decided.where == str(recipe.folder.reports / "gate.json")
     assert decided.files == {
         "reports/gate.json": (recipe.folder.reports / "gate.json").stat().st_size
@@ -68,7 +69,7 @@ def test_the_first_model_is_deployed_and_everything_is_written_down(tmp_path: Pa
     assert registered.result == "words v1, live"
     assert registered.where == str(tmp_path / "registry" / "words" / "v1")
     assert [(event["kind"], event["cause"]) for event in read_lines(recipe.folder.events)] == [
-        ("gate", "first version, not compared; loss/bits_per_byte is 2.5"),
+        ("gate", f"{FIRST}: loss/bits_per_byte is 2.5"),
         ("register", "words v1, live"),
     ]
     assert registry(tmp_path).version("words", 1).lineage["run"] == "r"

@@ -21,6 +21,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
 from ingot.config.models.presets import preset
+from ingot.config.shape import parameter_count
 from ingot.config.recipe import Recipe
 
 BEGAN = 1_750_000_000.0
@@ -104,7 +105,7 @@ def made_up_run(
         "objective": "pretrain",
         "base": None,
         "data": "c0ffee1234567890",
-        "parameters": 2_459_328,
+        "parameters": parameter_count(preset("llama-3m")),
     }
     (run.model / "ingot.json").write_text(json.dumps(lineage))
     return run

@@ -307,7 +307,9 @@ def test_the_state_is_told(run: RunFolder) -> None:
     (run.reports / "gate.json").write_text(
         json.dumps({**decided, "decision": "deploy", "live": None})
     )
-    assert "first version, not compared" in Page(write_page(run)).text
+    record = PipelineStepRecord("register", "in", "out", 0.1, "quickstart v1, live", "registry")
+    write_record(run.steps, record)
+    assert "deployed" in Page(write_page(run)).text
     (run.reports / "gate.json").unlink()
     assert "done up to serve" in Page(write_page(run)).text
     append_line(run.events, {"kind": "failure", "cause": "evaluate: disk full", "t_wall": 2e9})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -164,6 +165,17 @@ def test_a_step_whose_files_changed_and_a_broken_file_are_told(
     out = capsys.readouterr().out
     assert "(its files are missing or were changed)" in " ".join(out.replace("│", " ").split())
     assert "reports/gate.json could not be read" in out
+
+
+def test_a_model_of_transformers_is_no_broken_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path)
+    (run.model / "config.json").write_text('{"model_type": "t5", "d_model": 64}')
+    show_run(run)
+    assert "could not be read" not in capsys.readouterr().out
+    weights = json.loads((run.model / "ingot.json").read_bytes())["parameters"]
+    assert read_run(run).parameters == weights
 
 
 def test_runs_stand_one_a_line_the_last_changed_first(

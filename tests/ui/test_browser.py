@@ -162,6 +162,24 @@ def test_no_page_is_wider_than_its_window(tab: Tab, width: int, dark: bool, show
     assert (paper == "rgb(20, 17, 14)") == dark
 
 
+@pytest.mark.parametrize("width", [1200, 1600])
+def test_all_columns_of_the_table_are_seen_at_once(tab: Tab, tmp_path: Path, width: int) -> None:
+    """Dates were out of sight to the right: a long name, a restart, and a cost were too much."""
+    run = made_up_run(tmp_path, "instruct-llama-3b-second-try-lr-2e-5", steps=12_000)
+    run.plan.write_text(json.dumps({"place": {"price": {"on_demand": 31.4}}}))
+    append_line(run.events, {"kind": "stop", "step": 12_000, "t_wall": 2e9})
+    (run.steps / "train.json").unlink()
+    tab.look(width)
+    with showing(tmp_path) as shown:
+        tab.go(f"{shown.url}/")
+        tab.wait("document.querySelector('tr[data-id]') !== null")
+        heads = tab.eval("[...document.querySelectorAll('.runs th')].map(h => h.dataset.key)")
+        assert {"validation", "bits", "goodput", "restarts", "cost", "changed"} <= set(heads)
+        assert "2.62 M" in tab.text(".who small")
+        box = "document.querySelector('.runs .wide')"
+        assert tab.eval(f"{box}.scrollWidth - {box}.clientWidth") == 0
+
+
 def test_an_empty_folder_says_what_to_do(tab: Tab, tmp_path: Path) -> None:
     with showing(tmp_path) as server:
         tab.go(f"{server.url}/")

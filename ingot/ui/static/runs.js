@@ -5,7 +5,7 @@ import { ago, count, duration, money, percent, short, whole } from "./format.js"
 
 const COLUMNS = [
   ["name", "run", "text"], ["state", "state", "text"], ["step", "progress", "number"], ["loss", "loss", "number", short], ["validation", "validation", "number", short],
-  ["bits", "bits per byte", "number", short], ["tokens_per_s", "tokens/s", "number", count], ["tokens", "tokens", "number", count], ["parameters", "parameters", "number", count],
+  ["bits", "bits/byte", "number", short], ["tokens_per_s", "tokens/s", "number", count],
   ["goodput", "goodput", "number", percent], ["restarts", "restarts", "number", whole], ["cost", "cost", "number", money], ["changed", "changed", "number", ago],
 ];
 const KEPT = ["name", "state", "step", "changed"];
@@ -95,7 +95,7 @@ export async function runsView(root) {
 
 function rowOf(run, columns, picked) {
   const cells = columns.map(([key, title, kind, format]) => {
-    if (key === "name") return h("td", { class: "who" }, h("a", { href: `#/run?${new URLSearchParams({ run: run.id })}`, title: run.id }, run.name), h("small", { title: run.error }, run.error || [run.id === run.name ? "" : run.id, run.objective, run.model].filter(Boolean).join(" · ")));
+    if (key === "name") return h("td", { class: "who" }, h("a", { href: `#/run?${new URLSearchParams({ run: run.id })}`, title: run.id }, run.name), h("small", { title: run.error }, run.error || [run.id === run.name ? "" : run.id, run.objective, count(run.parameters), run.model].filter(Boolean).join(" · ")));
     if (key === "state") return h("td", {}, h("span", { class: `pill ${run.mood}`, title: run.state }, run.state));
     if (key === "step") return h("td", { class: `steps ${run.running ? "live" : ""}` }, progress(run));
     const text = format(run[key]);
