@@ -5,6 +5,7 @@ any other tool that reads such folders.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ def export_model(
     dtype = DTYPES[export_type]
     config, generation = _configured(model, tokenizer, dtype, generation)
     forms, weights = _specs(model, dtype), exported_weights(model, tensors)
+    parameters = sum(math.prod(form.shape) for form in forms.values())
     if encoding is not None:
         forms, weights = encoding.forms(forms), encoding.tensors(weights)
         config |= encoding.config
@@ -107,6 +109,7 @@ def export_model(
             "template": tokenizer.template_identity,
             "export_type": export_type,
             **lineage,
+            "parameters": parameters,
             **told,
             CONTENT: content_record(
                 partial, {name: sum_ for file in written.values() for name, sum_ in file.items()}

@@ -136,7 +136,7 @@ def draft_model(
     return apply_wrappers(model, mesh, plan.wrapping)
 
 
-def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
+def lineage(plan: TrainSetup, step: int) -> dict[str, Any]:
     """What `ingot.json` records about the origin of the exported model."""
     recipe, folder = plan.recipe, plan.model_spec.folder
     base = (
@@ -161,7 +161,7 @@ def lineage(plan: TrainSetup, step: int, parameters: int) -> dict[str, Any]:
         about[QUANTIZE] = recipe.model.quantize.model_dump()
     if plan.origin is not None:
         about["start_from"] = {"checkpoint": str(plan.origin.folder), "step": plan.origin.step}
-    return {**about, "base": base, "data": plan.rows.fingerprint, "parameters": parameters}
+    return {**about, "base": base, "data": plan.rows.fingerprint}
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
     """
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, train_state, step)
-    about = lineage(plan, step, sum(parameter.numel() for parameter in model.parameters()))
+    about = lineage(plan, step)
     generation = source_generation(plan.model_spec.folder)
-    export_model(
+    made = export_model(
         model,
         plan.tokenizer,
         run.model,
@@ -91,6 +91,7 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             "template": plan.tokenizer.template_identity,
             CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
+            "parameters": made["parameters"],
         }
         write_atomic(
             run.adapter / LINEAGE, json.dumps(lineage_fields, indent=2, ensure_ascii=False) + "\n"

@@ -21,8 +21,8 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
 from ingot.config.models.presets import preset
-from ingot.config.shape import parameter_count
 from ingot.config.recipe import Recipe
+from ingot.config.shape import parameter_count
 
 BEGAN = 1_750_000_000.0
 PROMPTS = ("def ", "import os\n", "class Test", "    for i in range(")

@@ -4,6 +4,7 @@ kept, and the export is the model that was trained or says that it is not.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ingot.checkpoints.reader import StoredTensors
 from ingot.checkpoints.store import committed
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
+from ingot.config.shape import parameter_count
 from ingot.models.kinds import open_model
 from ingot.models.quantized import Quantization
 from ingot.train.trainer import train
@@ -64,6 +66,10 @@ def test_the_exported_model_is_the_trained_one(
     found = load_file(made.folder.model / "model.safetensors")[f"{name}.weight"]
     assert torch.equal(found, torch.addmm(rounded, b, a, alpha=2).to(found.dtype))
     assert (read_lineage(made.folder.model) or {})["quantize"]["merge_into"] == "quantized"
+    # Neither the packed bytes nor the adapter's factors count: the weights of the files do.
+    whole = parameter_count(json.loads((made.folder.model / "config.json").read_bytes()))
+    for folder in (made.folder.model, made.folder.adapter):
+        assert (read_lineage(folder) or {})["parameters"] == whole
     capsys.readouterr()
     open_model(made.folder.adapter, device=torch.device("cpu"))
     assert "was trained beside its base in nf4: beside" in capsys.readouterr().err
