@@ -45,6 +45,20 @@ def test_its_head_says_how_to_run_it_and_on_what(path: Path) -> None:
         assert word in head
 
 
+KNOBS_IN_PROSE = re.compile(r"'([a-z_.]+=[^']+)'|(?<![\w'])([a-z_]+(?:\.[a-z_]+)*=[^\s,;]+)")
+"""What a head gives as `key=value`, quoted for a shell or not."""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_its_head_says_to_try_loads(path: Path) -> None:
+    head = path.read_text(encoding="utf-8").split("\nname:")[0]
+    tried = re.search(r"# Try: .*(\n#  .*)*", head)
+    if tried is not None:
+        knobs = [quoted or plain for quoted, plain in KNOBS_IN_PROSE.findall(tried[0])]
+        assert knobs
+        load_recipe([path], knobs, environ={}, dotenv=None)
+
+
 def _for_recipes(place: Path) -> list[Path]:
     """The recipes that the first line of a place names."""
     return [
