@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import compact_json
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.column import Column, bin_path
@@ -208,10 +209,25 @@ def _bytes_of(text: str) -> int:
 
 
 def _spoken(messages: Messages) -> int:
-    """Bytes of the assistant's messages."""
+    """Bytes of what the assistant says, thinks and calls."""
     return sum(
-        _bytes_of(message["content"]) for message in messages if message["role"] == "assistant"
+        _bytes_of(text)
+        for message in messages
+        if message["role"] == "assistant"
+        for text in _texts_of(message)
     )
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    if len(message) == 2:
+        return [message["content"]]
+    thoughts = (message.get(name) for name in ("reasoning_content", "thinking"))
+    calls = [
+        compact_json(call["function"])
+        for call in message.get("tool_calls", ())
+        if isinstance(call, Mapping) and "function" in call
+    ]
+    return [message["content"], *(text for text in thoughts if isinstance(text, str)), *calls]
 
 
 def encode_documents(

@@ -14,6 +14,7 @@ from ingot.config.sections.objective import Documents
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import ParsedDocument
 from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
+from ingot.tokenizers.chats.templates import find_template
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.test_prepare_examples import records
 from tests.exhaustive import examples
@@ -87,7 +88,7 @@ def test_what_decides_about_records() -> None:
         identity("chat", tokenizer, "a")
         == identity("chat", tokenizer, "b")
         == {
-            "records": "sft-2",
+            "records": "sft-3",
             "tokenizer": tokenizer.identity(),
         }
     )
@@ -108,3 +109,20 @@ def test_chats_that_are_rendered_one_by_one_are_counted() -> None:
     assert len(found.counts) == 20
     assert 5 <= found.rendered <= 6, "the first of a shape may be, too"
     assert again.rendered == 5
+
+
+def test_bytes_are_those_of_all_that_an_answer_writes() -> None:
+    """Bits per byte would be far too many where thoughts and calls counted for nothing."""
+    tokenizer = chatty(find_template("hermes"))
+    asked = {"role": "user", "content": "q?"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"n": "é"}}}
+    answers: list[dict[str, object]] = [
+        {"role": "assistant", "content": "é"},
+        {"role": "assistant", "content": "é", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    texts = [json.dumps({"messages": [asked, answer]}) for answer in answers]
+    sizes = [
+        encode_records("chat", tokenizer, tokenizer.encode_batch, [text]).bytes for text in texts
+    ]
+    assert sizes == [2, 4, len('{"name":"f","arguments":{"n":"é"}}'.encode())]
