@@ -108,7 +108,7 @@ def start_child(
             told = (*streams, theirs.fileno(), result.fileno(), *request.passed)
             forks.server().send(request, told)
             theirs.close()
-            assert select.select([ours], [], [], 60)[0], "the server forked no process"
+            assert select.select([ours], [], [], forks.START_S)[0], "the server forked no process"
             word = ours.recv(16)
         finally:
             be_subreaper(False)

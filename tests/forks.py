@@ -57,6 +57,8 @@ THEIRS = ("pandas", "tabulate", "httpcore")
 """What other libraries import at some use, where it is installed: pyarrow with its first table."""
 # What ingot starts by multiprocessing in pytest's own process is forked from a server alike.
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+START_S = 300.0
+"""How long the server may take to fork: its start imports everything, on a crowded machine slowly."""
 _AT_START = dict(os.environ)
 _STANDARD = (0, 1, 2)
 
@@ -97,7 +99,7 @@ class Process:
         theirs.close()
         self.stdout: IO[str] | None = _reader(reads.get("stdout"))
         self.stderr: IO[str] | None = _reader(reads.get("stderr"))
-        self.pid = int(self._receive(60) or 0)
+        self.pid = int(self._receive(START_S) or 0)
         assert self.pid, "the server forked no process"
 
     def _receive(self, timeout_s: float | None) -> str | None:
