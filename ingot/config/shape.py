@@ -17,8 +17,8 @@ from ingot.config.sections.training import Train
 FLOAT8_MULTIPLE = 16
 """Kernels require matrix sides that are multiples of this."""
 KNOWN_LAYERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "bert", "roberta", "xlm-roberta")
-"""transformers' model types whose layers are plain attention and two feed-forward matrices, with no
-sharing.
+"""transformers' model types whose layers are plain attention and two feed-forward matrices, three
+where T5's are gated, with no sharing.
 """
 
 
@@ -332,7 +332,8 @@ def least_parameters(config: Mapping[str, Any]) -> int:
     decoder = first("num_decoder_layers", "decoder_layers") if "d_model" in config else 0
     wide = first("d_ff", "encoder_ffn_dim", "intermediate_size")
     heads = first("num_heads") * first("d_kv") or hidden
-    attention, forward = 4 * hidden * heads, 2 * hidden * wide
+    gated = "gated" in str(config.get("feed_forward_proj"))
+    attention, forward = 4 * hidden * heads, (3 if gated else 2) * hidden * wide
     return embeddings + encoder * (attention + forward) + decoder * (2 * attention + forward)
 
 

@@ -6,13 +6,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.presets import PRESETS, preset
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import Train
-from ingot.config.shape import batch_plan, flops_per_token, parameter_count, total_steps
+from ingot.config.shape import (
+    batch_plan,
+    flops_per_token,
+    least_parameters,
+    parameter_count,
+    total_steps,
+)
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from tests import tolerances
@@ -36,6 +48,15 @@ def real_count(config: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
     assert parameter_count(preset(name)) == real_count(preset(name))
+
+
+def test_the_bound_of_a_gated_t5_holds_all_its_matrices() -> None:
+    config = preset("t5-mini")
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(**config))
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    biases = 2 * model.config.num_heads * model.config.relative_attention_num_buckets
+    assert least_parameters(config) == matrices - biases
 
 
 @pytest.mark.parametrize(

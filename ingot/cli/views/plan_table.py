@@ -17,6 +17,7 @@ from ingot.plan.choose import Choice
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT
 from ingot.plan.seconds import StepSeconds
+from ingot.plan.storage import ModelSize
 from ingot.plan.tracing.memory import RankMemory
 from ingot.plan.tracing.records import ROLES
 from ingot.plan.unknown import Estimate, Unknown
@@ -34,11 +35,12 @@ Show = Callable[[float], str]
 def show_plan(plan: RunPlan) -> None:
     """Print all of a plan."""
     out = console()
-    size = "" if plan.size is None else f"{_count(plan.size.weights)} weights"
+    size = "" if plan.size is None else _weights(plan.size)
     if plan.size is not None and plan.size.active is not None:
         size += f", {_count(plan.size.active)} active for a token"
     if plan.size is not None and plan.size.trained < plan.size.weights:
-        size += f", {_count(plan.size.trained)} of them trained"
+        most = "" if plan.size.exact else "at most "
+        size += f", {most}{_count(plan.size.trained)} of them trained"
     out.print(
         Text.assemble(
             (plan.recipe.name, "bold"), f"  {size or 'a model of unknown size'} on {_place(plan)}"
@@ -52,6 +54,10 @@ def show_plan(plan: RunPlan) -> None:
     for finding in plan.findings:
         kind = Text(finding.kind, COLOURS[finding.kind])
         _tell(out, kind, f"{finding.about}: {finding.message}")
+
+
+def _weights(size: ModelSize) -> str:
+    return f"{'' if size.exact else 'at least '}{_count(size.weights)} weights"
 
 
 def _tell(out: Console, kind: Text, said: str) -> None:
@@ -70,7 +76,7 @@ def _tell(out: Console, kind: Text, said: str) -> None:
 def short_plan(plan: RunPlan) -> Iterator[str]:
     """The lines of a plan without a trace."""
     cost, size = plan.cost, plan.size
-    parts = [] if size is None else [f"{_count(size.weights)} weights"]
+    parts = [] if size is None else [_weights(size)]
     if not isinstance(cost.steps, Unknown):
         parts.append(f"{cost.steps.text(_whole)} steps")
     if not isinstance(cost.epochs, Unknown):
