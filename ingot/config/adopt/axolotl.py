@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import PurePath
-from typing import Any
-
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import GivenEntry
+from ingot.config.adopt.axolotl_data import listed, sources_of
+from ingot.config.adopt.grpo import begin_grpo, grpo_rows
 from ingot.config.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,
     Project,
-    hub_source,
     number,
     texts,
     truth,
@@ -40,16 +36,7 @@ KEYS = TunerKeys(
     rank="lora_r",
     targets="lora_target_modules",
 )
-WAYS = ("dpo", "ipo", "simpo", "orpo", "kto")
-ANSWERED = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
-MESSAGES = {
-    "field_messages": "messages",
-    "message_field_role": "role",
-    "message_field_content": "content",
-    "message_property_mappings.role": "role",
-    "message_property_mappings.content": "content",
-}
-FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
+WAYS = ("dpo", "ipo", "simpo", "orpo", "kto", "grpo")
 ROWS = rows(
     KeyRow("base_model", "model.source", source),
     KeyRow("revision_of_model", "model.revision"),
@@ -69,6 +56,7 @@ ROWS = rows(
     KeyRow("load_in_8bit", read=truth),
     KeyRow("rl"),
     KeyRow("rl_beta", read=number, also=("dpo_beta", "orpo_alpha")),
+    *grpo_rows("trl."),
     KeyRow("micro_batch_size", "train.micro_batch", whole, default="1"),
     KeyRow("eval_batch_size", "evaluate.micro_batch", whole),
     KeyRow("num_epochs", read=number, default="1"),
@@ -122,8 +110,8 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     build_run(sheet, draft)
     if not sheet.has("base_model"):
         raise WrongInput(f"{sheet.files[0].path} has no base_model; add it")
-    _data(sheet, draft)
-    build_training(sheet, draft, KEYS)
+    multiple = _data(sheet, draft)
+    build_training(sheet, draft, KEYS, multiple)
     if (way := sheet.get("adapter")) in ("lora", "qlora"):
         if sheet.get("lora_target_linear"):
             sheet.given.pop("lora_target_modules", None)
@@ -148,36 +136,38 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         draft.put("track.wandb", named(track), "wandb_project")
 
 
-def _listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
-    """The items of a list of mappings, of which each has its entries by key."""
-    items: dict[str, dict[str, GivenEntry]] = {}
-    for file in sheet.files:
-        for entry in file.entries:
-            head, _, rest = entry.key.partition(".")
-            number, _, name = rest.partition(".")
-            if head == key and number.isdecimal() and not entry.empty:
-                items.setdefault(number, {})[name] = entry
-    return list(items.values())
-
-
-def _data(sheet: GivenKeys, draft: Draft) -> None:
+def _data(sheet: GivenKeys, draft: Draft) -> int:
+    """Objective and data; returns what a batch is to be a multiple of."""
     rl = sheet.get("rl")
-    texts_alone = _listed(sheet, "pretraining_dataset")
-    items = texts_alone or _listed(sheet, "datasets")
+    if rl and rl not in WAYS:
+        raise WrongInput(
+            f"{sheet.where('rl')}: rl {rl} is not offered; those that are: {', '.join(WAYS)}"
+            f"{', of which grpo is in the place of ppo' if 'ppo' in rl else ''}"
+            " (docs/guides/ways.md)"
+        )
+    texts_alone = listed(sheet, "pretraining_dataset")
+    items = texts_alone or listed(sheet, "datasets")
     if not items:
         raise WrongInput(f"{sheet.files[0].path} lists no `datasets`, each with its path; add them")
     kinds = {str(item["type"].value) for item in items if "type" in item}
     plain = bool(texts_alone) or (bool(kinds) and all(k.startswith("completion") for k in kinds))
-    kind = rl if rl in WAYS else "pretrain" if plain else "sft"
-    if rl and rl not in WAYS:
-        draft.note("fill", "rl", f"{rl} is not carried over (docs/guides/ways.md); {kind} stands")
-    draft.put("objective.kind", kind, "rl" if rl in WAYS else "datasets[].type")
-    if rl in WAYS and (beta := sheet.get("rl_beta")) is not None:
+    kind = rl or ("pretrain" if plain else "sft")
+    multiple = 1
+    if kind == "grpo":
+        multiple = begin_grpo(sheet, draft, "trl.")
+    else:
+        draft.put("objective.kind", kind, "rl" if rl else "datasets[].type")
+    if rl and kind != "grpo" and (beta := sheet.get("rl_beta")) is not None:
         draft.put("objective.beta", beta, sheet.name("rl_beta"))
-    draft.put("data.train", [_source(item, kind, draft) for item in items], "datasets")
-    if held := _listed(sheet, "test_datasets"):
-        draft.put("data.validation", [_source(item, kind, draft) for item in held], "test_datasets")
-    elif (share := sheet.get("val_set_size")) and share < 1:
+    for given, knob in (
+        (items, "data.train"),
+        (listed(sheet, "test_datasets"), "data.validation"),
+    ):
+        if given:
+            sources = [each for item in given for each in sources_of(item, kind, draft)]
+            draft.put(knob, sources, "datasets" if knob == "data.train" else "test_datasets")
+    share = None if sheet.has("test_datasets.*") else sheet.get("val_set_size")
+    if share and share < 1:
         draft.put_from(sheet, "val_set_size", "data.validation.fraction")
     elif share:
         draft.note("fill", "val_set_size", "is a number of rows; set data.validation.fraction")
@@ -188,36 +178,7 @@ def _data(sheet: GivenKeys, draft: Draft) -> None:
     if template is None and kind == "sft" and kinds and all(k.startswith("alpaca") for k in kinds):
         template = "alpaca"  # as such data are written there
     build_template(draft, "chat_template", template)
-
-
-def _source(item: dict[str, GivenEntry], kind: str, draft: Draft) -> dict[str, Any]:
-    """A data set as a source of a recipe."""
-    given = {name: str(entry.value) for name, entry in item.items()}
-    path, way = given.get("path", ""), given.get("type", "")
-    if not path:
-        raise WrongInput(f"{next(iter(item.values())).where}: a data set has no path; add it")
-    local = path.startswith((".", "/", "~")) or FILES.search(path)
-    if local or given.get("ds_type") or PurePath(path).suffix:
-        where = given.get("data_files", path)
-    else:
-        where = hub_source(path).source + (f":{given['name']}" if "name" in given else "")
-    found: dict[str, Any] = {"source": where, "split": given.get("split")}
-    if kind == "pretrain":
-        return named({**found, "text": given.get("field") or given.get("text_column")})
-    columns: dict[str, str] = {}
-    if kind == "sft" and way.startswith("alpaca"):
-        found["layout"] = "alpaca"
-    elif kind == "sft" and way not in ("", "chat_template", "sharegpt"):
-        draft.note(
-            "fill",
-            "datasets[].type",
-            f"{way} of {path}: say by layout and columns what its rows hold, and see how they are"
-            " written by `ingot show mask`",
-        )
-    for names in (ANSWERED, MESSAGES):
-        columns |= {ours: given[key] for key, ours in names.items() if key in given}
-    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    return named({**found, "columns": renamed})
+    return multiple
 
 
 PROJECT = Project(

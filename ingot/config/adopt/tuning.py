@@ -106,10 +106,12 @@ def build_run(sheet: GivenKeys, draft: Draft) -> None:
     draft.put("name", run_name("-".join(parts[-2:]) or None, "tuned"), remark)
 
 
-def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
-    """Batch, length, optimizer, schedule, precision, layout."""
+def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: int = 1) -> None:
+    """Batch, length, optimizer, schedule, precision, layout. A batch is rounded up to a multiple of
+    `multiple`.
+    """
     times = "gradient_accumulation_steps"
-    batch = sheet.get(keys.batch) * sheet.get(times)
+    batch = -(-sheet.get(keys.batch) * sheet.get(times) // multiple) * multiple
     both = f"{keys.batch} x {times}"
     draft.put("train.global_batch", batch, both, sheet.where(keys.batch, times))
     draft.note(

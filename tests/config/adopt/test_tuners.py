@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,12 @@ INFO = {
         "file_name": "elms.json",
         "ranking": True,
         "formatting": "sharegpt",
-        "columns": {"messages": "talk", "chosen": "better", "rejected": "worse", "tools": "functions"},
+        "columns": {
+            "messages": "talk",
+            "chosen": "better",
+            "rejected": "worse",
+            "tools": "functions",
+        },
         "tags": {"role_tag": "role", "content_tag": "content"},
     },
     "other": {"hf_hub_url": "org/pairs", "ranking": True, "columns": {"prompt": "question"}},
@@ -111,3 +117,135 @@ def test_preferences_and_texts_of_axolotl(tmp_path: Path) -> None:
     assert recipe.objective.kind == "pretrain"
     with pytest.raises(WrongInput, match="lists no `datasets`"):
         recipe_of(tmp_path, ash_yaml="base_model: a/b\nsequence_len: 8\nlora_r: 4\n")
+
+
+GRPO = """\
+base_model: org/ash-1b
+rl: grpo
+trl:
+  num_generations: 6
+  max_completion_length: 300
+  beta: 0.04
+  temperature: 0.9
+  epsilon_high: 0.28
+  num_iterations: 2
+  top_p: 0.95
+  scale_rewards: false
+  loss_type: dr_grpo
+  mask_truncated_completions: true
+  reward_funcs: [my_rewards.correct, think_format_reward]
+  reward_weights: [2.0, 1.0]
+datasets:
+  - path: org/sums
+    type: my_rewards.transform
+sequence_len: 1024
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+adapter: lora
+lora_dropout: 0.05
+output_dir: ./outputs/sums
+"""
+
+
+def test_rewards_and_groups_of_axolotl(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, ash_yaml=GRPO)
+    found = recipe.objective.model_dump()
+    assert {
+        key: found[key] for key in ("kind", "group", "max_answer_tokens", "kl", "clip_high")
+    } == {
+        "kind": "grpo",
+        "group": 6,
+        "max_answer_tokens": 300,
+        "kl": 0.04,
+        "clip_high": 0.28,
+    }
+    assert (found["temperature"], found["updates"], found["scale"]) == (0.9, 2, "none")
+    assert (found["normalise"], found["overlong"], found["kl_estimator"]) == ("fixed", "mask", "k3")
+    mine, thinks = found["rewards"]
+    assert (mine["kind"], mine["function"], mine["weight"]) == ("python", "my_rewards:correct", 2.0)
+    assert thinks["kind"] == "regex"
+    assert re.search(thinks["pattern"], "<think>\nwhy\n</think>\nso", re.DOTALL)
+    assert not re.search(thinks["pattern"], "so <think>why</think>", re.DOTALL)
+    assert recipe.train.global_batch == 12, "answers: 8 are not whole groups of 6"
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.dropout == 0
+    for line in (
+        "my_rewards.correct: took lists and gave a list",
+        "lora_dropout: 0 here",
+        "trl.top_p: answers are drawn from the whole distribution",
+        "my_rewards.transform of org/sums: say by layout and columns",
+    ):
+        assert line in notes
+    with pytest.raises(WrongInput, match=r"names no trl\.reward_funcs"):
+        recipe_of(tmp_path, ash_yaml=GRPO.replace("reward_funcs", "reward_fns"))
+    with pytest.raises(
+        WrongInput, match=r"ash.yaml:2: rl ppo is not offered.*grpo is in the place"
+    ):
+        recipe_of(tmp_path, ash_yaml=GRPO.replace("rl: grpo", "rl: ppo"))
+
+
+@pytest.mark.parametrize(
+    ("data", "layout", "columns", "note"),
+    [
+        ("type: chat_template\n    field_messages: talk", "auto", {"messages": "talk"}, ""),
+        (
+            "type: sharegpt\n    field_messages: talk\n    message_property_mappings:\n"
+            "      role: who\n      content: text",
+            "sharegpt",
+            {"conversations": "talk", "from": "who", "value": "text"},
+            "",
+        ),
+        (
+            "type: alpaca_chat.load_qa",
+            "alpaca",
+            {"instruction": "question", "output": "answer"},
+            "",
+        ),
+        (
+            "type: oasst",
+            "alpaca",
+            {"instruction": "INSTRUCTION", "output": "RESPONSE"},
+            "",
+        ),
+        (
+            "type:\n      field_instruction: ask\n      field_output: say\n      format: '[I] {input}'",
+            "alpaca",
+            {"instruction": "ask", "output": "say"},
+            "datasets[].type.format: how a row is written is the chat template's here",
+        ),
+        ("type: input_output", "auto", {}, "input_output: rows of pieces with labels of their own"),
+        ("type: context_qa", "auto", {}, "context_qa of org/rows: say by layout and columns"),
+        (
+            "type: chat_template\n    roles_to_train: [user]",
+            "auto",
+            {},
+            "datasets[].roles_to_train: what the assistant says is trained",
+        ),
+        ("type: chat_template\n    roles_to_train: [assistant]", "auto", {}, ""),
+    ],
+)
+def test_types_of_data_sets_of_axolotl(
+    tmp_path: Path, data: str, layout: str, columns: dict[str, str], note: str
+) -> None:
+    text = f"base_model: org/ash-1b\nsequence_len: 64\ndatasets:\n  - path: org/rows\n    {data}\n"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
+    (source,) = recipe.data.train
+    assert (source.layout, source.columns) == (layout, columns)
+    assert note in notes
+    assert bool(note) == ("datasets[]" in notes)
+
+
+def test_preferences_and_several_files_of_axolotl(tmp_path: Path) -> None:
+    text = (
+        "base_model: org/ash-1b\nsequence_len: 64\nrl: dpo\ndatasets:\n  - path: org/pairs\n"
+        "    type: chatml.intel\n  - path: json\n    ds_type: json\n    type:\n"
+        "      field_prompt: ask\n      field_chosen: good\n      field_rejected: bad\n"
+        "    data_files: [a.jsonl, b.jsonl]\n"
+    )
+    recipe, _ = recipe_of(tmp_path, ash_yaml=text)
+    renamed = {"prompt": "ask", "chosen": "good", "rejected": "bad"}
+    assert [(one.source, one.columns) for one in recipe.data.train] == [
+        ("hf:org/pairs", {"prompt": "question"}),
+        ("a.jsonl", renamed),
+        ("b.jsonl", renamed),
+    ]

@@ -1,0 +1,141 @@
+"""Data sets of an axolotl YAML as sources of a recipe: their types, and the columns that they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Any
+
+from ingot.base.errors import WrongInput
+from ingot.config.adopt.read import GivenEntry
+from ingot.config.adopt.table import Draft, GivenKeys, hub_source
+from ingot.config.adopt.tuning import named
+
+ALPACA: dict[str, dict[str, str]] = {
+    "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
+    "alpaca_w_system.load_open_orca": {
+        "instruction": "question",
+        "output": "response",
+        "system": "system_prompt",
+    },
+    "alpaca": {},
+    "gpteacher": {"output": "response"},
+    "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
+}
+"""How a type of data sets begins that has an instruction and an answer -> the columns that have
+other names than Alpaca's.
+"""
+ASKED = {
+    "intel": {"prompt": "question"},
+    "icr": {"prompt": "input"},
+}
+"""The same for what follows the template's name in a type of preferences, as in `chatml.intel`."""
+FIELDS = {
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_prompt": "prompt",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_completion": "completion",
+    "field_label": "label",
+    "field_tools": "tools",
+    "field_messages": "messages",
+    "message_field_role": "role",
+    "message_field_content": "content",
+    "message_property_mappings.role": "role",
+    "message_property_mappings.content": "content",
+}
+"""What names a column, of a data set or inside its `type` -> the column's usual name."""
+SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
+READ = ("path", "name", "type", "split", "data_files", "ds_type", "field", "text_column")
+IDLE = {"chat_template": "tokenizer_default", "roles_to_train": ("assistant",)}
+"""Keys of data sets that change nothing with this value."""
+KNOWN = ("chat_template", "chatml.", "llama3.", "zephyr.", "passthrough")
+"""How types of data sets begin whose columns are found by themselves."""
+UNREAD = {
+    "type.format": "how a row is written is the chat template's here: tokenizer.template",
+    "type.no_input_format": "how a row is written is the chat template's here: tokenizer.template",
+    "type.system_prompt": "no system prompt is added to rows that have none",
+    "conversation": "how turns are written is the chat template's here: tokenizer.template",
+    "chat_template": "one template is for all data sets: tokenizer.template",
+    "roles_to_train": "what the assistant says is trained, and nothing else",
+    "message_field_training": "every answer of a chat is trained",
+    "shards": "data.train[].fraction takes a share",
+    "revision": "a data set is read as it is now",
+}
+FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
+
+
+def listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
+    """The items of a list of mappings, of which each has its entries by key."""
+    items: dict[str, dict[str, GivenEntry]] = {}
+    for file in sheet.files:
+        for entry in file.entries:
+            head, _, rest = entry.key.partition(".")
+            number, _, name = rest.partition(".")
+            if head == key and number.isdecimal() and not entry.empty:
+                items.setdefault(number, {})[name] = entry
+    return list(items.values())
+
+
+def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dict[str, Any]]:
+    """A data set as sources of a recipe, one for each of its files."""
+    given = {name: str(entry.value) for name, entry in item.items()}
+    path = given.get("path", "")
+    if not path:
+        raise WrongInput(f"{next(iter(item.values())).where}: a data set has no path; add it")
+    local = path.startswith((".", "/", "~")) or FILES.search(path)
+    if local or "ds_type" in given or PurePath(path).suffix:
+        files = item["data_files"].value if "data_files" in item else path
+    else:
+        files = hub_source(path).source + (f":{given['name']}" if "name" in given else "")
+    for key, entry in item.items():
+        read = key in READ or key.removeprefix("type.") in FIELDS
+        if not read and entry.value != IDLE.get(key):
+            draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
+    columns = _columns(item, given.get("type", ""), kind, draft)
+    if kind == "pretrain":
+        columns = {"text": given.get("field") or given.get("text_column")}
+    return [
+        named({"source": one, "split": given.get("split"), **columns})
+        for one in ((files,) if isinstance(files, str) else files)
+    ]
+
+
+def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> dict[str, Any]:
+    """Layout and renamed columns of a data set of chats or preferences of the type `way`."""
+    found: dict[str, Any] = {}
+    begins = next((name for name in ALPACA if way.startswith(name)), None)
+    style = way.partition(".")[2]
+    columns: dict[str, str] = {}
+    if kind == "sft" and begins is not None:
+        found["layout"], columns = "alpaca", dict(ALPACA[begins])
+    elif kind == "sft" and way.startswith("sharegpt"):
+        found["layout"] = "sharegpt"
+    elif kind == "sft" and any(key.startswith("type.") for key in item):
+        found["layout"] = "alpaca"  # columns that the user names
+    elif kind not in ("sft", "pretrain", "grpo") and style in ASKED:
+        columns = dict(ASKED[style])
+    elif way.startswith(("input_output", "stepwise")):
+        draft.note(
+            "lost",
+            "datasets[].type",
+            f"{way}: rows of pieces with labels of their own are not read; write them as messages,"
+            " whose answers are trained",
+        )
+    elif way and kind != "pretrain" and (style == "argilla" or not way.startswith(KNOWN)):
+        draft.note(
+            "fill",
+            "datasets[].type",
+            f"{way} of {item['path'].value}: say by layout and columns what its rows hold, and see"
+            " how they are written by `ingot show mask`",
+        )
+    for key, ours in FIELDS.items():
+        entry = item.get(key) or item.get(f"type.{key}")
+        if entry is not None:
+            columns[ours] = str(entry.value)
+    if found.get("layout") == "sharegpt":
+        columns = {SHAREGPT.get(ours, ours): theirs for ours, theirs in columns.items()}
+    return found | {"columns": {ours: its for ours, its in columns.items() if ours != its}}
