@@ -22,6 +22,7 @@ from ingot.models.hf.folder import model_hash
 from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import parameter_counts
+from ingot.tokenizers.familiar import why_unfamiliar
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
 from ingot.train.build import TrainState, build_train_state
@@ -197,6 +198,11 @@ def _announce(
                 "train: warning: this processor has no instructions for bf16, so that products in"
                 " it take many times as long as in float32; set precision.compute=fp32"
             )
+        folder = None if plan.model_spec.random or first else plan.model_spec.folder
+        if plan.recipe.tokenizer.source is not None and folder is not None:
+            strange = why_unfamiliar(plan.recipe, plan.tokenizer, folder)
+            if strange is not None:
+                say(f"train: warning: tokenizer.source: {strange}")
         config = plan.model_spec.config
         knobs = plan.recipe.train.experts
         experts = config.experts if isinstance(config, DecoderConfig) else None

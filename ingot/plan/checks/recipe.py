@@ -7,10 +7,14 @@ from __future__ import annotations
 import functools
 import importlib.resources
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.hub import ask_tokenizer
+from ingot.base.runfolder import model_folder
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -28,6 +32,8 @@ from ingot.plan.place import PlannedPlace
 from ingot.plan.run_cost import RunCost
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown
+from ingot.tokenizers.familiar import ADVICE, why_unfamiliar
+from ingot.tokenizers.load import load_tokenizer
 
 MUCH_LOST, MUCH_PADDED = 0.01, 0.5
 """Shares from which on a finding is a warning."""
@@ -101,6 +107,33 @@ def published_rates() -> dict[str, Any]:
     return found
 
 
+def judge_tokenizer(recipe: Recipe, *, random: bool) -> Iterator[PlanFinding]:
+    """Whether the weights that training goes on from know the tokenizer's ids."""
+    knob, source = "tokenizer.source", recipe.model.source
+    if random or recipe.tokenizer.source is None:
+        return
+    if recipe.trains_tokenizer:
+        yield PlanFinding(
+            "warning",
+            knob,
+            f"the weights of {source} have never met the ids that are learnt here; {ADVICE}",
+        )
+        return
+    try:
+        folder = _tokenizer_folder(source, recipe.model.revision)
+        given = load_tokenizer(_tokenizer_folder(recipe.tokenizer.source))
+    except (WrongInput, Failed):
+        return  # told with the data
+    if strange := why_unfamiliar(recipe, given, folder):
+        yield PlanFinding("warning", knob, strange)
+
+
+def _tokenizer_folder(source: str, revision: str | None = None) -> Path:
+    if source.startswith("hf:"):
+        return ask_tokenizer(source.removeprefix("hf:"), revision)
+    return model_folder(Path(source))
+
+
 def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanFinding:
     """The learning rate beside those of published trainings of the same way and a similar size."""
     knob, optimizer = "train.optimizer.lr", recipe.train.optimizer
@@ -165,6 +198,7 @@ def all_judgements(
         rows = sample.rows
         found += judge_data(recipe, sample)
     found += judge_length(recipe, cost, rows)
+    found += judge_tokenizer(recipe, random=random)
     found.append(judge_rate(recipe, size, random=random))
     found += [*judge_pauses(recipe, cost), *judge_place(recipe, place, cost)]
     found += judge_sampling(recipe, config, size)

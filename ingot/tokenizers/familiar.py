@@ -1,0 +1,42 @@
+"""Whether weights have met the ids of a tokenizer: by the tokenizer that lies beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
+
+COMPARED = 2000
+MOST_OTHERS = 0.5
+"""Ids compared, and the share of them that may stand for other text: tokenizers of one family
+differ in special tokens and in ids behind the vocabulary, others in nearly all.
+"""
+ADVICE = "leave it empty for the model's own, or set model.init=random"
+
+
+def why_unfamiliar(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> str | None:
+    """What is wrong with going on from the weights of `folder` with this tokenizer; None: nothing
+    that can be seen.
+    """
+    given, source = recipe.tokenizer.source, recipe.model.source
+    try:
+        own = load_tokenizer(folder, check=False)
+    except WrongInput:
+        if not recipe.trains_tokenizer:
+            return None
+        return (
+            f"the weights of {source} have never met the ids of a tokenizer learnt here; {ADVICE}"
+        )
+    count = min(tokenizer.vocab_size, own.vocab_size)
+    ids = range(0, count, max(1, count // COMPARED))
+    # Libraries write a token in several ways (`Ġa`, `▁a`), so that texts are compared.
+    others = sum(tokenizer.decode([one]).strip() != own.decode([one]).strip() for one in ids)
+    if others <= MOST_OTHERS * len(ids):
+        return None
+    return (
+        f"the weights of {source} were not trained with {given}: {others / len(ids):.0%} of its ids"
+        f" stand for other text there; {ADVICE}"
+    )

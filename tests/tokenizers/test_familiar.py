@@ -1,0 +1,64 @@
+"""Weights and a tokenizer that they were not trained with are told apart from a sibling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ingot.config.recipe import Recipe
+from ingot.plan.checks.recipe import judge_tokenizer
+from ingot.tokenizers.familiar import why_unfamiliar
+from ingot.tokenizers.tokenizer import Tokenizer
+from tests.small import small_recipe
+from tests.tokenizers.small import bpe_files, unigram_files
+
+
+def saved(folder: Path, files: dict[str, str]) -> Tokenizer:
+    made = Tokenizer(files, str(folder))
+    made.save(folder)
+    return made
+
+
+def recipe_of(model: Path, tokenizer: str | Path | None) -> Recipe:
+    source = None if tokenizer is None else str(tokenizer)
+    return small_recipe(
+        model.parent,
+        model__source=str(model),
+        tokenizer__source=source,
+        **({} if source == "train" else {"tokenizer__vocab_size": None}),
+    )
+
+
+def test_ids_that_stand_for_other_text_are_told(tmp_path: Path) -> None:
+    saved(tmp_path / "model", bpe_files())
+    other = saved(tmp_path / "other", unigram_files())
+    recipe = recipe_of(tmp_path / "model", tmp_path / "other")
+    told = why_unfamiliar(recipe, other, tmp_path / "model")
+    assert told is not None
+    assert "of its ids stand for other text there; leave it empty" in told
+    assert [one.message for one in judge_tokenizer(recipe, random=False)] == [told]
+    assert not list(judge_tokenizer(recipe, random=True))
+
+
+def test_a_copy_with_more_special_tokens_is_the_same(tmp_path: Path) -> None:
+    saved(tmp_path / "model", bpe_files())
+    copy = saved(tmp_path / "copy", bpe_files(pad_token="<|pad|>"))
+    recipe = recipe_of(tmp_path / "model", tmp_path / "copy")
+    assert why_unfamiliar(recipe, copy, tmp_path / "model") is None
+    assert not list(judge_tokenizer(recipe, random=False))
+
+
+@pytest.mark.parametrize(("source", "told"), [("train", True), (None, False)])
+def test_a_tokenizer_learnt_anew_is_new_to_all_weights(
+    tmp_path: Path, source: str | None, told: bool
+) -> None:
+    tokenizer = saved(tmp_path / "learnt", bpe_files())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "llama"}))
+    recipe = recipe_of(tmp_path / "model", source)
+    if source:
+        assert "never met" in str(why_unfamiliar(recipe, tokenizer, tmp_path / "model"))
+    found = [one.kind for one in judge_tokenizer(recipe, random=False)]
+    assert found == (["warning"] if told else [])
