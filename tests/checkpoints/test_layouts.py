@@ -78,17 +78,17 @@ EXPERT: tuple[dict[str, int], ...] = (
 )
 
 
-def drawn(layouts: tuple[dict[str, int], ...]) -> tuple[dict[str, int], ...]:
-    """Three of them, one after the other, as the commit draws them."""
-    return tuple(random.Random(f"{os.environ['TEST_DRAW']} chain").sample(layouts, 3))
+def drawn(*layouts: dict[str, int], count: int = 2) -> tuple[dict[str, int], ...]:
+    """So many of them, one after the other, as the commit draws them."""
+    return tuple(random.Random(f"{os.environ['TEST_DRAW']} chain").sample(layouts, count))
 
 
 CHAINS: dict[str, tuple[dict[str, int], ...]] = {
-    "untied": drawn(LAYOUTS),
+    "untied": drawn(*LAYOUTS),
     "tied": (SHARD, PIPELINE),
-    "257": (SHARD, TENSOR),
+    "257": drawn(SHARD, TENSOR, count=1),
     "lora": (TENSOR, VIRTUAL),
-    "experts": drawn(EXPERT),
+    "experts": drawn(*EXPERT),
 }
 """Each layout loads what the one before it wrote. Of the other models, those layouts that treat
 shared weights, a vocabulary that does not divide, and an adapter in a way of their own."""
