@@ -1,4 +1,4 @@
-"""Data sets of an axolotl YAML as sources of a recipe: their types, and the columns that they name."""
+"""Data sets of an axolotl YAML as sources of a recipe: their types and the columns they name."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from ingot.config.adopt import (
     megatron,
     t5_pipeline,
     torchtune,
+    trl,
 )
 from ingot.config.adopt.read import File, read_file
 from ingot.config.adopt.table import Draft, GivenKeys, Kind, Project, apply
@@ -34,6 +35,7 @@ from ingot.config.values import Findings, KeyPath, Values, dotted, explain_error
 PROJECTS: tuple[Project, ...] = (
     axolotl.PROJECT,
     llamafactory.PROJECT,
+    trl.PROJECT,
     torchtune.PROJECT,
     t5_pipeline.PROJECT,
     classifier.PROJECT,

@@ -111,13 +111,15 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
     `multiple`.
     """
     times = "gradient_accumulation_steps"
-    batch = -(-sheet.get(keys.batch) * sheet.get(times) // multiple) * multiple
+    given = sheet.get(keys.batch) * sheet.get(times)
+    batch = -(-given // multiple) * multiple
+    rounded = "" if batch == given else f" ({given} is not whole groups of {multiple})"
     both = f"{keys.batch} x {times}"
     draft.put("train.global_batch", batch, both, sheet.where(keys.batch, times))
     draft.note(
         "changed",
         f"{keys.batch}, {times}",
-        f"were per device; train.global_batch is {batch}, of one. On N devices set it to"
+        f"were per device; train.global_batch is {batch}{rounded}, of one. On N devices set it to"
         f" {batch} x N for the same training",
     )
     if (steps := sheet.get("max_steps")) and steps > 0:

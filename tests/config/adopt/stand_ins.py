@@ -190,6 +190,41 @@ fsdp_config:
 special_tokens:
   pad_token: "<|end_of_text|>"
 """
+TRL = """\
+model_name_or_path: org/fir-1b
+model_revision: v2
+torch_dtype: bfloat16
+dataset_name: org/sums
+dataset_config: main
+dataset_prompt_column: question
+system_prompt: Think first.
+bf16: true
+max_prompt_length: 200
+max_completion_length: 300
+num_generations: 4
+beta: 0.01
+reward_funcs:
+  - accuracy_reward
+  - my.rewards.tidy
+reward_weights: [1.0, 0.5]
+use_vllm: true
+use_peft: true
+lora_r: 32
+lora_alpha: 64
+lora_dropout: 0.1
+learning_rate: 2.0e-06
+per_device_train_batch_size: 6
+gradient_accumulation_steps: 1
+max_steps: 200
+warmup_ratio: 0.1
+gradient_checkpointing: true
+output_dir: data/fir-grpo
+save_strategy: steps
+save_steps: 50
+push_to_hub: true
+report_to: [wandb]
+run_name: firs
+"""
 MEGATRON = """\
 --executor slurm -E birch -A forest -P long -I registry.example/nemo:25 -N 4 -G 8 -M llama31_8b
 --hf-model-id meta-llama/Llama-3.1-8B --nemo-model /models/nemo -gbs 512 -mbs 2 --seq-length 4096 --fp8
@@ -209,6 +244,7 @@ CONVERSION = (
 SETS: dict[str, dict[str, str]] = {
     "llamafactory": {"elm.yaml": LLAMAFACTORY},
     "axolotl": {"ash.yaml": AXOLOTL},
+    "trl": {"fir.yaml": TRL},
     "torchtune": {"spruce.yaml": TORCHTUNE, "cloud.env": CLOUD, "pipeline.yaml": PIPELINE},
     "t5_pipeline": {"news.json": T5, "options.args": T5_OPTIONS},
     "classifier": {"reviews.args": CLASSIFIER},

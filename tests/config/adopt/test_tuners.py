@@ -10,7 +10,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import ValidationShare
-from tests.config.adopt.stand_ins import AXOLOTL, LLAMAFACTORY, recipe_of
+from tests.config.adopt.stand_ins import AXOLOTL, LLAMAFACTORY, TRL, recipe_of
 
 INFO = {
     "elms": {
@@ -171,6 +171,7 @@ def test_rewards_and_groups_of_axolotl(tmp_path: Path) -> None:
     assert recipe.model.lora.dropout == 0
     for line in (
         "my_rewards.correct: took lists and gave a list",
+        "train.global_batch is 12 (8 is not whole groups of 6)",
         "lora_dropout: 0 here",
         "trl.top_p: answers are drawn from the whole distribution",
         "my_rewards.transform of org/sums: say by layout and columns",
@@ -249,3 +250,58 @@ def test_preferences_and_several_files_of_axolotl(tmp_path: Path) -> None:
         ("a.jsonl", renamed),
         ("b.jsonl", renamed),
     ]
+
+
+def test_a_yaml_of_trl(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=TRL)
+    (source,) = recipe.data.train
+    assert (source.source, source.split) == ("hf:org/sums:main", "train")
+    assert source.columns == {"prompt": "question"}
+    found = recipe.objective.model_dump()
+    assert (found["kind"], found["group"], found["kl"], found["scale"]) == (
+        "grpo",
+        4,
+        0.01,
+        "deviation",
+    )
+    assert [one["kind"] for one in found["rewards"]] == ["numeric", "python"]
+    assert found["rewards"][1]["function"] == "my.rewards:tidy"
+    assert (found["max_answer_tokens"], recipe.data.seq_len) == (300, 500)
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.dropout) == (
+        32,
+        64,
+        0,
+    )
+    assert (recipe.train.global_batch, recipe.train.optimizer.lr) == (8, 2e-6)
+    for line in (
+        "use_vllm: ingot's own decoder samples",
+        "system_prompt: no system prompt is added",
+    ):
+        assert line in notes
+    assert "Unknown keys" not in notes
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "rate"),
+    [
+        ("packing: true\n", "sft", 2e-5),
+        ("beta: 0.2\n", "dpo", 1e-6),
+        ("loss_type: ipo\nlearning_rate: 0.5\n", "ipo", 0.5),
+        ("desirable_weight: 1.5\n", "kto", 1e-6),
+        ("center_rewards_coefficient: 0.01\n", "reward", 1e-4),
+    ],
+)
+def test_the_command_of_trl_is_told_by_its_keys(
+    tmp_path: Path, more: str, kind: str, rate: float
+) -> None:
+    text = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nmax_length: 64\n"
+    recipe, notes = recipe_of(tmp_path, fir_yaml=text + more)
+    assert (recipe.objective.kind, recipe.train.optimizer.lr, recipe.data.seq_len) == (
+        kind,
+        rate,
+        64,
+    )
+    assert ("which of TRL's commands reads it" in notes) == (kind == "sft")
+    with pytest.raises(WrongInput, match=r"fir.yaml:4: PPO with a value model is not offered"):
+        recipe_of(tmp_path, fir_yaml=f"{text}vf_coef: 0.1\n")

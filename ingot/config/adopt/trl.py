@@ -1,0 +1,189 @@
+"""A YAML that TRL's commands read (`trl grpo --config FILE`): which command is told by its keys."""
+
+from __future__ import annotations
+
+from ingot.base.errors import WrongInput
+from ingot.config.adopt.grpo import begin_grpo, grpo_rows
+from ingot.config.adopt.table import (
+    Draft,
+    GivenKeys,
+    KeyRow,
+    Project,
+    number,
+    texts,
+    truth,
+    whole,
+)
+from ingot.config.adopt.tuning import (
+    NOT_NEEDED,
+    TunerKeys,
+    build_adapter,
+    build_run,
+    build_training,
+    named,
+    rows,
+    source,
+)
+
+KEYS = TunerKeys(
+    batch="per_device_train_batch_size",
+    epochs="num_train_epochs",
+    schedule="lr_scheduler_type",
+    optimizer="optim",
+    rank="lora_r",
+    targets="lora_target_modules",
+)
+RATES = {"sft": 2e-5, "reward": 1e-4}
+"""TRL's learning rates unless given; 1e-6 for all others."""
+PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
+OF_GRPO = ("num_generations", "reward_funcs", "max_completion_length", "reward_weights")
+OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
+ROWS = rows(
+    KeyRow("model_name_or_path", "model.source", source),
+    KeyRow("model_revision", "model.revision"),
+    KeyRow("dataset_name"),
+    KeyRow("dataset_config"),
+    KeyRow("dataset_train_split", default="train"),
+    KeyRow("dataset_test_split"),
+    KeyRow("dataset_text_field"),
+    KeyRow("dataset_prompt_column"),
+    KeyRow("max_length", read=whole, default="1024"),
+    KeyRow("max_prompt_length", read=whole, default="512"),
+    KeyRow("packing", read=truth),
+    KeyRow("use_peft", read=truth),
+    KeyRow("lora_r", read=whole),
+    KeyRow("lora_target_modules", read=texts),
+    KeyRow("load_in_4bit", read=truth),
+    KeyRow("load_in_8bit", read=truth),
+    KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
+    KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
+    KeyRow("num_train_epochs", read=number, default="3"),
+    KeyRow("lr_scheduler_type", default="linear"),
+    KeyRow("optim", default="adamw_torch_fused"),
+    KeyRow("gradient_checkpointing", read=truth, default="true"),
+    KeyRow("torch_compile", "train.compile", truth),
+    KeyRow("report_to", read=texts),
+    KeyRow("run_name"),
+    KeyRow("desirable_weight", read=number),
+    KeyRow("undesirable_weight", read=number),
+    KeyRow("center_rewards_coefficient", read=number),
+    *(KeyRow(key) for key in OF_PPO),
+    *grpo_rows("", most="512"),
+    lost={
+        "system_prompt": "no system prompt is added to rows that have none",
+        "chat_template_path": "tokenizer.template names a template or a file",
+        "completion_only_loss": "of chats what the assistant says is trained, of texts all",
+        "assistant_only_loss": f"{NOT_NEEDED}only what the assistant says is trained",
+        "lora_modules_to_save": "an adapter trains linear layers alone",
+        "trust_remote_code": "code of a model's repository is never run",
+        "push_to_hub": "`ingot push` puts a run on the hub",
+        "hub_model_id": "`ingot push` puts a run on the hub",
+        "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
+        "torch_dtype": f"{NOT_NEEDED}weights are float32, compute is as they fit",
+        **dict.fromkeys(
+            (
+                "attn_implementation",
+                "dataset_num_proc",
+                "padding_free",
+                "precompute_ref_log_probs",
+                "overwrite_output_dir",
+                "logging_first_step",
+                "log_level",
+                "do_train",
+            ),
+            f"{NOT_NEEDED}done by itself",
+        ),
+    },
+)
+# The commands have learning rates of their own.
+ROWS = (*(row for row in ROWS if row.key != "learning_rate"), KeyRow("learning_rate", read=number))
+
+
+def _build(sheet: GivenKeys, draft: Draft) -> None:
+    build_run(sheet, draft)
+    for key in ("model_name_or_path", "dataset_name"):
+        if not sheet.has(key):
+            raise WrongInput(f"{sheet.files[0].path} has no {key}; add it")
+    kind, multiple = _objective(sheet, draft)
+    _data(sheet, draft, kind)
+    build_training(sheet, draft, KEYS, multiple)
+    rate = sheet.get("learning_rate") or RATES.get(kind, 1e-6)
+    draft.put("train.optimizer.lr", rate, "learning_rate, or what the command has")
+    if sheet.get("use_peft"):
+        build_adapter(sheet, draft, KEYS, rank=16, alpha=2.0)
+    for key, quantized in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if sheet.get(key):
+            draft.put("model.quantize.kind", quantized, key)
+    if sheet.get("gradient_checkpointing"):
+        draft.put("memory.recompute.kind", "full", "gradient_checkpointing, its default there")
+    if "wandb" in (sheet.get("report_to") or ()):
+        name = named({"project": "trl", "name": sheet.get("run_name")})
+        draft.put("track.wandb", name, "report_to")
+
+
+def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
+    """The kind, and what a batch is to be a multiple of."""
+    if any(sheet.has(key) for key in OF_PPO):
+        raise WrongInput(
+            f"{sheet.where(*OF_PPO)}: PPO with a value model is not offered; grpo is in its place"
+            " (docs/guides/ways.md)"
+        )
+    if any(sheet.has(key) for key in OF_GRPO):
+        return "grpo", begin_grpo(sheet, draft, "")
+    loss = sheet.get("loss_type")
+    if loss == "kto" or sheet.has("desirable_weight", "undesirable_weight"):
+        kind = "kto"
+    elif sheet.has("center_rewards_coefficient"):
+        kind = "reward"
+    elif sheet.has("beta") or loss not in (None, "nll", "dft"):
+        kind = PREFERENCES.get(loss, "dpo")
+        if loss is not None and loss not in PREFERENCES:
+            draft.note("changed", "loss_type", f"{loss} is not offered; dpo stands for it")
+    else:
+        kind = "sft"
+        draft.note(
+            "fill",
+            "objective.kind",
+            "the file does not say which of TRL's commands reads it, and sft is taken",
+        )
+    draft.put("objective.kind", kind, "by the keys that are given")
+    if kind in ("dpo", "ipo", "kto") and sheet.has("beta"):
+        draft.put_from(sheet, "beta", "objective.beta")
+    for key in ("desirable_weight", "undesirable_weight"):
+        if kind == "kto" and sheet.has(key):
+            draft.put_from(sheet, key, f"objective.{key}")
+    return kind, 1
+
+
+def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
+    where = source(sheet.get("dataset_name"))
+    if sheet.has("dataset_config"):
+        where += f":{sheet.get('dataset_config')}"
+    asked = sheet.get("dataset_prompt_column")
+    for key, knob in (("dataset_train_split", "train"), ("dataset_test_split", "validation")):
+        if knob == "train" or sheet.has(key):
+            found = {"source": where, "split": sheet.get(key)}
+            if asked not in (None, "prompt"):
+                found["columns"] = {"prompt": asked}
+            draft.put(f"data.{knob}", [named(found)], "dataset_name", sheet.where("dataset_name"))
+    if kind == "grpo":
+        length = sheet.get("max_prompt_length") + sheet.get("max_completion_length")
+        draft.put("data.seq_len", length, "max_prompt_length and max_completion_length")
+        draft.note(
+            "fill",
+            "dataset_name",
+            "rows are to have the right answer, which rewards compare with, as `completion` beside"
+            " `prompt`; another column is named by data.train[].columns={completion: NAME}",
+        )
+    else:
+        draft.put_from(sheet, "max_length", "data.seq_len")
+    if kind == "sft":
+        draft.put("data.pack", "best_fit" if sheet.get("packing") else "none", "packing")
+
+
+PROJECT = Project(
+    "TRL",
+    "a TRL YAML with model_name_or_path, dataset_name and what its command reads",
+    ROWS,
+    _build,
+)
