@@ -692,8 +692,8 @@ FAULTS = [
     Fault(
         "adopted-without-accumulation",
         "ingot/config/adopt/tuning.py",
-        "    batch = sheet.get(keys.batch) * sheet.get(times)\n",
-        "    batch = sheet.get(keys.batch)\n",
+        "    given = sheet.get(keys.batch) * sheet.get(times)\n",
+        "    given = sheet.get(keys.batch)\n",
         "an adopted configuration trains on batches that are smaller by its accumulation",
         "tests/config/adopt/test_tuners.py",
     ),
