@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
+from typing import TypeVar
 
 EXHAUSTIVE = bool(os.environ.get("TEST_EXHAUSTIVE"))
+_Case = TypeVar("_Case")
 
 
 def some_calls(seed: str) -> range:
@@ -14,6 +17,13 @@ def some_calls(seed: str) -> range:
     """
     first = random.Random(f"{os.environ['TEST_DRAW']} {seed}").randint(1, 3)
     return range(1, 100) if EXHAUSTIVE else range(first, 100, 3)
+
+
+def some_of(cases: Sequence[_Case], count: int, seed: str) -> list[_Case]:
+    """All of the cases of one test, or so many of them as the commit draws."""
+    if EXHAUSTIVE:
+        return list(cases)
+    return random.Random(f"{os.environ['TEST_DRAW']} {seed}").sample(cases, count)
 
 
 def examples(few: int, many: int) -> int:

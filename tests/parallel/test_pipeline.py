@@ -30,6 +30,7 @@ from ingot.parallel.mesh import running_mesh
 from ingot.parallel.pipeline import assign_layers, parameter_counts, split_stages
 from ingot.parallel.schedules import resolved_schedule
 from tests import tolerances
+from tests.exhaustive import some_of
 from tests.parallel.wrapped_run import MODEL, Case, Result, run_case, run_cases
 from tests.ranks import run_ranks
 from tests.train.test_step import distance
@@ -128,7 +129,8 @@ def assert_all_equal(world: int, cases: dict[str, Case]) -> None:
 
 
 def test_two_ranks_equal_one() -> None:
-    assert_all_equal(2, TWO)
+    tried = {"1f1b, tied", *some_of([*TWO], 5, "stages")}
+    assert_all_equal(2, {name: case for name, case in TWO.items() if name in tried})
 
 
 def test_four_ranks_equal_one() -> None:

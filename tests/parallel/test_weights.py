@@ -28,16 +28,17 @@ from ingot.models.parameters import fill_normal, local_tensor, shard_slices
 from ingot.models.spec import ModelSpec, build_model, create_model, materialize_model
 from ingot.parallel.apply import WrapSettings, apply_wrappers
 from ingot.parallel.mesh import Mesh, running_mesh
-from tests.exhaustive import EXHAUSTIVE
+from tests.exhaustive import EXHAUSTIVE, some_of
 from tests.models.tiny import make_member, make_reference
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+OTHERS: list[dict[str, int]] = [{"shard": 4}, {"pipeline": 2, "virtual": 2, "shard": 2}]
 LAYOUTS: list[dict[str, int]] = [
-    {"shard": 4},
     {"tensor": 2, "shard": 2},
-    {"pipeline": 2, "virtual": 2, "shard": 2},
+    *some_of(OTHERS, 1, "weights"),
 ]
+"""What `tensor` and `shard` both cut, and one that the commit draws."""
 if EXHAUSTIVE:
     LAYOUTS += [{"tensor": 4}, {"pipeline": 2, "tensor": 2}]
 FOLDERS = ("tied", "untied", "large")

@@ -4,8 +4,6 @@ from checkpoints of any other layout; steps that are not taken.
 
 from __future__ import annotations
 
-import os
-import random
 import zlib
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from ingot.train.optim.muon import layer_matrices, orthogonalise
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
 from tests import tolerances
-from tests.exhaustive import EXHAUSTIVE
+from tests.exhaustive import some_of
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 from tests.small import small_recipe
@@ -249,10 +247,7 @@ COPIES = {"replicate": 2, "shard": 2, "expert": 2}
 
 
 def chain() -> list[dict[str, int]]:
-    """All of them, or three that the commit draws beside that of copies."""
-    if EXHAUSTIVE:
-        return [*LAYOUTS, COPIES]
-    return [*random.Random(f"{os.environ['TEST_DRAW']} muon").sample(LAYOUTS, 3), COPIES]
+    return [*some_of(LAYOUTS, 3, "muon"), COPIES]
 
 
 def chained(root: Path) -> None:

@@ -16,6 +16,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.native.noise import EmbeddingNoise
 from ingot.models.parameters import init_weights
 from tests import tolerances
+from tests.exhaustive import some_of
 from tests.parallel.wrapped_run import Case, run_case, run_cases
 from tests.ranks import run_ranks
 from tests.train.test_step import CONFIG, distance, global_batch
@@ -128,9 +129,11 @@ def assert_as_alone(world: int, cases: dict[str, Case]) -> None:
 def test_two_ranks_and_any_micro_batch_have_the_noise_of_one() -> None:
     from ingot.parallel.schedules import ZERO_BUBBLE_SINCE  # torch's pipelining is slow to import
 
-    cases = dict(ON_RANKS)
+    # In sequence parallelism ranks have other parts of a row and the same weights.
+    tried = {"sequence", *some_of([*ON_RANKS], 3, "noise")}
+    cases = {name: case for name, case in ON_RANKS.items() if name in tried}
     if torch.__version__ < ZERO_BUBBLE_SINCE:
-        del cases["zero bubble"]  # refused: tests/parallel/test_old_torch.py
+        cases.pop("zero bubble", None)  # refused: tests/parallel/test_old_torch.py
     assert_as_alone(2, cases)
 
 
