@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ingot.models.device import is_planned, kernel_type
 from ingot.models.native.attention import BLOCK, causal_mask, cpu_operator, empty_heads_like
 
 NAME = "ingot_relative"
 """How transformers' registry of attention functions knows `attend_relative`."""
+LEAST_WEIGHT = 2.0**-60
+"""What a norm multiplies by is divided out again in backward where it is larger than this: products
+of smaller ones may lose bits below the least normal number.
+"""
 
 
 def attend_relative(
@@ -206,7 +211,7 @@ cpu_relative_attention = cpu_operator(
 class LeanNorm(nn.Module):
     """Takes the place of the class of a norm of transformers, whose attributes it reads: root mean
     square without a mean (Zhang and Sennrich 2019, arXiv 1910.07467), the same numbers. It keeps
-    its input for backward and not, beside it, what it has normalised.
+    one tensor for backward: in float32 its output, which the products after it keep as well.
     """
 
     weight: Tensor
@@ -224,21 +229,35 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         factor = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)  # [..., 1]
-        ctx.save_for_backward(x, weight, factor)
-        return _normed(x, factor, weight) * weight
+        out = _normed(x, factor, weight) * weight
+        ctx.keeps_output = _is_divisible(x, weight)
+        ctx.save_for_backward(out if ctx.keeps_output else x, weight, factor)
+        ctx.dtype = x.dtype
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, factor = ctx.saved_tensors
-        normed = _normed(x, factor, weight)
+        kept, weight, factor = ctx.saved_tensors
+        normed = kept / weight if ctx.keeps_output else _normed(kept, factor, weight)
         of_weight: Tensor | None = None
         if ctx.needs_input_grad[1]:
             of_weight = (gradient * normed).flatten(0, -2).sum(dim=0)
         of_normed = gradient.float() * weight
         shared = (of_normed * normed).mean(dim=-1, keepdim=True)
         of_x = torch.addcmul(of_normed, normed.float(), shared, value=-1).mul_(factor)
-        return of_x.to(x.dtype), None if of_weight is None else of_weight.to(weight.dtype), None
+        return of_x.to(ctx.dtype), None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _is_divisible(x: Tensor, weight: Tensor) -> bool:
+    """Whether the output over the weight is what was normalised, but for float32's last bits: no
+    weight is nearly 0. A GPU would be waited for, and weights without contents are not asked.
+    """
+    if {x.dtype, weight.dtype} != {torch.float32} or kernel_type(x.device) != "cpu":
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    return is_planned() or bool((weight.detach().abs() > LEAST_WEIGHT).all())
 
 
 def _normed(x: Tensor, factor: Tensor, weight: Tensor) -> Tensor:

@@ -154,14 +154,15 @@ def test_a_compiler_and_a_plan_take_it_as_it_is() -> None:
     )
 
 
+@pytest.mark.parametrize("least", [0.5, 0.0, 1e-30], ids=["large", "a zero", "a tiny one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_norm_is_transformers_own(dtype: torch.dtype) -> None:
+def test_the_norm_is_transformers_own(dtype: torch.dtype, least: float) -> None:
     made: list[list[Any]] = []
     kinds: tuple[Any, ...] = (LeanNorm, T5LayerNorm)
     for kind in kinds:
         norm: Any = kinds[1](SIZE, eps=0.1)
         x, _, gradient, _ = inputs(7, 7, dtype)
-        norm.weight.data = torch.linspace(0.5, 2, SIZE)
+        norm.weight.data = torch.linspace(least, 2, SIZE)
         norm.to(dtype).__class__ = kind
         out = norm(x)
         out.backward(gradient.detach())
@@ -170,6 +171,26 @@ def test_the_norm_is_transformers_own(dtype: torch.dtype) -> None:
     tolerance = SHARED_ROWS if dtype == torch.float32 else 2 * SHARED_ROWS_BF16
     for mine, other in zip(*made, strict=True):
         assert (mine.double() - other.double()).norm() / other.double().norm() < tolerance
+
+
+@pytest.mark.parametrize(("least", "tensors"), [(0.5, 1), (0.0, 2)], ids=["large", "a zero"])
+def test_what_is_normalised_is_kept_once(least: float, tensors: int) -> None:
+    """The product after the norm keeps what the norm keeps, but where a weight is 0."""
+    norm, after = LeanNorm(), torch.nn.Linear(SIZE, 3)
+    norm.weight = torch.nn.Parameter(torch.linspace(least, 2, SIZE))
+    norm.variance_epsilon = 0.1
+    kept: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.numel() == ROWS * 7 * HEADS * SIZE:
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    x, *_ = inputs(7, 7, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = after(norm(x))
+    assert out.requires_grad
+    assert len(kept) == tensors
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
