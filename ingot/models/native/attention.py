@@ -84,7 +84,7 @@ BLOCK = 128
 """Queries that are computed together."""
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """What is computed together, so that it stays in the processor's cache: queries of a row, and
     the scores of short rows.
     """
@@ -93,7 +93,7 @@ class Block(NamedTuple):
     scores: int
 
 
-BLOCKS = {torch.bfloat16: Block(BLOCK, 2**20), torch.float32: Block(64, 2**18)}
+BLOCKS = {torch.bfloat16: QueryBlock(BLOCK, 2**20), torch.float32: QueryBlock(64, 2**18)}
 """By the type of queries and keys, as measured."""
 
 

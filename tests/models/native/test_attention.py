@@ -49,7 +49,7 @@ def test_output_and_gradients(
 ) -> None:
     if together == "one row":
         queries = cpu_attention.BLOCKS[torch.bfloat16].queries
-        alone = cpu_attention.Block(queries, scores=1)
+        alone = cpu_attention.QueryBlock(queries, scores=1)
         monkeypatch.setitem(cpu_attention.BLOCKS, torch.bfloat16, alone)
     compare_with_torch(MASKS[kind](length), tensors(length), 2 * SHARED_ROWS_BF16)
 
