@@ -286,8 +286,10 @@ FAULTS = [
     Fault(
         "special-tokens-from-users",
         "ingot/tokenizers/chats/plan.py",
-        "masked, originals = mask_look_alikes(chat, list(self._form.special))",
-        "masked, originals = chat, {}",
+        "        (masked, tools), originals = mask_look_alikes(\n"
+        "            [messages, chat.tools], list(self._form.special)\n"
+        "        )\n",
+        "        masked, tools, originals = messages, chat.tools, dict[str, str]()\n",
         "a user's text that looks like a control token becomes one",
     ),
     Fault(
@@ -464,8 +466,8 @@ FAULTS = [
     Fault(
         "preference-sides-swapped",
         "ingot/data/documents/preferences.py",
-        "return self.prompt + self.chosen, self.prompt + self.rejected",
-        "return self.prompt + self.rejected, self.prompt + self.chosen",
+        "chosen, rejected = self.prompt + self.chosen, self.prompt + self.rejected",
+        "rejected, chosen = self.prompt + self.chosen, self.prompt + self.rejected",
         "DPO is trained on swapped answers",
     ),
     Fault(

@@ -26,8 +26,8 @@ FAULTS = [
     Fault(
         "template-kwargs-not-in-the-prompt",
         "ingot/serve/http/service.py",
-        "self.loaded.tokenizer.encode_chat, messages, tools, body.chat_template_kwargs",
-        "self.loaded.tokenizer.encode_chat, messages, tools",
+        "            chat.tools,\n            body.chat_template_kwargs,\n",
+        "            chat.tools,\n",
         "a server accepts chat_template_kwargs and does not heed them",
         "tests/serve/http/test_tools.py",
     ),
