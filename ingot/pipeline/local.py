@@ -238,11 +238,12 @@ def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text of the server's answer, and additional fields (scores, usage)."""
     if "predictions" in answer:
         prediction = answer["predictions"][0]
-        return (
-            (prediction, {})
-            if isinstance(prediction, str)
-            else (prediction["label"], {"scores": prediction["scores"]})
-        )
+        if isinstance(prediction, str):
+            return prediction, {}
+        scores = prediction["scores"]
+        # The one output of a reward model is a number; its name says nothing.
+        told = prediction["label"] if len(scores) > 1 else f"{next(iter(scores.values())):.4f}"
+        return told, {"scores": scores}
     if "choices" not in answer:
         return answered("triton", answer), {}
     choice = answer["choices"][0]

@@ -96,7 +96,7 @@ def test_a_model_of_chats_is_asked_as_in_a_chat(server: Server) -> None:
     recipe = written(["r.yaml", "objective.kind=sft"])
     route, body = ask._serving_request(recipe)
     assert route == "/v1/chat/completions"
-    assert body["messages"] == [{"role": "user", "content": "def "}]
+    assert body["messages"] == [{"role": "user", "content": "What can you do?"}]
     tokenizer = train_bpe(["the quick brown fox"] * 20, 300)
     assert encode_sample(tokenizer, "fox", recipe) == tokenizer.encode_prompt("fox"), "no template"
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
@@ -105,8 +105,19 @@ def test_a_model_of_chats_is_asked_as_in_a_chat(server: Server) -> None:
     assert encode_sample(chats, "fox", written(["r.yaml"])) == chats.encode_prompt("fox")
 
 
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [({"bad": 0.25, "good": 0.75}, "good"), ({"good": -1.5}, "-1.5000")],
+)
+def test_a_classifiers_answer_is_its_label_and_a_reward_models_its_score(
+    scores: dict[str, float], told: str
+) -> None:
+    answer = {"predictions": [{"label": "good", "scores": scores}]}
+    assert ask._parse_answer_panel(answer) == (told, {"scores": scores})
+
+
 @pytest.mark.parametrize(("kind", "between"), [("pretrain", ""), ("sft", "\n")])
 def test_a_chats_answer_stands_below_its_prompt(server: Server, kind: str, between: str) -> None:
     recipe = written(["r.yaml", f"objective.kind={kind}"])
     ask.serve_and_query(recipe, ["r.yaml"])
-    assert str(ask._answer_panel(recipe).renderable) == f"def {between}lazy dog"
+    assert str(ask._answer_panel(recipe).renderable) == f"{recipe.first_prompt}{between}lazy dog"

@@ -242,7 +242,7 @@ class ClassifierReward(RewardSettings):
     kind: Literal["classifier"]
     """Which reward."""
     model: str
-    """Model folder."""
+    """Model folder, or the folder of the run that made it."""
     class_name: str | None = None
     """The class whose probability, from 0 to 1, is the value; empty for a reward model, whose score
     is the value as it is.

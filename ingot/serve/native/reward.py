@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.runfolder import model_folder
 from ingot.config.models.source import model_config
 from ingot.config.sections.rewards import ClassifierReward
 from ingot.models.adapters.peft import class_count
@@ -31,7 +32,7 @@ class ClassifierScore:
     def __init__(self, settings: ClassifierReward) -> None:
         self._settings = settings
         threads = torch.get_num_threads()
-        self._loaded = load(Path(settings.model), any_template=True)
+        self._loaded = load(model_folder(Path(settings.model)), any_template=True)
         torch.set_num_threads(threads)  # those of the training
         name = settings.class_name
         self._place = 0 if name is None else labels_of(settings).index(name)
@@ -41,7 +42,7 @@ class ClassifierScore:
         """Raises WrongInput for what is no classifier, or has no such class; or, without a class,
         for what is no reward model.
         """
-        folder = Path(settings.model)
+        folder = model_folder(Path(settings.model))
         if kind_of_folder(folder) != "encoder":
             raise WrongInput(f"{folder} is no classifier; give the folder of one")
         labels = labels_of(settings)
@@ -95,7 +96,7 @@ class ClassifierScore:
 
 def labels_of(settings: ClassifierReward) -> list[str]:
     """The names of the model's classes, in the order of its scores."""
-    folder = Path(settings.model)
+    folder = model_folder(Path(settings.model))
     if is_adapter(folder):
         return [str(number) for number in range(class_count(folder) or 0)]
     given = model_config(folder).get("id2label") or {}

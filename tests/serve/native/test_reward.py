@@ -63,7 +63,7 @@ def test_what_is_no_classifier_or_no_class_is_refused(folder: Path, tmp_path: Pa
 
 def test_a_reward_model_scores_prompt_and_answer_as_a_chat(tmp_path: Path) -> None:
     folder = make_scorer(tmp_path / "model")
-    settings = ClassifierReward(kind="classifier", model=str(folder), batch=2)
+    settings = ClassifierReward(kind="classifier", model=str(tmp_path), batch=2)  # a run's folder
     with build_rewards([settings]) as rewards:
         samples = [Sample("why", text) for text in TEXTS if text]
         scores = rewards([*samples, Sample("why", "fox", alone=False)])
