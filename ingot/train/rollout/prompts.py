@@ -95,11 +95,12 @@ def check_prompts(
             needs a reference that a chat does not have.
     """
     most, seq_len = recipe.objective.max_answer_tokens, recipe.data.seq_len  # type: ignore[attr-defined]
-    counts = read_packed(recipe.folder.columns, prepared_for(recipe), seq_len, recipe.pack).counts
-    if cut := counts["train"].truncated + counts["train"].lost:
+    packed = read_packed(recipe.folder.columns, prepared_for(recipe), seq_len, recipe.row_plan)
+    counts = packed.counts["train"]
+    if cut := counts.truncated + counts.lost:
         raise WrongInput(
             f"{cut:,} chats are longer than data.seq_len {seq_len} with their reference answers,"
-            " which would be cut; raise data.seq_len, or leave them out"
+            " which would be cut; raise data.seq_len, or leave them out by data.truncate=drop"
         )
     for prompt in reader.prompts(numbers):
         if len(prompt.ids) + most > seq_len:

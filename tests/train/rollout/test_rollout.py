@@ -26,7 +26,7 @@ from ingot.train.rollout.prompts import PromptReader
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, odd, odd_known
+from tests.train.rollout.digits import apart, digits_recipe, odd, odd_known, write_pairs
 from tests.train.stopping import train_until
 
 SGD = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__clip_norm": None}
@@ -242,6 +242,24 @@ def test_a_prompt_without_room_for_an_answer_is_refused_before_the_first_step(
     recipe = apart(ready, tmp_path, {"max_answer_tokens": 30})
     with pytest.raises(WrongInput, match=r"exceed data\.seq_len 32"):
         train(recipe)
+
+
+def test_chats_that_are_too_long_are_refused_and_left_out_where_asked(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_pairs(root)
+    with (root / "pairs.jsonl").open("a") as file:
+        for number in range(20):
+            turns = ("user", f"{number % 10} 0"), ("assistant", "7" * 40 + str(number))
+            chat = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": chat}) + "\n")
+    recipe = digits_recipe(root, train__steps=1)
+    ingest(recipe)
+    prepare(recipe)
+    with pytest.raises(WrongInput, match=r"raise data\.seq_len, or .* data\.truncate=drop"):
+        train(recipe)
+    shorter = digits_recipe(root, train__steps=1, data__truncate="drop")
+    prepare(shorter)
+    train(shorter)
 
 
 def test_an_adapter_is_trained_on_rewards(ready: Path, tmp_path: Path) -> None:
