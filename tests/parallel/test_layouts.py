@@ -106,21 +106,13 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
         for way in ("sft", "distill")
         for knobs in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2})
     ),
-    *(
-        ("dpo", knobs)
-        for knobs in (
-            {"shard": 2},
-            {"tensor": 2},
-            {"tensor": 2, "sequence": False},
-            {"shard": 2, "tensor": 2},
-            {"context": 2},
-        )
-    ),
+    ("dpo", {"tensor": 2, "sequence": False}),
+    ("dpo", {"shard": 2, "tensor": 2}),
     ("dpo-lora", {"shard": 2}),
     ("dpo-lora", {"tensor": 2}),
     *(
         (way, knobs)
-        for way in ("ipo", "simpo", "orpo", "kto")
+        for way in ("dpo", "ipo", "simpo", "orpo", "kto")
         for knobs in ({"shard": 2}, {"tensor": 2}, {"context": 2})
     ),
     *((way, MODES[mode]) for way in HUB_WAYS for mode in HUB_MODES),
@@ -148,13 +140,19 @@ vocabulary, a teacher's states, the models of transformers.
 """
 
 
-def cases(models: dict[str, list[Layout]]) -> list[Any]:
-    """Ordered by the number of processes, so that few are there at a time."""
+def cases(models: dict[str, list[Layout]], *marks: Any) -> list[Any]:
+    """Ordered by the number of processes, so that few are there at a time. Whole copies are few and
+    short: marks are for the others.
+    """
     found = sorted(
         ((model, one) for model, layouts in models.items() for one in layouts),
         key=lambda case: case[1].processes,
     )
-    return [pytest.param(model, one, id=f"{model}: {one.name}") for model, one in found]
+    return [
+        pytest.param(model, one, id=f"{model}: {one.name}", marks=() if copies else marks)
+        for model, one in found
+        for copies in [one.processes == one.parallel.replicate]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +182,7 @@ def check(found: LayoutResult) -> None:
     assert found.holds, found.summary
 
 
-@pytest.mark.drawn(keep=7)
-@pytest.mark.parametrize(("model", "one"), cases(QUICK))
+@pytest.mark.parametrize(("model", "one"), cases(QUICK, pytest.mark.drawn(keep=4)))
 def test_a_layout_equals_one_process(
     model: str, one: Layout, proving: Proving, texts: Path
 ) -> None:

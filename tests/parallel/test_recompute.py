@@ -80,7 +80,7 @@ def test_each_kind_gives_the_same_bits_on_two_ranks() -> None:
         case = Case(
             parallel=LAYOUTS[layout],
             lora=layout == "shard",
-            model={**MODEL, "num_hidden_layers": 6},
+            model={**MODEL, "num_hidden_layers": 6 if layout == "pipeline" else 4},
             steps=2,
         )
         first = len(cases)

@@ -37,18 +37,20 @@ SMALL = ["model.config.hidden_size=128", "model.config.intermediate_size=384", "
 T5 = [
     "objective.kind=seq2seq",
     "model.source=preset:t5-mini",
-    "model.config.num_layers=6",
-    "model.config.num_decoder_layers=6",
+    "model.config.num_layers=5",
+    "model.config.num_decoder_layers=5",
     "data.seq_len=16",
     "data.target_len=8",
 ]
+DEEP = ["model.config.num_layers=6", "model.config.num_decoder_layers=6"]
+"""For shards, which are followed from three layers and four."""
 GRADIENTS = [
     "precision.compute=fp32",
     "data.seq_len=64",
     "model.config.hidden_size=512",
     "model.config.intermediate_size=1024",
 ]
-LONG = pytest.mark.drawn("memory of several ranks", keep=2)
+LONG = pytest.mark.drawn("memory of several ranks")
 FOUR = ["model.config.num_hidden_layers=4", "train.global_batch=8"]
 
 
@@ -86,7 +88,7 @@ def test_memory_is_what_the_allocator_counts(recipe: Any, knobs: list[str]) -> N
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
 
 
-@pytest.mark.drawn("memory of several ranks", keep=2)
+@LONG
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -148,7 +150,7 @@ def test_operators_on_divided_tensors_are_counted(recipe: Any) -> None:
             2, ["parallel.shard=2", "memory.recompute.kind=full", "data.seq_len=16"], marks=LONG
         ),
         (1, [*T5, "train.global_batch=2"]),
-        pytest.param(2, [*T5, "parallel.shard=2"], marks=LONG),
+        pytest.param(2, [*T5, *DEEP, "parallel.shard=2"], marks=LONG),
     ],
 )
 def test_a_model_of_many_layers_follows_from_two_of_few(
@@ -161,7 +163,7 @@ def test_a_model_of_many_layers_follows_from_two_of_few(
     whole = trace.trace_rank(asked, world)
     assert followed.extended
     assert not whole.extended
-    assert followed.layers == whole.layers == (6 if layers else 12)
+    assert followed.layers == whole.layers == (6 if layers else 12 if DEEP[0] in knobs else 10)
     assert (followed.between, followed.build) == (whole.between, whole.build)
     # Where stacks meet, a sharded T5 holds 6 KiB otherwise than within a stack.
     slack = 8192 if knobs[:1] == T5[:1] and world > 1 else 0
@@ -177,7 +179,7 @@ def _work(operators: Any) -> tuple[float, float]:
     )
 
 
-@pytest.mark.drawn("memory of several ranks", keep=2)
+@LONG
 def test_ranks_of_other_layouts_are_traced_alone(recipe: Any) -> None:
     knobs = {
         "one": ([], 1, 0),
@@ -206,7 +208,7 @@ def test_ranks_of_other_layouts_are_traced_alone(recipe: Any) -> None:
     assert last.peak.bytes["temporary"] > first.peak.bytes["temporary"]  # type: ignore[union-attr]
 
 
-@pytest.mark.drawn("memory of several ranks", keep=2)
+@LONG
 def test_muon_divides_its_products_over_ranks_and_holds_few_matrices(recipe: Any) -> None:
     knobs = ["train.optimizer.kind=muon", "model.config.num_hidden_layers=6"]
     alone, shard, tensor = (
