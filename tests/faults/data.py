@@ -654,8 +654,8 @@ FAULTS = [
     Fault(
         "call-of-sharegpt-as-text",
         "ingot/data/documents/messages.py",
-        'if is_plain and role != "function_call":',
-        "if is_plain:",
+        '        and role != "function_call"\n',
+        "",
         "calls in ShareGPT's layout are trained as text that no server reads as calls",
         "tests/data/documents/test_chats.py",
     ),

@@ -136,8 +136,12 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
     older layouts, a turn of ShareGPT's or `function_call` of OpenAI's, become `tool_calls`.
     """
     role, content = turn.get(role_tag), turn.get(content_tag)
-    is_plain = type(role) is type(content) is str and role in ROLES and len(turn) == 2
-    if is_plain and role != "function_call":
+    if (
+        type(role) is type(content) is str
+        and role in ROLES
+        and role != "function_call"
+        and len(turn) == 2
+    ):
         return {"role": ROLES[role], "content": content}  # as nearly all messages
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
