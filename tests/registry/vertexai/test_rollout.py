@@ -117,7 +117,7 @@ def test_a_canary_gets_its_share_and_is_asked_before_it_gets_all(place: Place) -
     assert shares(place) == [{}, {1: 100}, {1: 80, 2: 20}, {2: 100}]
     asked = place.google.requests("PredictionService.Predict")
     assert asked
-    assert asked[0].instances[0] == "def "
+    assert asked[0].instances[0] == place.recipe().first_prompt
 
 
 def _by_second(answers: list[Any], deployed: Any, *_: Any) -> list[Any]:
