@@ -106,7 +106,7 @@ def compare_metrics(
     against = [comparison.reason for comparison in comparisons if not comparison.better]
     if against:
         return GateDecision("keep", "; ".join(against), comparisons, rule)
-    first = "the first version, which the next one has to beat: "
+    first = "the first version; the next has to beat: "
     return GateDecision(
         "deploy",
         (first if live is None else "") + "; ".join(one.reason for one in comparisons),

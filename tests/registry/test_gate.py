@@ -12,7 +12,7 @@ from ingot.base.reports import EvaluationReport, Metric
 from ingot.config.sections.deployment import MetricGate
 from ingot.registry.gate import decide
 
-FIRST = "the first version, which the next one has to beat"
+FIRST = "the first version; the next has to beat"
 
 LOWER, HIGHER = "loss/bits_per_byte", "rouge/rouge1"
 NAN = math.nan
