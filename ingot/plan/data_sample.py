@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.base.hub import ask_tokenizer
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import ValidationShare
@@ -288,13 +287,7 @@ def data_bytes(recipe: Recipe, sample: LengthSample | None) -> Estimate:
 def _tokenizer(recipe: Recipe, texts: list[str]) -> tuple[Tokenizer, bool]:
     """The recipe's tokenizer, and True; or a stand-in for one that is not trained yet."""
     if not recipe.trains_tokenizer:
-        given = recipe.tokenizer.source or recipe.model.source
-        if given.startswith("hf:"):
-            revision = recipe.model.revision if given == recipe.model.source else None
-            folder = ask_tokenizer(given.removeprefix("hf:"), revision)
-        else:
-            folder = resolve_tokenizer(recipe)
-        return for_recipe(recipe, load_tokenizer(folder)), True
+        return for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe, ask=True))), True
     if (recipe.folder.tokenizer / "tokenizer.json").is_file():
         return load_tokenizer(recipe.folder.tokenizer), True
     plain = (plain_text(recipe.documents, text) for text in texts)

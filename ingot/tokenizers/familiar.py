@@ -17,6 +17,14 @@ differ in special tokens and in ids behind the vocabulary, others in nearly all.
 ADVICE = "leave it empty for the model's own, or set model.init=random"
 
 
+def never_met(recipe: Recipe) -> str:
+    """What is wrong with a tokenizer that is learnt for weights that there are already."""
+    return (
+        f"the weights of {recipe.model.source} have never met the ids of a tokenizer learnt here;"
+        f" {ADVICE}"
+    )
+
+
 def why_unfamiliar(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> str | None:
     """What is wrong with going on from the weights of `folder` with this tokenizer; None: nothing
     that can be seen.
@@ -25,11 +33,7 @@ def why_unfamiliar(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> str | 
     try:
         own = load_tokenizer(folder, check=False)
     except WrongInput:
-        if not recipe.trains_tokenizer:
-            return None
-        return (
-            f"the weights of {source} have never met the ids of a tokenizer learnt here; {ADVICE}"
-        )
+        return never_met(recipe) if recipe.trains_tokenizer else None
     count = min(tokenizer.vocab_size, own.vocab_size)
     ids = range(0, count, max(1, count // COMPARED))
     # Libraries write a token in several ways (`Ġa`, `▁a`), so that texts are compared.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.hub import fetch_model
+from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.runfolder import model_folder
 from ingot.config.models.content import check_files
 from ingot.config.recipe import Recipe
@@ -133,23 +133,34 @@ def _require_text(folder: Path, name: str) -> str:
     return text
 
 
-def resolve_tokenizer(recipe: Recipe) -> Path:
+def resolve_tokenizer(recipe: Recipe, *, ask: bool = False) -> Path:
     """The folder or file of a recipe's tokenizer that is not trained: `tokenizer.source`, or the
-    model's own.
+    model's own. `ask`: where the hub does not answer at once, one in the cache will do.
 
     Raises:
         WrongInput: the folder, file or hub name does not exist.
         Failed: the hub cannot be reached.
     """
     given = recipe.tokenizer.source
-    knob, source = (
-        ("model.source", recipe.model.source) if given is None else ("tokenizer.source", given)
-    )
+    if given is None:
+        return models_tokenizer(recipe, ask=ask)
+    revision = recipe.model.revision if given == recipe.model.source else None
+    return _resolved("tokenizer.source", given, revision, ask=ask)
+
+
+def models_tokenizer(recipe: Recipe, *, ask: bool = False) -> Path:
+    """The same of the tokenizer that lies beside the model's weights."""
+    return _resolved("model.source", recipe.model.source, recipe.model.revision, ask=ask)
+
+
+def _resolved(knob: str, source: str, revision: str | None, *, ask: bool) -> Path:
     if source.startswith("hf:"):
-        revision = recipe.model.revision if source == recipe.model.source else None
-        return fetch_model(source.removeprefix("hf:"), revision, tokenizer_only=True)
+        name = source.removeprefix("hf:")
+        if ask:
+            return ask_tokenizer(name, revision)
+        return fetch_model(name, revision, tokenizer_only=True)
     folder = Path(source)
-    if not folder.is_dir() and not (given is not None and folder.is_file()):
+    if not folder.is_dir() and not (knob == "tokenizer.source" and folder.is_file()):
         raise WrongInput(
             f"{knob} {source} does not exist; give a folder, a tokenizer.model, hf:ORG/NAME, or"
             " tokenizer.source=train"

@@ -129,21 +129,14 @@ def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found:
 
 def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
     """The vocabulary size of a tokenizer that is not trained; None if it cannot be determined."""
-    given, knob = recipe.model.source, "model.source"
-    if recipe.tokenizer.source is not None:
-        given, knob = recipe.tokenizer.source, "tokenizer.source"
-    tokenizer = found.ask(_tokenizer, recipe, given, at=knob)
+    knob = "model.source" if recipe.tokenizer.source is None else "tokenizer.source"
+    tokenizer = found.ask(_tokenizer, recipe, at=knob)
     return None if tokenizer is None else tokenizer.vocab_size
 
 
-def _tokenizer(recipe: Recipe, given: str) -> Tokenizer:
+def _tokenizer(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer; raises if it is invalid, or has no template for chats."""
-    if given.startswith("hf:"):
-        revision = recipe.model.revision if given == recipe.model.source else None
-        folder = ask_tokenizer(given.removeprefix("hf:"), revision)
-    else:
-        folder = resolve_tokenizer(recipe)
-    tokenizer = for_recipe(recipe, load_tokenizer(folder))
+    tokenizer = for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe, ask=True)))
     if recipe.documents in CHAT_TEMPLATED:
         _ = tokenizer.chat_format
     return tokenizer
@@ -188,7 +181,7 @@ def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
                 f" tokenizer.source to {source}"
             )
         return
-    own = _tokenizer(recipe, recipe.tokenizer.source or recipe.model.source)
+    own = _tokenizer(recipe)
     if with_template(own, "").identity() != with_template(theirs, "").identity():
         raise WrongInput(
             f"the tokenizer of {knob} is not the student's, so their distributions are over other"

@@ -67,17 +67,17 @@ def to_chat(
     )
 
 
-def from_chat(stored: str) -> Chat:
+def from_chat(chat: str) -> Chat:
     """The chat that `to_chat` wrote.
 
     Raises:
         WrongInput: it is no such chat.
     """
     try:
-        return Chat(**parse_json(stored))
+        return Chat(**parse_json(chat))
     except (ValueError, TypeError):
         raise WrongInput(
-            f"{stored[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
+            f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
         ) from None
 
 

@@ -87,11 +87,10 @@ def to_preference(
     )
     return stored(
         row,
-        lambda: (
-            _checked(_preference(record, layout, columns))
-            ._replace(tools=tools_of(record, columns))
-            ._asdict()
-        ),
+        lambda: {
+            **_checked(_preference(record, layout, columns))._asdict(),
+            "tools": tools_of(record, columns),
+        },
     )
 
 

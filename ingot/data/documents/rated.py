@@ -77,11 +77,10 @@ def to_rated(
     check_columns(known, tuple(columns), f"layout {layout} of rated answers")
     return stored(
         row,
-        lambda: (
-            _checked(_rated(record, layout, columns))
-            ._replace(tools=tools_of(record, columns))
-            ._asdict()
-        ),
+        lambda: {
+            **_checked(_rated(record, layout, columns))._asdict(),
+            "tools": tools_of(record, columns),
+        },
     )
 
 

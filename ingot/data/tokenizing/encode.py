@@ -222,9 +222,10 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
     if len(message) == 2:
         return [message["content"]]
     thoughts = (message.get(name) for name in ("reasoning_content", "thinking"))
+    given = message.get("tool_calls")
     calls = [
         compact_json(call["function"])
-        for call in message.get("tool_calls", ())
+        for call in (given if isinstance(given, list) else ())
         if isinstance(call, Mapping) and "function" in call
     ]
     return [message["content"], *(text for text in thoughts if isinstance(text, str)), *calls]

@@ -7,14 +7,11 @@ from __future__ import annotations
 import functools
 import importlib.resources
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.hub import ask_tokenizer
-from ingot.base.runfolder import model_folder
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -32,8 +29,8 @@ from ingot.plan.place import PlannedPlace
 from ingot.plan.run_cost import RunCost
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown
-from ingot.tokenizers.familiar import ADVICE, why_unfamiliar
-from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.familiar import never_met, why_unfamiliar
+from ingot.tokenizers.load import load_tokenizer, models_tokenizer, resolve_tokenizer
 
 MUCH_LOST, MUCH_PADDED = 0.01, 0.5
 """Shares from which on a finding is a warning."""
@@ -109,29 +106,19 @@ def published_rates() -> dict[str, Any]:
 
 def judge_tokenizer(recipe: Recipe, *, random: bool) -> Iterator[PlanFinding]:
     """Whether the weights that training goes on from know the tokenizer's ids."""
-    knob, source = "tokenizer.source", recipe.model.source
+    knob = "tokenizer.source"
     if random or recipe.tokenizer.source is None:
         return
     if recipe.trains_tokenizer:
-        yield PlanFinding(
-            "warning",
-            knob,
-            f"the weights of {source} have never met the ids that are learnt here; {ADVICE}",
-        )
+        yield PlanFinding("warning", knob, never_met(recipe))
         return
     try:
-        folder = _tokenizer_folder(source, recipe.model.revision)
-        given = load_tokenizer(_tokenizer_folder(recipe.tokenizer.source))
+        folder = models_tokenizer(recipe, ask=True)
+        given = load_tokenizer(resolve_tokenizer(recipe, ask=True))
     except (WrongInput, Failed):
         return  # told with the data
     if strange := why_unfamiliar(recipe, given, folder):
         yield PlanFinding("warning", knob, strange)
-
-
-def _tokenizer_folder(source: str, revision: str | None = None) -> Path:
-    if source.startswith("hf:"):
-        return ask_tokenizer(source.removeprefix("hf:"), revision)
-    return model_folder(Path(source))
 
 
 def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanFinding:
