@@ -11,8 +11,8 @@ BASE ?= HEAD
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Whoever never writes bytecode would have each process of the tests compile everything again. Tests wait for processes and
-# clocks for a third of their time, so four of them share two cores.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 4 \
+# clocks for a third of their time, so six of them share two cores.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 6 \
 	--dist loadfile --no-loadscope-reorder
 USE := $(VENV)/.ingot-use
 WORK := $(VENV)/.ingot-work

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.gpu.packages import missing
-from benchmarks.gpu.results import Results, head, nvidia
+from benchmarks.gpu.results import Results, head, kept, nvidia
 from benchmarks.gpu.rows import ROWS, in_miniature
 from benchmarks.gpu.runner import Runner, in_words
 from benchmarks.gpu.table import show
@@ -46,7 +46,9 @@ def arguments() -> argparse.ArgumentParser:
         " the same --results takes them from there",
     )
     parser.add_argument("--list", action="store_true", help="list the rows and end")
-    parser.add_argument("--show", action="store_true", help="show the results and end")
+    parser.add_argument(
+        "--show", action="store_true", help="show what a file holds, of any machine, and end"
+    )
     return parser
 
 
@@ -64,8 +66,12 @@ def main() -> int:
         for row in rows:
             console.print(f"{row.estimate_s:5.0f} s  {row.kind:8} {row.name}")
         return 0
+    if asked.show:
+        found = kept(asked.results)
+        found.planned = planned_device(asked.plans or found.head["device"]) or "unknown"
+        return 1 if show(found, console) else 0
     gpu = nvidia()
-    if asked.device == "cuda" and not gpu and not (asked.plans or asked.show):
+    if asked.device == "cuda" and not gpu and not asked.plans:
         raise SystemExit(
             "benchmarks.gpu measures a CUDA GPU, and nvidia-smi names none here; run it on a"
             " machine with one, or `--device cpu --tiny` to see that it runs"
@@ -79,17 +85,16 @@ def main() -> int:
     if asked.plans:
         rows = [row for row in rows if row.beside]
     results = Results(asked.results, about, asked.also, planned or "unknown")
-    if not asked.show:
-        runner = Runner(
-            results,
-            asked.device,
-            asked.tiny,
-            began + 60 * asked.minutes,
-            planned or "unknown",
-            show=lambda row, line: tell(console, line),
-        )
-        for why in runner.run(rows):
-            console.print(f"not begun: {why}", style="dim")
+    runner = Runner(
+        results,
+        asked.device,
+        asked.tiny,
+        began + 60 * asked.minutes,
+        planned or "unknown",
+        show=lambda row, line: tell(console, line),
+    )
+    for why in runner.run(rows):
+        console.print(f"not begun: {why}", style="dim")
     return 1 if show(results, console) else 0
 
 

@@ -68,7 +68,7 @@ def measure(name: str, work: Work, vocabulary: int, asked: Asked, record: Record
 
 def ours(values: dict[str, Any], asked: Asked) -> Work:
     model = Decoder(DecoderConfig.from_hf(values)).to(asked.device)
-    init_weights(model, 0)
+    init_weights(model, 0, quick=True)
     model = model.to(torch.bfloat16).eval()
 
     def work(prompts: list[list[int]], tokens: int) -> None:

@@ -19,11 +19,11 @@ from ingot.train.micro_batch.trial import made_up_plan, open_trial
 
 WARM_UP, SHOWN = 3, 25
 WORK = {
-    "attention": ("flash", "fmha", "attention", "flex"),
+    "attention": ("flash", "fmha", "attention", "flex", "cudnn"),
     "matrix products": ("gemm", "cutlass", "nvjet", "addmm", "::mm", "::bmm", "linear", "xmma"),
     "optimizer": ("multi_tensor", "adam", "foreach"),
-    "copies": ("memcpy", "memset", "copy_", "direct_copy"),
     "compiled pointwise": ("triton_",),
+    "copies": ("memcpy", "memset", "copy_", "direct_copy"),
 }
 """Kind of work -> parts of the names of its kernels, the first that fits."""
 
@@ -35,7 +35,7 @@ def run(asked: Asked, record: Record, **knobs: Any) -> None:
     mesh = Mesh(Ranks(), asked.device)
     with tempfile.TemporaryDirectory() as name:
         plan = made_up_plan(recipe_of(Path(name), tiny=asked.tiny, **knobs), mesh)
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        with open_trial(plan, mesh, quick=True) as trial, trial.step_function(plan.batch) as take:
             for step in range(WARM_UP):
                 float(take(step).loss)
             wait(asked.device)

@@ -1,4 +1,6 @@
-"""The process of one row: `python -m benchmarks.gpu.one_row NAME --device cuda --into FILE`."""
+"""The process of one row: `python -m benchmarks.gpu.one_row --device cuda`. It reads which, and the
+file for what it finds, from a line of JSON, and has imported by then what most rows need.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ if TYPE_CHECKING:
     from benchmarks.gpu.record import Asked, Record
 
 MEASURED, FAILED, MEMORY, REFUSED = "measured", "failed", "out of memory", "not run"
+IMPORTED = ("torch._inductor.compile_fx", "ingot.verify.bench_row", "benchmarks.gpu.training")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.one_row")
-    parser.add_argument("row")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--into", type=Path, required=True)
     asked = parser.parse_args()
-    row = named(asked.row)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    given = json.loads(sys.stdin.readline())
+    row, into = named(given["row"]), Path(given["into"])
+    # Read when something is first compiled, and when the device is first asked for.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = given["cache"]
     if row.beside or asked.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if row.beside:
@@ -37,7 +43,7 @@ def main() -> None:
     from benchmarks.gpu.record import Asked, Record, Refused, is_out_of_memory, reason_of
 
     device = torch.device(asked.device if asked.device == "cpu" else "cuda:0")
-    record = Record(asked.into)
+    record = Record(into)
     status, reason = MEASURED, ""
     try:
         perform(row, Asked(device, asked.tiny, 2 if asked.tiny else 10), record)
@@ -49,7 +55,7 @@ def main() -> None:
             import traceback
 
             traceback.print_exc()
-    with asked.into.open("a", encoding="utf-8") as stream:
+    with into.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({"status": status, "reason": reason}) + "\n")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -88,14 +88,16 @@ class Results:
     also: Sequence[str] = ()
     planned: str = "cpu"
     """The device that plans are made for, which may be another machine's."""
+    only_read: bool = False
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self.lines = [line for line in read(self.path) if "row" in line]
-        self._append({"head": self.head})
+        if not self.only_read:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._append({"head": self.head})
 
     def add(self, row: Row, outcome: dict[str, Any]) -> dict[str, Any]:
         line = {
@@ -143,6 +145,21 @@ class Results:
         if known is None or known["status"] != CUT_OFF:
             return row.estimate_s
         return max(row.estimate_s, MORE_TIME * float(known["seconds"]))
+
+
+def kept(path: Path) -> Results:
+    """All that a file holds, of whatever commits, as of the machine that it names last.
+
+    Raises:
+        SystemExit: it holds nothing.
+    """
+    lines = read(path) if path.exists() else []
+    heads = [line["head"] for line in lines if "head" in line]
+    if not heads:
+        raise SystemExit(f"{path} holds no results; `python -m benchmarks.gpu` makes them")
+    on_gpu = [head for head in heads if head["device"] != "CPU"]
+    commits = [line["commit"] for line in lines if "row" in line]
+    return Results(path, (on_gpu or heads)[-1], commits, only_read=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ class Row:
     estimate_s: what it takes on an H100, its start included; it is not begun where less is left.
     unless_measured: it is tried only where that row was not measured, for want of memory.
     beside: on the host's processor alone, while the device does other rows.
+    shared: it measures no time, and such rows that follow each other share the device.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Row:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     unless_measured: str | None = None
     beside: bool = False
+    shared: bool = False
 
     @property
     def about(self) -> str:
@@ -45,22 +47,50 @@ def trainer(name: str, estimate_s: float, smaller: str | None = None, **knobs: A
 
 CHECKS = (
     Row("ceilings", SPEED, "ceilings", 30),
-    Row("attention", CORRECT, "attention", 150),
-    Row("training", CORRECT, "training", 150),
-    Row("families", CORRECT, "families", 120),
-    Row("resume", CORRECT, "resume", 90),
-    Row("serving", CORRECT, "serving", 80),
-    Row("memory", CORRECT, "memory", 120),
+    Row("attention", CORRECT, "attention", 150, shared=True),
+    Row(
+        "training beside the CPU", CORRECT, "training", 100, {"part": "beside the CPU"}, shared=True
+    ),
+    Row("training, bits", CORRECT, "training", 100, {"part": "bits"}, shared=True),
+    Row("training, rounded", CORRECT, "training", 100, {"part": "rounded"}, shared=True),
+    Row(
+        "training, weights offloaded",
+        CORRECT,
+        "training",
+        60,
+        {"part": "weights offloaded"},
+        shared=True,
+    ),
+    Row("families", CORRECT, "families", 120, shared=True),
+    Row("resume", CORRECT, "resume", 90, shared=True),
+    Row("serving", CORRECT, "serving", 80, shared=True),
 )
 B1, B8 = {"preset": "llama-1b"}, {"preset": "llama-8b"}
 SPEEDS = (
-    training("1B full, 8 rows", 120, **B1, micro_batch=8),
-    training("1B full, 4 rows", 120, "1B full, 8 rows", **B1, micro_batch=4),
-    training("1B full, 2 rows", 120, "1B full, 4 rows", **B1, micro_batch=2),
-    trainer("1B full, Trainer compiled, 4 rows", 130, **B1, micro_batch=4, compiled=True),
+    training("1B full, 8 rows", 40, **B1, micro_batch=8),
+    training("1B full, 4 rows", 40, "1B full, 8 rows", **B1, micro_batch=4),
+    training("1B full, 2 rows", 40, "1B full, 4 rows", **B1, micro_batch=2),
+    # After what compiled the same step.
+    Row("1B kernels, 8 rows", SPEED, "kernels", 25, {**B1, "micro_batch": 8}),
+    Row("1B kernels, 2 rows", SPEED, "kernels", 30, {**B1, "micro_batch": 2}, "1B kernels, 8 rows"),
+    training("8B LoRA, 4 rows", 60, **B8, micro_batch=4, lora=True),
+    training("8B LoRA, 2 rows", 60, "8B LoRA, 4 rows", **B8, micro_batch=2, lora=True),
+    training("8B, 10 layers, bf16", 50, **B8, layers=10, micro_batch=2),
+    training("8B, 10 layers, float8 rowwise", 60, **B8, layers=10, micro_batch=2, float8="rowwise"),
+    training("8B, 6 layers, bf16", 50, "8B, 10 layers, bf16", **B8, layers=6, micro_batch=2),
+    training(
+        "8B, 6 layers, float8 rowwise",
+        60,
+        "8B, 10 layers, float8 rowwise",
+        **B8,
+        layers=6,
+        micro_batch=2,
+        float8="rowwise",
+    ),
+    trainer("1B full, Trainer compiled, 4 rows", 75, **B1, micro_batch=4, compiled=True),
     trainer(
         "1B full, Trainer compiled, 2 rows",
-        130,
+        75,
         "1B full, Trainer compiled, 4 rows",
         **B1,
         micro_batch=2,
@@ -68,38 +98,23 @@ SPEEDS = (
     ),
     trainer(
         "1B full, Trainer compiled, 1 row",
-        130,
+        75,
         "1B full, Trainer compiled, 2 rows",
         **B1,
         micro_batch=1,
         compiled=True,
     ),
-    training("8B LoRA, 4 rows", 130, **B8, micro_batch=4, lora=True),
-    training("8B LoRA, 2 rows", 130, "8B LoRA, 4 rows", **B8, micro_batch=2, lora=True),
-    Row("1B serving", SPEED, "generation", 120, B1),
-    Row("1B kernels", SPEED, "kernels", 110, {**B1, "micro_batch": 4}),
-    training("8B, 10 layers, bf16", 100, **B8, layers=10, micro_batch=2),
+    Row("1B serving", SPEED, "generation", 60, B1),
     training(
-        "8B, 10 layers, float8 rowwise", 130, **B8, layers=10, micro_batch=2, float8="rowwise"
+        "8B, 10 layers, float8 tensorwise", 60, **B8, layers=10, micro_batch=2, float8="tensorwise"
     ),
-    training(
-        "8B, 10 layers, float8 tensorwise", 130, **B8, layers=10, micro_batch=2, float8="tensorwise"
-    ),
-    training("8B, 6 layers, bf16", 100, "8B, 10 layers, bf16", **B8, layers=6, micro_batch=2),
-    training(
-        "8B, 6 layers, float8 rowwise",
-        130,
-        "8B, 10 layers, float8 rowwise",
-        **B8,
-        layers=6,
-        micro_batch=2,
-        float8="rowwise",
-    ),
-    training("mixture, 4 rows", 120, preset="mixture", micro_batch=4),
-    training("mixture, 2 rows", 120, "mixture, 4 rows", preset="mixture", micro_batch=2),
-    training("1B full, packed, 4 rows", 130, **B1, micro_batch=4, packed=True),
-    training("1B full, not compiled, 4 rows", 80, **B1, micro_batch=4, compiled=False),
-    trainer("1B full, Trainer, 2 rows", 80, **B1, micro_batch=2, compiled=False),
+    training("mixture, 4 rows", 60, preset="mixture", micro_batch=4),
+    training("mixture, 2 rows", 60, "mixture, 4 rows", preset="mixture", micro_batch=2),
+    training("1B full, packed, 4 rows", 60, **B1, micro_batch=4, packed=True),
+    training("1B full, not compiled, 4 rows", 40, **B1, micro_batch=4, compiled=False),
+    trainer("1B full, Trainer, 2 rows", 40, **B1, micro_batch=2, compiled=False),
+    Row("memory", CORRECT, "memory", 120),
+    Row("attention kernels", SPEED, "attention_kernels", 80),
 )
 PLANS = tuple(
     Row(f"plan: {row.name}", PLANNED, "planned", 60, row.knobs, beside=True)

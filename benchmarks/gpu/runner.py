@@ -1,25 +1,26 @@
-"""Does rows one after the other within so many minutes, each in a process of its own, and beside
-them those that need the host's processor alone. Imports no torch.
+"""Does rows within so many minutes, each in a process of its own: one after the other, those that
+measure no time at once, and beside them those that need the host's processor alone. Imports no
+torch.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.results import CUT_OFF, ROOT, Results, read
+from benchmarks.gpu.process import RowProcess
+from benchmarks.gpu.results import CUT_OFF, ROOT, Results
 from benchmarks.gpu.rows import ROWS, Row
-from ingot.base.processes import preexec_die_with_parent
 
 RESERVE_S = 5.0
 """Left at the end for writing down and showing."""
@@ -27,6 +28,9 @@ TOO_LONG = 3
 """A row that takes so many times its estimate hangs."""
 LEAST_S = 120.0
 """No row is said to hang before."""
+CORES_OF_A_ROW = 3
+"""A row that compiles keeps some busy."""
+THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 LAST_WORDS = 400
 SIGKILL_CODE = -signal.SIGKILL
 
@@ -44,6 +48,9 @@ class Runner:
     show: Callable[[Row, dict[str, Any]], None] = lambda row, line: None
     command: Sequence[str] = (sys.executable, "-m", "benchmarks.gpu.one_row")
 
+    def __post_init__(self) -> None:
+        self._cache = tempfile.TemporaryDirectory(prefix="ingot-gpu-compiled-")
+
     def left_s(self) -> float:
         return self.ends - time.monotonic() - RESERVE_S
 
@@ -51,22 +58,53 @@ class Runner:
         """Why rows were not begun, one line each."""
         beside = [row for row in rows if row.beside]
         told: list[str] = []
-        thread = threading.Thread(target=self._all, args=(beside, told), name="beside")
+        thread = threading.Thread(target=self._in_turn, args=(beside, told), name="beside")
         thread.start()
         try:
-            self._all([row for row in rows if not row.beside], told)
+            alone = (row for row in rows if not row.beside)
+            for shared, some in itertools.groupby(alone, lambda row: row.shared):
+                (self._at_once if shared else self._in_turn)(list(some), told)
         finally:
             thread.join()
         return told
 
-    def _all(self, rows: Sequence[Row], told: list[str]) -> None:
-        for row in rows:
-            if self.results.is_done(row):
-                continue
-            if why := self.why_not(row):
-                told.append(f"{row.name}: {why}")
-                continue
-            self.show(row, self.results.add(row, self._outcome(row)))
+    def _in_turn(self, rows: Sequence[Row], told: list[str]) -> None:
+        """One after the other; the process of the next one starts while one works. What one
+        compiled, later ones find.
+        """
+        ready: RowProcess | None = None
+        try:
+            for place, row in enumerate(rows):
+                if not self._is_due(row, told):
+                    continue
+                process, ready = ready or self._process(), None
+                if not all(map(self.results.is_done, rows[place + 1 :])):
+                    ready = self._process()
+                self._do(row, process, None if row.beside else Path(self._cache.name))
+        finally:
+            if ready is not None:
+                ready.close()
+
+    def _at_once(self, rows: Sequence[Row], told: list[str]) -> None:
+        """As many as the host has cores for: they share the device."""
+        due, cores = [row for row in rows if self._is_due(row, told)], os.cpu_count() or 1
+        workers = max(1, min(len(due), cores // CORES_OF_A_ROW))
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(lambda row: self._do(row, self._process(cores // workers)), due):
+                pass
+
+    def _is_due(self, row: Row, told: list[str]) -> bool:
+        if self.results.is_done(row):
+            return False
+        if why := self.why_not(row):
+            told.append(f"{row.name}: {why}")
+        return not why
+
+    def _do(self, row: Row, process: RowProcess, cache: Path | None = None) -> None:
+        try:
+            self.show(row, self.results.add(row, self._outcome(row, process, cache)))
+        finally:
+            process.close()
 
     def why_not(self, row: Row) -> str:
         """Why a row is not begun; empty if it is."""
@@ -85,16 +123,16 @@ class Runner:
         known = self.results.of(larger)
         return known is not None and known["status"] == "out of memory"
 
-    def _outcome(self, row: Row) -> dict[str, Any]:
+    def _outcome(self, row: Row, process: RowProcess, cache: Path | None) -> dict[str, Any]:
         """What a row's process wrote, and how it ended."""
         began = time.monotonic()
         patience = max(LEAST_S, TOO_LONG * self.results.estimate_s(row))
         timeout = max(1.0, min(self.left_s(), patience))
-        with tempfile.TemporaryDirectory(prefix="ingot-gpu-") as name:
-            into, said = Path(name) / "row.jsonl", Path(name) / "said.txt"
-            code = self._start(row, into, said, timeout)
-            lines = read(into) if into.exists() else []
-            words = said.read_text(encoding="utf-8", errors="replace")
+        code = process.do(row, timeout, cache)
+        if cache is not None and (code is None or code < 0):
+            # A row that is ended leaves half a file behind, and later ones would fail.
+            self._cache = tempfile.TemporaryDirectory(prefix="ingot-gpu-compiled-")
+        lines, words = process.lines, process.words
         seconds = time.monotonic() - began
         found: dict[str, Any] = {"seconds": round(seconds, 1), "figures": {}, "checks": []}
         for line in lines:
@@ -115,43 +153,19 @@ class Runner:
             found |= {"status": "failed", "reason": last_line(words) or f"exit code {code}"}
         return found
 
-    def _start(self, row: Row, into: Path, said: Path, timeout: float) -> int | None:
-        """The exit code; None if it was ended, with all that it had started."""
-        arguments = [row.name, "--device", self.device, "--into", str(into)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-            ),
-            "PYTHONUNBUFFERED": "1",
-            "BENCHMARK_DEVICE": self.planned,
-            # Its own: a row that is ended leaves half a file behind, and later ones would fail.
-            "TORCHINDUCTOR_CACHE_DIR": str(into.parent / "inductor"),
-        }
-        with said.open("wb") as stream:
-            child = subprocess.Popen(
-                [*self.command, *arguments, *(["--tiny"] if self.tiny else [])],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                preexec_fn=preexec_die_with_parent(),
-            )
-            try:
-                return child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                end(child)
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    def _process(self, threads: int | None = None) -> RowProcess:
+        """`threads`: how many it computes and compiles with, where the host is shared."""
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        return RowProcess(
+            [*self.command, "--device", self.device, *(["--tiny"] if self.tiny else [])],
+            {
+                **({} if threads is None else dict.fromkeys(THREADS, str(threads))),
+                **os.environ,
+                "PYTHONPATH": path,
+                "PYTHONUNBUFFERED": "1",
+                "BENCHMARK_DEVICE": self.planned,
+            },
+        )
 
 
 def last_line(words: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from ingot.api.model import Model
 
 POLL_S = 0.1
+OPTION = re.compile(r"--(fresh|again)\b")
+"""The options of verbs that are arguments of their methods."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,25 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
         quiet: do not show what the verbs say (on stderr; in a notebook below the cell).
 
     Raises:
-        WrongInput: the recipe is wrong; the message is that of the command line.
+        WrongInput: the recipe is wrong.
     """
     files, overrides = split_arguments(str(each) for each in recipe)
     if not files:
         raise WrongInput("no recipe is given; name one, such as quickstart (`ingot recipes`)")
     overrides += [f"{name.replace('__', '.')}={_typed(value)}" for name, value in knobs.items()]
     paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
-    return Run(load_recipe(paths, overrides), [*paths, *overrides], quiet=quiet)
+    try:
+        recipe_read = load_recipe(paths, overrides)
+    except WrongInput as error:
+        raise WrongInput(_for_python(str(error))) from None
+    return Run(recipe_read, [*paths, *overrides], quiet=quiet)
+
+
+def _for_python(message: str) -> str:
+    """A verb's message as its caller in Python can act on it: options are arguments here, and what
+    overrides a recipe was typed on no command line.
+    """
+    return OPTION.sub(r"\1=True", message.replace("` on the command line", "`"))
 
 
 def _typed(value: Any) -> str:
@@ -290,7 +304,7 @@ class _Verb:
 
 
 def _error(verb: str, code: int, message: str) -> IngotError:
-    message = message or f"{verb} ended with exit code {code}"
+    message = _for_python(message) or f"{verb} ended with exit code {code}"
     if code == EXIT_WRONG_INPUT:
         return WrongInput(message)
     if code == EXIT_STOPPED or message.startswith("stopped by "):

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,9 +66,24 @@ def write_record(folder: Path, record: PipelineStepRecord) -> None:
 def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
     """The record of `step`; None if there is none, or this version cannot read it."""
     try:
-        return PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
+        record = PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
     except (FileNotFoundError, TypeError, ValueError):
         return None
+    return replace(record, where=_where_now(record.where, folder.parent.parent))
+
+
+def _where_now(where: str, root: Path) -> str:
+    """Where that lies in the run folder `root` now, which may have been moved, renamed or copied
+    since; what is not in it stays as it is.
+    """
+    if "://" in where:
+        return where
+    parts = Path(where).parts
+    tails = (root.joinpath(*parts[begin:]) for begin in range(1, len(parts)))
+    inside = next((path for path in tails if path.exists()), None)
+    if inside is None or (Path(where).exists() and inside.samefile(where)):
+        return where
+    return str(inside)
 
 
 def is_intact(root: Path, record: PipelineStepRecord) -> bool:
@@ -88,15 +103,43 @@ SCHEMA = 1
 @dataclass(frozen=True)
 class Metric:
     """A metric with its 95 % confidence interval over `n` items of the set that `set_fingerprint`
-    identifies.
+    identifies. Both ends are None where the interval is not known.
+
+    An interval without width is not known either: one item, or items that are all alike, say
+    nothing of how far another draw of them would be.
+
+    Raises:
+        ValueError: one end is known and the other is not.
     """
 
     value: float
-    ci_low: float
-    ci_high: float
+    ci_low: float | None
+    ci_high: float | None
     direction: Literal["lower", "higher"]
     n: int
     set_fingerprint: str
+
+    def __post_init__(self) -> None:
+        if (self.ci_low is None) != (self.ci_high is None):
+            raise ValueError(f"an interval from {self.ci_low} to {self.ci_high}")
+        if self.ci_low == self.ci_high:
+            object.__setattr__(self, "ci_low", None)
+            object.__setattr__(self, "ci_high", None)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Both ends; None where the interval is not known."""
+        if self.ci_low is None or self.ci_high is None:
+            return None
+        return self.ci_low, self.ci_high
+
+    def interval_words(self, show: Callable[[float], str]) -> str:
+        """`LOW to HIGH`, each by `show`, or that it is not known."""
+        return " to ".join(map(show, self.interval)) if self.interval else "not known"
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.value, *(self.interval or ()))))
 
 
 @dataclass(frozen=True)
@@ -162,9 +205,7 @@ def write_report(path: Path, report: EvaluationReport) -> None:
         *report.metrics.items(),
         *((f"base {key}", metric) for key, metric in report.base.items()),
     ]:
-        if not all(
-            math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)
-        ):
+        if not metric.is_finite:
             interval = f"{metric.value} [{metric.ci_low}, {metric.ci_high}]"
             raise Failed(
                 f"{key} is {interval}: the model gives numbers that are not finite; train it again"
@@ -203,9 +244,7 @@ def parse_report(text: bytes | str, where: str) -> EvaluationReport:
         )
         report = EvaluationReport(**{**value, "metrics": metrics, "base": base})
         for key, metric in [*report.metrics.items(), *report.base.items()]:
-            if not all(
-                math.isfinite(number) for number in (metric.value, metric.ci_low, metric.ci_high)
-            ):
+            if not metric.is_finite:
                 raise WrongInput(f"{where}: {key} is {metric.value}; run `ingot evaluate` again")
             if metric.direction not in ("lower", "higher"):
                 raise WrongInput(

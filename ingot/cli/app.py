@@ -204,7 +204,7 @@ def gate(
 
 @app.command(
     rich_help_panel=WORK,
-    epilog="Example: ingot register quickstart registry.name=python",
+    epilog="Example: ingot register quickstart",
 )
 def register(
     context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
@@ -235,7 +235,10 @@ def deploy(
     settings: Settings = None,
     version: Annotated[
         int | None,
-        typer.Option("--version", help="The version to make live; the newest when left out."),
+        typer.Option(
+            "--version",
+            help="The version to make live; the newest when left out, unless its gate refused it.",
+        ),
     ] = None,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Back to the version that was live before.")
@@ -367,7 +370,10 @@ app.command(
     rich_help_panel=RESULT, epilog="Example: ingot push runs/quickstart hf:ORG/NAME --dry-run"
 )(push)
 # Last, so that help lists the verbs of a run first.
-app.command(rich_help_panel=WORK, epilog="Example: ingot submit quickstart --dry-run")(submit)
+app.command(
+    rich_help_panel=WORK,
+    epilog="Example: ingot submit quickstart places/vertex train.global_batch=8 --dry-run",
+)(submit)
 app.command(
     rich_help_panel=WORK, epilog="Example: ingot adopt old/config.yaml old/.env > recipe.yaml"
 )(adopt)

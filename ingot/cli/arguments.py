@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ingot.base.errors import WrongInput
+from ingot.base.runfolder import RunFolder
 from ingot.config.knobs import all_knobs
 from ingot.config.load import load_recipe, split_arguments
 from ingot.config.recipe import Recipe
@@ -24,6 +26,24 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
     """
     files, overrides = split_arguments(arguments)
     return [*tell_names(files), *overrides]
+
+
+def note_other_run(arguments: Sequence[str], recipe: Recipe) -> str | None:
+    """What to say where the recipe lies in a run folder and leads to another one, as after that run
+    was moved or copied: all of it would be done again there. None where a name was given.
+    """
+    files, overrides = split_arguments(arguments)
+    if any(override.startswith(("name=", "output=")) for override in overrides):
+        return None
+    for file in map(Path, files):
+        run = RunFolder(file.parent)
+        is_run = file == run.recipe and run.steps.is_dir()
+        if is_run and run.root.resolve() != recipe.folder.root.resolve():
+            return (
+                f"note: {file} is of the run {recipe.name}: this works in {recipe.folder.root};"
+                f" output={run.root.parent} name={run.root.resolve().name} goes on in {run.root}"
+            )
+    return None
 
 
 def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] = ()) -> str | None:

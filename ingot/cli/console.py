@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -23,19 +24,25 @@ def console() -> Console:
     return made
 
 
-def run_folder(target: str) -> RunFolder:
-    """The run folder given by its path or by its recipe. Raises WrongInput if `target` is
-    neither.
+def run_folder(target: str, *more: str) -> RunFolder:
+    """The run folder given by its path, or by the recipe that makes it and `more` recipes and
+    overrides. Raises WrongInput if `target` is neither, or `more` stands beside a run folder.
     """
+    given = (target, *more)
+    if any(map(os.path.isdir, given)):
+        if more:
+            raise WrongInput(
+                f"{' '.join(given)}: a run folder stands alone, since its recipe is made; give it"
+                " without overrides, or a recipe with them"
+            )
+        return RunFolder(Path(target))
     path = Path(target)
-    own = target in names() and not path.is_dir()
-    if not own and not path.exists() and path.suffix not in (".yaml", ".yml"):
+    is_recipe = target in names() or path.exists() or path.suffix in (".yaml", ".yml")
+    if not more and not is_recipe:
         raise WrongInput(f"{target} is neither a run folder nor a recipe; check the path")
-    if path.is_dir():
-        return RunFolder(path)
     from ingot.config.load import read_recipe
 
-    return read_recipe([target]).folder
+    return read_recipe(given).folder
 
 
 def show_report(run: RunFolder) -> None:

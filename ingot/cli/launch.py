@@ -40,10 +40,10 @@ Arguments = Annotated[
     ),
 ]
 RunOrRecipe = Annotated[
-    str,
+    list[str],
     typer.Argument(
-        metavar="RUN|RECIPE.yaml",
-        help="A run folder, or the recipe that makes it.",
+        metavar="RUN|RECIPE... KEY=VALUE...",
+        help="A run folder, or the recipe that makes it, with its overrides.",
         show_default=False,
     ),
 ]
@@ -362,13 +362,13 @@ def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:
     ]
 
 
-def _jobs(run: str, name: str | None) -> list[SubmittedJob]:
+def _jobs(run: Sequence[str], name: str | None) -> list[SubmittedJob]:
     """The jobs of a run, newest first; a process that waits for a job precedes it."""
     from ingot.base.errors import WrongInput
     from ingot.cli.console import run_folder
     from ingot.launch.job_control import submitted_jobs
 
-    root = run_folder(run).root
+    root = run_folder(*run).root
     jobs = submitted_jobs(root)
     found = [job for job in jobs if name in (None, job.handle.name)]
     if not found:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import settings_without_recipe, values
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe, split_arguments
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import names
-from ingot.registry.verbs import registered_folder, registry_of
+from ingot.registry.verbs import registered_version, registry_of
 
 _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version>\d+))?", re.ASCII)
 
@@ -26,13 +27,14 @@ _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version
 @dataclass(frozen=True)
 class Target:
     """The location of a model: exactly one of `folder` and `url` is given; `recipe` holds the
-    settings to use with it.
+    settings to use with it. `version`: of a registered model.
     """
 
     name: str
     folder: Path | None
     url: str | None
     recipe: Recipe
+    version: int | None = None
 
 
 def find_target(target: str, more: Sequence[str] = ()) -> Target:
@@ -47,6 +49,10 @@ def find_target(target: str, more: Sequence[str] = ()) -> Target:
     path = Path(target)
     if path.is_dir():
         return _from_folder(path, more)
+    if path.is_file() and path.suffix == ".gguf":
+        raise WrongInput(
+            f"{target} is for llama.cpp; give the run or the model folder that it was exported from"
+        )
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         recipe = read_recipe([target, *more])
         return Target(recipe.name, _model_of(recipe.folder), None, recipe)
@@ -87,15 +93,20 @@ def _registered(target: str, more: Sequence[str]) -> Target:
     if target in names() and recipe.registry.kind == "local" and not (path / target).is_dir():
         recipe = read_recipe([target, *more])
         return Target(recipe.name, _model_of(recipe.folder), None, recipe)
-    if match is None or (recipe.registry.kind == "local" and not path.exists()):
+    if match is None:
+        raise WrongInput(
+            f"{target} is no model folder, run folder, recipe, address or name of a registered"
+            " model; check the path"
+        )
+    if recipe.registry.kind == "local" and not path.exists():
         raise WrongInput(
             f"{target} is no model folder, run folder, recipe or address, and there is no registry"
             f" at {path} to look it up in; check the path, or give output=FOLDER"
         )
     number = int(match["version"]) if match["version"] else None
-    return Target(
-        target, registered_folder(registry_of(recipe), match["name"], number), None, recipe
-    )
+    registry = registry_of(recipe)
+    version = registered_version(registry, match["name"], number)
+    return Target(target, registry.fetch(version), None, recipe, version.number)
 
 
 PREDICT: dict[str, Any] = {
@@ -170,6 +181,11 @@ def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
     if os.environ.get("AIP_STORAGE_URI") and not Path(target).exists():
         return Path(target), Path(target).name, settings_without_recipe(arguments)
     found = find_target(target, arguments)
+    if found.version is not None and "@" not in target:
+        say(
+            f"{target} is v{found.version}, live now; start this server again once `ingot deploy`"
+            " made another one live"
+        )
     if found.folder is None:
         raise WrongInput(
             f"{target} is an address and served already; give a model folder, a run folder, a"

@@ -27,10 +27,10 @@ Recipes = Annotated[
     ),
 ]
 RunOrRecipe = Annotated[
-    str,
+    list[str],
     typer.Argument(
-        metavar="RUN|RECIPE.yaml",
-        help="A run folder, or the recipe that makes it.",
+        metavar="RUN|RECIPE... KEY=VALUE...",
+        help="A run folder, or the recipe that makes it, with its overrides.",
         show_default=False,
     ),
 ]
@@ -78,7 +78,7 @@ def run(run: RunOrRecipe, as_json: AsJson = False) -> int:
     from ingot.cli.console import run_folder
     from ingot.report.tables import run_json, show_run
 
-    folder = run_folder(run)
+    folder = run_folder(*run)
     if as_json:
         print_json("show run", **run_json(folder))
     else:
@@ -121,25 +121,27 @@ def samples(
         typer.Option(
             "--prompts",
             metavar="N",
-            help="How many of the newest are shown, of a training on rewards.",
+            help="How many are shown: the newest of a training on rewards, else of each task.",
         ),
     ] = 4,
     as_json: AsJson = False,
 ) -> int:
     """Prompts and answers: those of a training on rewards with the rewards, else those of the last
-    evaluation; with evaluate.base the answers before training are beside those after it.
+    evaluation and of its tasks that have references, such as rouge; with evaluate.base the answers
+    before training are beside those after it.
     """
     from rich.console import Console
 
     from ingot.base.reports import read_report
     from ingot.cli.console import run_folder
-    from ingot.evaluate.report import show_completions
+    from ingot.evaluate.report import show_completions, written_answers
     from ingot.report.tables import samples_of, show_samples
 
-    folder = run_folder(run)
+    folder = run_folder(*run)
     report = folder.reports / "evaluate.json"
     if not folder.samples.exists() and report.exists():
         completed = read_report(report).samples
+        completed += written_answers(folder.reports / "examples", prompts)
         if not completed:
             raise WrongInput(f"{report} has no answers; set evaluate.prompts and evaluate again")
         if as_json:
@@ -158,7 +160,7 @@ def data(run: RunOrRecipe, as_json: AsJson = False) -> int:
     """Counts, lengths, sources, dropped documents and samples."""
     from ingot.cli.views.datatables import show_data
 
-    return show_data(run, as_json=as_json)
+    return show_data(*run, as_json=as_json)
 
 
 @show.command(epilog="Example: ingot show mask chat_smollm2 --examples 1")

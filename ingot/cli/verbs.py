@@ -13,8 +13,9 @@ from ingot.base.environment import ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.lazy import importing
 from ingot.base.markers import fingerprint
+from ingot.base.progress import say
 from ingot.base.reports import VerbOutcome
-from ingot.cli.arguments import with_paths
+from ingot.cli.arguments import note_other_run, with_paths
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
@@ -141,6 +142,8 @@ def do_all(
 
     arguments = with_paths(arguments)
     recipe, values = read_checked(arguments, "run")
+    if note := note_other_run(arguments, recipe):
+        say(note)
     prepare_environment(recipe)
 
     def before(verbs: Sequence[str]) -> None:

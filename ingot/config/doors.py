@@ -34,6 +34,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "distill": "ingot.config.sections.objective:DistillSettings",
         "seq2seq": "ingot.config.sections.objective:Seq2SeqSettings",
         "classify": "ingot.config.sections.objective:ClassifySettings",
+        "mlm": "ingot.config.sections.mlm:MLMSettings",
+        "span_corruption": "ingot.config.sections.spans:SpanCorruptionSettings",
     },
     # Settings (ingot.config.sections.training.OptimizerSettings); `train.optimizer.kind`.
     "optimizer": {

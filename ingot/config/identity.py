@@ -8,9 +8,13 @@ they never change the result.
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import differing
+from ingot.base.markers import fingerprint
+from ingot.base.storage import sampled_sha256
 from ingot.config.doors import (
     FAMILIES,
     OBJECTIVES,
@@ -20,6 +24,7 @@ from ingot.config.doors import (
     TASKS,
     packages_of,
 )
+from ingot.config.models.source import named_folder, source_folder, starts_random
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
 from ingot.config.sections.loop import RouterSettings
@@ -46,6 +51,8 @@ MAY_CHANGE: tuple[Changeable, ...] = typing.get_args(Changeable)
 """Those of them that `resume.allow` may name: results differ from then on, but it is still the same
 training.
 """
+WEIGHTS_OF = "the weights of "
+"""Before the knob that names them, in the keys of `weights_identity`."""
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 """Where training starts from; included only if set."""
 
@@ -66,7 +73,7 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
                 del lora[knob]  # as runs of earlier versions have it
     if chosen["objective"].get("sampler"):
         chosen["objective"]["sampler"] = "vllm"  # not where it is
-    for knob in ("sample_again", "staleness", "sampler"):
+    for knob in ("sample_again", "staleness", "sampler", "whole_word_mask"):
         if not chosen["objective"].get(knob, True):
             del chosen["objective"][knob]  # as runs of earlier versions have it
     if chosen["objective"].get("old_logprobs") == "sampler":
@@ -111,13 +118,84 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     return chosen | packages_of((*kinds, *rewards))
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`knob old -> new` for everything that differs, with sections expanded to single knobs."""
+def weights_identity(recipe: Recipe) -> dict[str, str]:
+    """Fingerprints of the weights that training starts or learns from, by the knob that names them:
+    a model that was trained again under the same path makes another training.
+
+    Raises:
+        WrongInput: there is no such folder or hub model.
+    """
+    objective, lora = recipe.objective, recipe.model.lora
+    folders: dict[str, Path] = {}
+    start = source_folder(recipe.model)
+    if start is not None and not starts_random(recipe.model, start):
+        folders["model.source"] = start
+    for knob, source in (
+        ("objective.teacher", objective.teacher_source),
+        ("objective.reference", objective.reference_source),
+    ):
+        if source is not None:
+            folders[knob] = named_folder(source, knob)
+    if lora is not None and lora.adapter is not None:
+        folders["model.lora.adapter"] = Path(lora.adapter)
+    return {f"{WEIGHTS_OF}{knob}": _weights_fingerprint(path) for knob, path in folders.items()}
+
+
+def _weights_fingerprint(folder: Path) -> str:
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+    return fingerprint({file.name: sampled_sha256(file) for file in files})
+
+
+CALLED = {"data": "the prepared data", "tokenizer": "the tokenizer"}
+"""What is in an identity without being a knob, in words."""
+SOURCE_WEIGHTS = "data.train.weight"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs, for people: `knob old -> new` as a recipe would have them, sections expanded to
+    single knobs, and sources that were added or removed by their names.
+    """
     found: list[str] = []
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += [f"{key}.{change}" for change in changes(old, new)]
-        elif old != new:
-            found.append(" ".join((key, " -> ".join(differing(old, new)))))
+        if old == new:
+            continue
+        given = [value for value in (old, new) if value is not None]
+        if all(isinstance(value, Mapping) for value in given) and (
+            len(given) == 2 or _are_sources(given[0])
+        ):
+            found += [f"{key}.{change}" for change in changes(old or {}, new or {})]
+        else:
+            found.append(_change(key, old, new))
     return found
+
+
+def _are_sources(section: Mapping[str, Any]) -> bool:
+    return bool(section) and all(_is_source(one) for one in section.values())
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, Mapping) and "source" in value
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    if old is None and _is_source(new):
+        return f"{key} {new['source']} added"
+    if new is None and _is_source(old):
+        return f"{key} {old['source']} removed"
+    if key == SOURCE_WEIGHTS and old and new and len(old) != len(new):
+        return f"data.train {len(old)} -> {len(new)} sources"
+    return f"{CALLED.get(key, key)} {' -> '.join(differing(old, new, _written))}"
+
+
+def _written(value: Any) -> str:
+    """A value as a recipe has it."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_written(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value)

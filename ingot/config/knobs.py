@@ -194,6 +194,18 @@ def kinds_of(path: str) -> list[str]:
     ]
 
 
+def names_in(section: str, kind: str | None = None) -> list[str]:
+    """The names of the knobs in a section, of its `kind` alone where it has kinds."""
+    found = []
+    for knob in all_knobs():
+        above, _, name = knob.path.rpartition(".")
+        has_kinds = above.endswith("]") and not above.endswith("[]")
+        of_kind = kind is None or not has_kinds or above.endswith(f"[{kind}]")
+        if knob.plain.rpartition(".")[0] == section and of_kind:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
 def nearest_knob(path: str, within: str = "") -> str:
     """What another trainer's name for a knob means, or the most similar existing knob: first among
     the names below `within`, then by its last part anywhere.

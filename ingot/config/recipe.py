@@ -36,6 +36,7 @@ PACKS: dict[Documents, tuple[Pack, ...]] = {
     "rated": ("none",),
     "pair": ("none",),
     "labelled": ("none",),
+    "masked": ("none", "best_fit"),
 }
 """How each kind of document may become rows; the first is what `auto` means."""
 MADE_ANEW = ("gce", "vertex")
@@ -270,6 +271,9 @@ class Recipe(Section):
         suits = "What can you do?" if self.documents in CHAT_TEMPLATED else "The"
         if self.documents in ("pair", "labelled"):
             suits = "The council met on Monday and decided to repair the old bridge."
+        if self.documents == "masked":
+            hidden = "[MASK]" if self.objective.spans is None else "<extra_id_0>"
+            suits = f"The council met on {hidden} and decided to repair the old bridge."
         chosen = (self.serve.prompt, *self.evaluate.prompts, suits)
         return next(prompt for prompt in chosen if prompt is not None)
 
@@ -298,7 +302,8 @@ class Recipe(Section):
         train, stop = self.train, self.train.early_stop
         knobs: list[tuple[str, bool]] = []
         if verb == "prepare":
-            knobs = [("data.clean.contamination", self.data.clean.contamination is not None)]
+            clean = self.data.clean
+            knobs = [("data.clean.contamination", bool(clean.contamination and not clean.against))]
         elif verb == "train":
             alone = train.evaluate_every is not None and not train.evaluate_tasks
             knobs = [
@@ -324,19 +329,27 @@ class Recipe(Section):
 
     @property
     def _packs(self) -> tuple[Pack, ...]:
-        return ("none",) if self.objective.samples_answers else PACKS[self.documents]
+        alone = self.objective.samples_answers or self.objective.spans
+        return ("none",) if alone else PACKS[self.documents]
 
     @property
     def row_plan(self) -> str:
-        """What tables of rows are named after: `pack`, and `data.truncate` if it is not `right`."""
+        """What tables of rows are named after: `pack`, and what else decides about them."""
+        if (spans := self.objective.spans) is not None:
+            return f"{self.pack}-{spans.plan}"
         return self.pack + ("" if self.data.truncate == "right" else f"-{self.data.truncate}")
 
     @property
+    def target_len(self) -> int:
+        """Tokens of a target: `data.target_len`, or what hidden spans of `data.seq_len` lead to."""
+        spans = self.objective.spans
+        return self.data.target_len if spans is None else spans.target_len(self.data.seq_len)
+
+    @property
     def held_out_row_plan(self) -> str:
-        """The same of held-out documents: texts are always cut from the stream, so that each token
-        is measured once.
-        """
-        return "cut" if self.documents == "text" else self.row_plan
+        """The same of held-out documents, of which each token is measured once and apart."""
+        fixed = {"text": "cut", "masked": self.row_plan.replace("best_fit", "none")}
+        return fixed.get(self.documents, self.row_plan)
 
     def at(self, verb: str) -> Recipe:
         """The recipe with `launch` overridden by `pipeline.steps` for one step."""
@@ -369,11 +382,8 @@ class Recipe(Section):
 
     @property
     def registry_path(self) -> Path:
-        return (
-            Path(self.registry.path)
-            if self.registry.path
-            else Path(self.output) / "registry.sqlite"
-        )
+        given = self.registry.path
+        return Path(given) if given else Path(self.output) / "registry.sqlite"
 
     def select(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
         """The knobs under dotted `prefixes` with their values: `select(("seed",

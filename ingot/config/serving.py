@@ -17,7 +17,6 @@ from typing import Any, Literal
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import Serve
-from ingot.config.sections.launch import Machine
 
 VLLM_IMAGE = "docker.io/vllm/vllm-openai:v0.32.0"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.06-vllm-python-py3"
@@ -72,7 +71,7 @@ def container_of(recipe: Recipe) -> EndpointContainer:
             cards = _accelerators(serve)
             # This image reads the bucket itself, without ingot: nothing is copied to a disk first.
             args = vllm_arguments(
-                STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve.machine)
+                STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve)
             )
             args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
             return EndpointContainer(
@@ -109,7 +108,9 @@ SERVER_ARGUMENTS = (
     "max_tokens",
     "max_queue",
     "max_batch",
+    "finish_s",
     "any_template",
+    "compute",
     "pack",
     "prefix_cache_mb",
     "tool_call_parser",
@@ -203,6 +204,7 @@ def triton_repository(
                 "max_queue",
                 "max_tokens",
                 "any_template",
+                "compute",
                 "pack",
                 "prefix_cache_mb",
             )
@@ -225,7 +227,7 @@ def triton_repository(
         return {f"{folder}/config.pbtxt": config, f"{folder}/1/model.py": _MODEL_PY}
     engine = {
         "model": model,
-        "dtype": dtype_on(serve.machine),
+        "dtype": dtype_on(serve),
         "max_num_seqs": serve.max_batch,
         "tensor_parallel_size": _accelerators(serve),
         "generation_config": "vllm",
@@ -314,9 +316,15 @@ def answered(engine: str, answer: Any) -> str:
         ) from None
 
 
-def dtype_on(machine: Machine) -> str:
-    """The dtype for weights on this machine, in vLLM's terms."""
-    kind = (machine.accelerator or "").lower().replace("_", "-")
+VLLM_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""`serve.compute` in vLLM's terms."""
+
+
+def dtype_on(serve: Serve) -> str:
+    """The dtype for weights on the endpoint's machine, in vLLM's terms."""
+    if serve.compute != "auto":
+        return VLLM_TYPES[serve.compute]
+    kind = (serve.machine.accelerator or "").lower().replace("_", "-")
     return "half" if kind.rpartition("-")[2] in _OLD else "bfloat16"
 
 

@@ -4,6 +4,7 @@ validation errors as one line per error, with its place.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.knobs import all_knobs, kinds_of, nearest_knob
+from ingot.config.knobs import ELSEWHERE, all_knobs, kinds_of, names_in, nearest_knob
 
 KeyPath = tuple[str | int, ...]
 MISSING = object()
@@ -47,6 +48,13 @@ def parse_path(names: Iterable[str]) -> KeyPath:
     return tuple(int(name) if re.fullmatch("[0-9]{1,9}", name) else name for name in names)
 
 
+def _instead(path: KeyPath, rest: KeyPath, value: Any) -> str:
+    """How to set what stands as a list as the section that has this knob, where there is one."""
+    if dotted((*path, *rest)) not in {knob.path for knob in all_knobs()}:
+        return ""
+    return f", or the section in its place: `{dotted(path)}={{{dotted(rest)}: {value}}}`"
+
+
 def get(tree: Any, path: KeyPath) -> Any:
     """The value at `path`, or MISSING."""
     for part in path:
@@ -69,6 +77,7 @@ def set_value(values: Values, path: KeyPath, value: Any, where: str) -> None:
         if isinstance(tree, list) and not (isinstance(part, int) and part < len(tree)):
             raise WrongInput(
                 f"{where}: `{dotted(above)}` is a list of {len(tree)}; give an index below that"
+                + _instead(above, path[len(above) :], value)
             )
         above = (*above, key)
         before = tree[key] if isinstance(tree, list) else tree.get(key)
@@ -146,7 +155,7 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     full = (*path, *detail["loc"][-1:])
     match detail["type"]:
         case "extra_forbidden":
-            return f"{values.origin(full)}: {_unknown_knob(path, full)}", "", ""
+            return f"{values.origin(full)}: {_unknown_knob(path, full, values)}", "", ""
         case "missing":
             meaning = _knob(full)[1].rstrip(".")
             return f"{values.origin(path)}: `{dotted(full)}` is missing; add it ({meaning})", "", ""
@@ -157,13 +166,21 @@ def _explain_one(detail: ErrorDetails, values: Values) -> tuple[str, str, str]:
     return _explain_value(detail, full, values)
 
 
-def _unknown_knob(path: KeyPath, full: KeyPath) -> str:
+def _unknown_knob(path: KeyPath, full: KeyPath, values: Values) -> str:
     if kinds := kinds_of(_plain(full)):
         return (
             f"`{dotted(full)}` is for kind {' and '.join(kinds)} only; remove it, or set"
             f" `{dotted((*path, 'kind'))}`"
         )
-    nearest = nearest_knob(dotted(full), dotted(path))
+    wrong, nearest = str(full[-1]), nearest_knob(dotted(full), dotted(path))
+    kind = (get(values.tree, path) or {}).get("kind")
+    own = names_in(_plain(path), kind)
+    if wrong.lower() in ELSEWHERE:
+        pass
+    elif near := difflib.get_close_matches(wrong, own, n=1):
+        nearest = dotted((*path, near[0]))
+    elif kind and wrong != nearest.rpartition(".")[2]:
+        return f"unknown knob `{dotted(full)}`; kind {kind} has {', '.join(own[1:])}"
     return f"unknown knob `{dotted(full)}`; did you mean `{nearest}`?"
 
 

@@ -19,6 +19,7 @@ from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import PLURALS, DocumentExtractor
+from ingot.data.documents.records import EMPTY, FEW, refuse_many
 from ingot.data.engines.local import LocalEngine
 from ingot.data.raw.ingest_tasks import (
     IngestedTask,
@@ -43,7 +44,6 @@ from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Split
 
-SHOWN = 3
 # Where the tasks' parts lie until all are done and get their final numbers.
 TASKS = ".tasks"
 # Below this size, starting processes takes longer than reading here.
@@ -67,8 +67,9 @@ def ingest(recipe: Recipe) -> VerbOutcome:
     byte-identical files. An earlier result stays until the new parts are complete.
 
     Raises:
-        WrongInput: a source is missing, empty or has no such column; with `on_bad: stop`, the first
-            bad record.
+        WrongInput: a source is missing, empty or has no such column; a file is damaged or cut
+            short, but with `on_bad: skip_files`; with `on_bad: stop`, the first bad record; more
+            of a source is skipped than `max_skipped`.
     """
     files = source_files(recipe)
     total = sum(
@@ -85,11 +86,11 @@ def ingest(recipe: Recipe) -> VerbOutcome:
     with atomic_folder(folder) as made:
         (made / TASKS).mkdir()
         with Progress("ingest", total=-(-total // 10**6), unit="MB") as progress:
-            work = IngestStage(made / TASKS, stop=recipe.data.on_bad == "stop")
+            work = IngestStage(made / TASKS, recipe.data.on_bad)
             with contextlib.closing(_engine(recipe, tasks, total)) as engine:
                 engine.warm("ingot.data.raw.ingest_tasks")
                 done = engine.run(work, tasks, progress) if tasks else []
-        splits, entries = _gather(made, plans, done)
+        splits, entries = _gather(made, plans, done, recipe.data.max_skipped)
         shutil.rmtree(made / TASKS)
         write_manifest(made, splits, entries)
     raw = RawData(folder, splits)
@@ -127,8 +128,11 @@ def _check_formats(
     """Refuse formats that cannot hold this kind of document, and column names for formats with
     fixed columns.
     """
+    unfit: tuple[str, ...] = () if recipe.documents == "text" else ONLY_TEXTS
+    if recipe.documents == "masked":
+        unfit = ("megatron",)  # tokens already, with those of decoders around them
     for file in files:
-        if recipe.documents != "text" and file.format in ONLY_TEXTS:
+        if file.format in unfit:
             raise WrongInput(
                 f"{knob}.source {source.source} holds {file.format} ({file.name}), and"
                 f" objective.kind={recipe.objective.kind} trains on {PLURALS[recipe.documents]};"
@@ -152,10 +156,10 @@ def _engine(recipe: Recipe, tasks: Sequence[IngestTask], total: int) -> LocalEng
 
 
 def _gather(
-    folder: Path, plans: Sequence[_Plan], results: Sequence[IngestedTask]
+    folder: Path, plans: Sequence[_Plan], results: Sequence[IngestedTask], most: float
 ) -> tuple[dict[Split, list[RawSource]], list[FileEntry]]:
-    """Move the tasks' parts to their final names; returns the result of each source and all
-    files.
+    """Move the tasks' parts to their final names; returns the result of each source and all files.
+    `most`: the share of a source's records that may be skipped.
     """
     splits: dict[Split, list[RawSource]] = {}
     entries, remaining = list[FileEntry](), iter(results)
@@ -173,7 +177,7 @@ def _gather(
                 os.replace(folder / TASKS / part.path, folder / path)
                 parts.append(replace(part, path=path))
                 entries.append(replace(entry, path=path))
-        _tell(plan, tally, parts)
+        _tell(plan, tally, parts, most)
         groups = [group for part in parts for group in part.groups]
         stamps, seen = stamps_of(plan.files)
         made.append(
@@ -232,10 +236,12 @@ NO_TEXT = (
 """What to do with files that are no text as ingot reads it."""
 
 
-def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
-    """Report skipped records; refuse a source without a single document."""
+def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart], most: float) -> None:
+    """Report skipped records; refuse a source without a single document, and one of which more than
+    the share `most` is skipped.
+    """
     name = plan.source.source
-    for example in tally.examples[:SHOWN]:
+    for example in tally.examples[:FEW]:
         say(f"skipped {example}")
     if not tally.good and tally.keys:
         raise plan.tasks[0].extractor.missing_error(name, tally.keys)
@@ -250,11 +256,12 @@ def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart]) -> None:
             f"{name}: fraction={plan.source.fraction} leaves none of its {tally.good:,} documents;"
             " raise it"
         )
-    if tally.bad.total() > SHOWN:
-        say(
-            f"{name}: skipped {tally.bad.total():,} of {tally.good + tally.bad.total():,}"
-            f" ({tally}); manifest.json names some"
-        )
+    skipped, total = tally.bad.total(), tally.good + tally.bad.total()
+    told = f"{name}: skipped {skipped:,} of {total:,} records ({tally})"
+    lost = skipped - tally.bad[EMPTY]
+    refuse_many(told, lost, total - tally.bad[EMPTY], most)
+    if skipped > FEW:
+        say(f"{told}; manifest.json names some")
 
 
 def _in_words(raw: RawData) -> str:

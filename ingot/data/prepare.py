@@ -20,6 +20,7 @@ from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
+from ingot.data.batches.spans import hiding_of
 from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import bin_path, column_prefix, idx_path
@@ -37,7 +38,7 @@ from ingot.data.documents.kinds import PLURALS
 from ingot.data.engines.choose import open_engine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
-from ingot.data.packing.tables import keep_packed, pack
+from ingot.data.packing.tables import RowTables, keep_packed, pack
 from ingot.data.raw.ranges import SMALLEST_BYTES
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
@@ -62,8 +63,8 @@ def prepare(recipe: Recipe) -> VerbOutcome:
     tokenizer, which are replaced only once the result is complete and valid for the recipe.
 
     Raises:
-        WrongInput: nothing is ingested for this recipe, a split is empty, or there is less than one
-            global batch.
+        WrongInput: nothing is ingested for this recipe, its tokenizer cannot hide what the
+            objective hides, a split is empty, or there is less than one global batch.
         Failed: the disk is full, or a worker died.
     """
     check_held_out(recipe, "prepare")
@@ -85,6 +86,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     tokenizer, tokenizer_folder = provide_tokenizer(
         recipe, raw, cleaned, _being_made(run.tokenizer)
     )
+    hiding_of(recipe, tokenizer)  # raises where the tokenizer cannot
     _warn_of_no_end(recipe, tokenizer)
     made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
@@ -105,6 +107,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         data=data_identity(files, identity),
         sets={split: set_identity(sources) for split, sources in splits.items()},
         closing=len(tokenizer.frame[1]),
+        opening=len(tokenizer.frame[0]),
         prefix=prefix_of(recipe),
         labels=recipe.labels,
     )
@@ -118,7 +121,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         files,
     )
     keep_packed(run.columns, folder, prepared)
-    _pack(recipe, prepared, engine)
+    packed = _pack(recipe, prepared, engine)
     with disk_errors(run.columns):
         replace_folder(folder, run.columns)
         if tokenizer_folder != run.tokenizer:
@@ -133,16 +136,25 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         *(run.tokenizer / name for name in tokenizer.files),
     ]
     return VerbOutcome(
-        f"{_in_words(tokens)} tokens, vocabulary {tokenizer.vocab_size:,}",
+        f"{_in_words(tokens)} tokens{_in_no_row(recipe, packed, tokens)},"
+        f" vocabulary {tokenizer.vocab_size:,}",
         str(run.columns),
         prepared.data,
         file_sizes(run.root, paths),
     )
 
 
+def _in_no_row(recipe: Recipe, packed: RowTables | None, tokens: int) -> str:
+    """How many tokens of chats are in no row; empty if there are none, or of texts."""
+    if packed is None or recipe.documents not in CHAT_TEMPLATED or packed.total.tokens >= tokens:
+        return ""
+    lost = _in_words(tokens - packed.total.tokens)
+    return f" ({lost} beyond data.seq_len or without anything trained are in no row)"
+
+
 def _warn_of_no_end(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Print what keeps a model from learning where a document or an answer ends."""
-    if recipe.documents != "labelled" and not (
+    if recipe.documents not in ("labelled", "masked") and not (
         tokenizer.frame[1] if recipe.documents == "pair" else tokenizer.after
     ):
         say(
@@ -202,9 +214,9 @@ def _tell(cleaned: CleaningResult) -> None:
         )
 
 
-def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
-    """Plan rows unless documents are one stream; refuse data too small for training or
-    evaluation.
+def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> RowTables | None:
+    """Plan rows unless documents are one stream, which gives None; refuse data too small for
+    training or evaluation.
     """
     folder, seq_len, how, target_len = (
         _being_made(recipe.folder.columns),
@@ -212,17 +224,13 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
         recipe.row_plan,
         recipe.data.target_len,
     )
-    if how != "cut":
+    of_pairs = target_len if prepared.documents == "pair" else None
+    made = {}
+    for plan in {how, recipe.held_out_row_plan} - {"cut"}:
         with Progress("pack", total=None, unit="MB") as progress:
-            packed = pack(
-                folder,
-                prepared,
-                seq_len,
-                how,
-                engine,
-                progress,
-                target_len if prepared.documents == "pair" else None,
-            )
+            made[plan] = pack(folder, prepared, seq_len, plan, engine, progress, of_pairs)
+    packed = made.get(how)
+    if packed is not None:
         say(str(packed))
     by_part = recipe.data.window is not None
     rows = open_rows(
@@ -246,6 +254,7 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> None:
                 f"warning: data.train[{number}] {source.source} has {source.tokens:,} tokens, not"
                 f" one row of data.seq_len={seq_len}: it is not trained on"
             )
+    return packed
 
 
 def _sources(
@@ -277,12 +286,19 @@ def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> 
     documents = {
         split: sum(source.documents for source in sources) for split, sources in splits.items()
     }
-    if recipe.data.holds_out and not documents["validation"]:
+    if not recipe.data.holds_out or documents["validation"]:
+        return
+    share = Shares.of(recipe.data).validation
+    if share is None:
         raise WrongInput(
-            f"no document of {sum(documents.values()):,} is held out by"
-            f" data.validation.fraction={Shares.of(recipe.data).validation}; raise it, or give"
-            " data.validation sources of its own"
+            "no document of the sources of data.validation is left by cleaning; clean less"
+            " (`ingot show data` names what was left out), or give other sources"
         )
+    raise WrongInput(
+        f"no document of {sum(documents.values()):,} is held out by"
+        f" data.validation.fraction={share}; raise it, give data.validation"
+        " sources of its own, or hold nothing out with data.validation=null"
+    )
 
 
 def _dropped(

@@ -5,7 +5,7 @@ of each document in bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.columns.column import Column
-from ingot.data.columns.manifest import PreparedData
+from ingot.data.columns.manifest import PreparedData, PreparedSource
 from ingot.data.columns.reader import PartReader, opening
 from ingot.data.splits import Split
 from ingot.evaluate.bigram import TokenPairs
@@ -30,6 +30,18 @@ def open_columns(folder: Path, prepared: PreparedData, split: Split) -> list[Col
         for source in sources
         for index in range(len(source.parts))
     ]
+
+
+def source_of_documents(
+    columns: Sequence[Column], sources: Sequence[PreparedSource]
+) -> npt.NDArray[np.int64]:
+    """The number of the source of each document that has tokens, [documents]; `columns` are those
+    of `open_columns`.
+    """
+    of_part = np.repeat(np.arange(len(sources)), [len(source.parts) for source in sources])
+    return np.repeat(
+        of_part, [np.count_nonzero(column.lengths(0, len(column))) for column in columns]
+    )
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:

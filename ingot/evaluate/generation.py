@@ -17,9 +17,10 @@ from ingot.models.generation.request import GREEDY, Completion, Request, check_r
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, check_seq2seq_request
 from ingot.models.hf.config import HFConfig
-from ingot.models.hf.models import Encoder
+from ingot.models.hf.models import TextReader
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
+from ingot.tokenizers.sentinels import decoder_for, encode_with_sentinels
 from ingot.tokenizers.tokenizer import Tokenizer
 
 MICRO_BATCHES_AT_ONCE = 4
@@ -30,15 +31,12 @@ progress is still visible.
 
 def encode_source(tokenizer: Tokenizer, text: str, recipe: Recipe) -> list[int]:
     """Encode a source as in training: with the objective's prefix and the tokenizer's frame,
-    truncated to data.seq_len.
+    truncated to data.seq_len. Sentinels in it stand for hidden spans.
     """
-    prefix = recipe.objective.source_prefix
-    before, after = tokenizer.frame
-    return [
-        *before,
-        *tokenizer.encode(prefix + text)[: max(recipe.data.seq_len - len(before) - len(after), 0)],
-        *after,
-    ]
+    ids = encode_with_sentinels(tokenizer, recipe.objective.source_prefix + text)
+    before, after = map(len, tokenizer.frame)
+    kept = max(recipe.data.seq_len - after, before)
+    return [*ids[: len(ids) - after][:kept], *ids[len(ids) - after :]]
 
 
 def generate_texts(
@@ -142,7 +140,7 @@ def generate_on_this_rank(
         return _decoder_answers(
             subject, [Request(prompt, max_tokens, sampling) for prompt in prompts]
         )
-    if isinstance(model, Encoder):
+    if isinstance(model, TextReader):
         raise WrongInput(
             f"{subject.where} is an encoder, which writes nothing; remove what asks it to"
         )
@@ -153,8 +151,8 @@ def generate_on_this_rank(
             subject.eos,
         )
     return [
-        None if answer.finish == "error" else subject.tokenizer.decode(answer.ids)
-        for answer in found
+        None if answer.finish == "error" else decoder_for(subject.tokenizer, prompt)(answer.ids)
+        for prompt, answer in zip(prompts, found, strict=True)
     ]
 
 

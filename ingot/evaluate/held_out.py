@@ -9,12 +9,15 @@ from collections.abc import Callable
 from ingot.base.errors import WrongInput
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
-from ingot.data.batches.loader import fixed_batches
+from ingot.data.batches.loader import Batch, fixed_batches
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import prepared_for
 from ingot.evaluate.loss import row_losses
 from ingot.evaluate.tasks.loss import open_held_out
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.head import IGNORE
 
 TARGETS = 4096
 """Rows are taken until so many tokens are predicted: minutes for billions of weights on a CPU."""
@@ -37,14 +40,27 @@ def held_out_loss(recipe: Recipe | None) -> tuple[Callable[[AnyModel], float] | 
     except WrongInput as error:
         return None, str(error)
 
+    batches = _predicting(rows)
+    if not batches:
+        return None, "no held-out row has a token to predict"
+
     def measure(model: AnyModel) -> float:
         assert isinstance(model, Decoder)
-        nats, targets = 0.0, 0
-        for batch in fixed_batches(rows, range(min(len(rows), ROWS)), MICRO_BATCH):
-            found = row_losses(model, [batch])
-            nats, targets = nats + float(found.nll.sum()), targets + int(found.targets.sum())
-            if targets >= TARGETS:
-                break
-        return nats / max(1, targets)
+        found = [row_losses(model, [batch]) for batch in batches]
+        nats = sum(float(losses.nll.sum()) for losses in found)
+        return nats / sum(int(losses.targets.sum()) for losses in found)
 
-    return (measure, "") if len(rows) else (None, "the run has no held-out documents")
+    return measure, ""
+
+
+def _predicting(rows: Rows | Samples) -> list[Batch]:
+    """The first batches in which anything is predicted, up to `TARGETS` tokens or `ROWS` rows."""
+    batches, targets = list[Batch](), 0
+    for batch in fixed_batches(rows, range(len(rows)), MICRO_BATCH):
+        count = int((batch.labels != IGNORE).sum())
+        if count:
+            batches.append(batch)
+            targets += count
+        if targets >= TARGETS or len(batches) * MICRO_BATCH >= ROWS:
+            break
+    return batches

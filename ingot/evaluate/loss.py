@@ -42,7 +42,6 @@ class SegmentLosses:
     tokens: npt.NDArray[np.int64]
     ends_document: npt.NDArray[np.bool_]
     """Whether the document ends with it, rather than continuing in the next row."""
-    begins_row: npt.NDArray[np.bool_]
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:
@@ -55,11 +54,6 @@ class SegmentLosses:
         return SegmentLosses(
             *(getattr(self, field.name)[:count] for field in fields(SegmentLosses))
         )
-
-    @property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """The index of each segment's row, from 0; rows of padding only do not count."""
-        return np.cumsum(self.begins_row) - 1
 
 
 def row_losses(
@@ -103,17 +97,13 @@ def _segment_losses(values: Tensor, batch: Batch) -> SegmentLosses:
     live = segments[starts] > 0
     # A document's last token has no label: the next token belongs to another document.
     ends = labels[starts + tokens - 1] == IGNORE
-    return SegmentLosses(
-        nll[live], targets[live], tokens[live], ends[live], (starts % time == 0)[live]
-    )
+    return SegmentLosses(nll[live], targets[live], tokens[live], ends[live])
 
 
 def _joined(parts: list[SegmentLosses]) -> SegmentLosses:
     if not parts:
         none = np.zeros(0, np.int64)
-        return SegmentLosses(
-            none.astype(np.float64), none, none, none.astype(np.bool_), none.astype(np.bool_)
-        )
+        return SegmentLosses(none.astype(np.float64), none, none, none.astype(np.bool_))
     return SegmentLosses(
         *(
             np.concatenate([getattr(part, field.name) for part in parts])
@@ -160,10 +150,8 @@ def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
         everyone[number, begin : begin + len(mine.nll)] = torch.from_numpy(
             getattr(mine, field.name).astype(np.float64)
         )
-    nll, targets, tokens, ends, begins = mesh.all_sum(everyone).numpy()
-    return SegmentLosses(
-        nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0, begins > 0
-    )
+    nll, targets, tokens, ends = mesh.all_sum(everyone).numpy()
+    return SegmentLosses(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0)
 
 
 def mean_loss(
@@ -193,7 +181,7 @@ class SampleLosses:
     """Negative log-likelihood of the targets."""
     targets: Floats
     bytes: Floats
-    """The size of the decoded targets; 0 for class labels."""
+    """The size of the decoded targets; 0 for class labels and masked tokens."""
     rejected_nats: Floats
     rejected_targets: Floats
     ratings: Floats
@@ -213,7 +201,7 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
     """
     preference, text = (
         subject.recipe.documents == "preference",
-        subject.recipe.documents != "labelled",
+        subject.recipe.documents not in ("labelled", "masked"),
     )
     table = np.zeros((count, 6), np.float64)
     for batch, values in score_samples(subject, rows, count, title, CrossEntropy().token):

@@ -20,7 +20,15 @@ from ingot.evaluate.loss import SegmentLosses
 Floats = npt.NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
 """Sums `[..., K]` -> values `[...]`."""
+Interval = tuple[float | None, float | None]
+"""Both ends, or two None where they are not known."""
 
+FEWEST_UNITS = 4
+"""Of fewer units no interval is told: one of 95 % held half of the time with two units and 0.7 of
+it with three, 0.8 with four (docs/LOG.md, 2026-11-26).
+"""
+SAME = 1e-12
+"""Draws that differ by less do so by rounding alone."""
 RESAMPLES = 2000
 MAX_UNITS = 10_000
 CHUNK_DRAWS = 2**21
@@ -28,7 +36,7 @@ CHUNK_DRAWS = 2**21
 
 def ratio_interval(
     numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
+) -> Interval:
     """The confidence interval of sum(numerators) / sum(denominators), where the units (such as
     documents) are a sample of a population; see `bootstrap_interval`.
 
@@ -54,25 +62,27 @@ def _ratio(sums: Floats) -> Floats:
 
 def bootstrap_interval(
     units: Floats, statistic: Statistic, *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
+) -> Interval:
     """The confidence interval of `statistic(units.sum(axis=0))`, where the units `[N, K]` are a
     sample of a population.
 
     Bootstrap with bias correction and acceleration (BCa, Efron 1987), which keeps its level well
     where units are few and unequal. Deterministic for a `seed`. More than 10,000 units are first
     summed at random into that many groups, which preserves the variance of the sums and bounds time
-    and memory. For a single unit the interval is the value itself.
+    and memory. It is not known for fewer than `FEWEST_UNITS`, nor where all draws are alike.
 
     Args:
         statistic: from sums `[..., K]` to values `[...]`; NaN where it is undefined, and such draws
             are left out.
     """
+    if len(units) < FEWEST_UNITS:
+        return None, None
     generator = np.random.default_rng(seed)
     units = _grouped(units, generator)
     value = float(statistic(units.sum(axis=0)))
     drawn = np.sort(_resampled(units, statistic, generator))
-    if len(drawn) == 0 or drawn[0] == drawn[-1]:
-        return value, value
+    if len(drawn) == 0 or math.isclose(drawn[0], drawn[-1], rel_tol=SAME):
+        return None, None
     acceleration = _acceleration(units, statistic)
     low, high = (
         _corrected_quantile(share, drawn, value, acceleration)
@@ -123,9 +133,6 @@ def _corrected_quantile(share: float, ratios: Floats, value: float, acceleration
     return normal.cdf(bias + shifted / max(1 - acceleration * shifted, 1e-3))
 
 
-FEW_DOCUMENTS = 10
-
-
 def loss_metrics(
     task: str, losses: SegmentLosses, document_bytes: Floats, *, documents: str, tokenizer: str
 ) -> dict[str, Metric]:
@@ -133,8 +140,8 @@ def loss_metrics(
     %.
 
     Intervals show how much another draw of held-out documents would have changed the value: whole
-    documents are resampled, since tokens of one document are correlated. With fewer than ten
-    documents, rows are resampled instead, which makes the interval too narrow, but not empty.
+    documents are resampled, since tokens of one document are correlated. Of fewer than four none is
+    known; one from their rows would hold a third of the time (docs/LOG.md, 2026-11-26).
 
     Args:
         document_bytes: bytes of each document, in the order of rows.
@@ -152,42 +159,41 @@ def loss_metrics(
         )
     tokens = np.bincount(of_document, losses.tokens)
     segment_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]
-    units = of_document if len(document_bytes) >= FEW_DOCUMENTS else losses.rows
     nll, targets, size = (
-        np.bincount(units, values).astype(np.float64)
+        np.bincount(of_document, values).astype(np.float64)
         for values in (losses.nll, losses.targets, segment_bytes)
     )
     return sum_metrics(task, nll, targets, size, documents=documents, tokenizer=tokenizer)
 
 
 def sum_metrics(
-    task: str, nll: Floats, targets: Floats, size: Floats, *, documents: str, tokenizer: str
+    task: str, nll: Floats, targets: Floats, size: Floats | None, *, documents: str, tokenizer: str
 ) -> dict[str, Metric]:
     """The same from sums over each unit of resampling: nats, targets and their bytes, all [N].
+    `size` None: without bits per byte.
 
     Raises:
         WrongInput: there are no targets.
     """
-    if not targets.sum() or not size.sum():
+    if not targets.sum() or (size is not None and not size.sum()):
         raise WrongInput(
             "the held-out documents have nothing to predict; set data.validation to more documents"
         )
     same_tokens = fingerprint({"documents": documents, "tokenizer": tokenizer})
 
-    def metric(value: float, interval: tuple[float, float], compared_on: str) -> Metric:
+    def metric(value: float, interval: Interval, compared_on: str) -> Metric:
         return Metric(value, *interval, direction="lower", n=len(nll), set_fingerprint=compared_on)
 
     loss, interval = float(nll.sum() / targets.sum()), ratio_interval(nll, targets)
-    bits = nll / math.log(2)
-    return {
+    found = {
         f"{task}/loss": metric(loss, interval, same_tokens),
-        f"{task}/perplexity": metric(
-            _exp_or_inf(loss), (_exp_or_inf(interval[0]), _exp_or_inf(interval[1])), same_tokens
-        ),
-        f"{task}/bits_per_byte": metric(
-            float(bits.sum() / size.sum()), ratio_interval(bits, size), documents
-        ),
+        f"{task}/perplexity": metric(_exp_or_inf(loss), mapped(interval, _exp_or_inf), same_tokens),
     }
+    if size is not None:
+        bits = nll / math.log(2)
+        per_byte = float(bits.sum() / size.sum())
+        found[f"{task}/bits_per_byte"] = metric(per_byte, ratio_interval(bits, size), documents)
+    return found
 
 
 def mean_metric(
@@ -202,6 +208,12 @@ def mean_metric(
         n=len(numbers),
         set_fingerprint=on,
     )
+
+
+def mapped(interval: Interval, function: Callable[[float], float]) -> Interval:
+    """The interval of `function`, which must be increasing, of a metric with this `interval`."""
+    low, high = interval
+    return (None, None) if low is None or high is None else (function(low), function(high))
 
 
 def _exp_or_inf(loss: float) -> float:

@@ -27,6 +27,7 @@ def show_report(report: EvaluationReport, console: Console) -> None:
     """Print the metrics, then the baselines, then the completions."""
     names = ["metric", "better", "value", "95 % interval", "n", *(["base"] if report.base else [])]
     table = Table(*names)
+    table.columns[0].overflow = "fold"
     for column in table.columns[2:]:
         column.justify = "right"
     for key, metric in report.metrics.items():
@@ -34,7 +35,7 @@ def show_report(report: EvaluationReport, console: Console) -> None:
             key,
             metric.direction,
             f"{metric.value:.4f}",
-            f"{metric.ci_low:.4f} to {metric.ci_high:.4f}",
+            metric.interval_words("{:.4f}".format),
             f"{metric.n:,}",
         ]
         table.add_row(*row, *([_base_cell(report.base.get(key))] if report.base else []))
@@ -59,8 +60,29 @@ def show_completions(samples: Sequence[Mapping[str, str]], console: Console) -> 
         console.print(table)
         return
     for sample in samples:
-        for part in ("prompt", "completion"):
-            console.print(f"{part}: {sample[part]}", markup=False, soft_wrap=True)
+        for part in ("prompt", "reference", "completion"):
+            if part in sample:
+                console.print(f"{part}: {sample[part]}", markup=False, soft_wrap=True)
+
+
+def written_answers(examples: Path, most: int) -> list[dict[str, str]]:
+    """The first `most` answers of each task that had the model write some, such as rouge, from its
+    file of `examples`: completions as in the report, each with its `reference`.
+    """
+    parts = {
+        "source": "prompt",
+        "reference": "reference",
+        "prediction": "completion",
+        "base_prediction": "base",
+    }
+    found = []
+    for path in sorted(examples.glob(f"*{EXAMPLES_SUFFIX}")):
+        names = pq.read_schema(path).names
+        if {"source", "reference", "prediction"} <= set(names):
+            there = [name for name in parts if name in names]
+            rows = pq.read_table(path, columns=there).slice(0, most).to_pylist()
+            found += [{parts[name]: row[name] for name in there} for row in rows]
+    return found
 
 
 def _base_cell(metric: Metric | None) -> str:

@@ -178,6 +178,13 @@ def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
             for source in recipe.sources
             if ":" not in source and not is_remote(source)
         ]
+    if verb in ("prepare", "run"):
+        reasons += [
+            f"data.clean.contamination.against {source} is a file of this machine; put it into the"
+            " bucket, or run `ingot prepare` here first"
+            for source in recipe.data.clean.against
+            if ":" not in source and not is_remote(source)
+        ]
     if verb in ("prepare", "train", "evaluate", "run"):
         reasons += [
             f"{knob} {value} cannot be read by the nodes, which see no folder of this machine and"

@@ -116,13 +116,24 @@ def is_slow_in_bf16(device: torch.device) -> bool:
     )
 
 
+def is_fast_in_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 take a fraction of float32's time on this CPU: it multiplies blocks
+    (AMX).
+    """
+    return device.type == "cpu" and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
 @contextlib.contextmanager
-def computing_in(compute: Compute, device: torch.device) -> Iterator[None]:
-    """Matrix products in `compute`; weights, norms, softmax and losses stay float32."""
+def computing_in(
+    compute: Compute, device: torch.device, *, keeps_casts: bool = True
+) -> Iterator[None]:
+    """Matrix products in `compute`; weights, norms, softmax and losses stay float32. `keeps_casts`:
+    a float32 weight is cast once within the block, and its copy kept until the end.
+    """
     if compute == "fp32":
         yield
     elif compute == "bf16":
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=keeps_casts):
             yield
     else:
         raise ValueError(f"precision.compute {compute!r} is not fp32 or bf16")

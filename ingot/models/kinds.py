@@ -22,7 +22,7 @@ from ingot.models.adapters.peft_config import base_of, is_adapter
 from ingot.models.hf import folder as folders
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import hf_weights, load_hf_model
-from ingot.models.hf.models import Encoder, Seq2Seq
+from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq
 from ingot.models.hf.tensor_names import (
     LORA_LEAVES,
     expert_pieces,
@@ -34,7 +34,7 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import named_weights
 
-AnyModel = Decoder | Seq2Seq | Encoder
+AnyModel = Decoder | Seq2Seq | Encoder | MaskedLM
 
 
 def kind_of_folder(folder: Path) -> ModelKind:

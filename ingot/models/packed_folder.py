@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ingot.config.models.source import CONFIG, model_config
-from ingot.models.device import mapping_blocks
+from ingot.models.device import Compute, mapping_blocks
 from ingot.models.hf.folder import load_weights, named_tensors
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -19,9 +19,9 @@ from ingot.models.parameters import allocate, named_weights
 
 
 @torch.no_grad()
-def open_packed(folder: Path) -> Decoder | None:
+def open_packed(folder: Path, compute: Compute) -> Decoder | None:
     """The decoder in `folder`, whose tensors are stored as bfloat16, on this CPU and in evaluation
-    mode; None where its weights cannot be packed.
+    mode, to compute in `compute`; None where its weights cannot be packed for that.
 
     Raises:
         WrongInput: as `load_model`.
@@ -45,4 +45,4 @@ def open_packed(folder: Path) -> Decoder | None:
                 allocate(part, cpu)
         # Names, shapes and contents of all are checked; those on `meta` are read later.
         load_weights(model, folder)
-        return model if pack_weights(model, read) else None
+        return model if pack_weights(model, read, compute=compute) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +30,9 @@ def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
     `torch.distributed.tensor` takes a second to import; if nothing has imported it, no tensor is a
     DTensor.
     """
-    library = sys.modules.get("torch.distributed.tensor")
-    return library is not None and isinstance(tensor, library.DTensor)
+    # Another thread may be importing it now; while it does, there is none either.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -110,7 +112,8 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         model._apply(empty)
 
 
-BLOCK_ELEMENTS = 2**22
+BLOCK_ELEMENTS = 2**17
+"""That a thread fills at a time: intermediate numbers of a megabyte each."""
 _WORDS = 4  # 64-bit words that one Philox counter yields (Salmon et al. 2011)
 
 
@@ -149,26 +152,39 @@ def fill_normal(parameter: Tensor, seed: int, name: str, std: float) -> None:
 def _fill_matrix(
     here: Tensor, rows: slice, columns: slice, width: int, seed: int, name: str, std: float
 ) -> None:
-    """Fill the given rows and columns of a matrix that is `width` wide, a block of rows at a
-    time.
+    """Fill the given rows and columns of a matrix that is `width` wide, a block of rows at a time
+    on each thread.
     """
     block = max(1, BLOCK_ELEMENTS // width)
-    for first in range(rows.start, rows.stop, block):
-        count = min(block, rows.stop - first)
-        values = torch.from_numpy(normal_rows(seed, name, first, count, width)[:, columns])
-        here[first - rows.start : first - rows.start + count].copy_(values.mul_(std))
+    firsts = range(rows.start, rows.stop, block)
+    threads = max(1, min(torch.get_num_threads(), len(firsts)))
+
+    def drawn(first: int) -> np.ndarray:
+        return normal_rows(seed, name, first, min(block, rows.stop - first), width)[:, columns]
+
+    # numpy computes without the interpreter's lock; torch's modes are the caller's alone.
+    with ThreadPoolExecutor(threads) as pool:
+        for some in range(0, len(firsts), threads):
+            together = firsts[some : some + threads]
+            for first, values in zip(together, pool.map(drawn, together), strict=True):
+                place = first - rows.start
+                here[place : place + len(values)].copy_(torch.from_numpy(values).mul_(std))
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int) -> None:
+def init_weights(model: Decoder, seed: int, *, quick: bool = False) -> None:
     """Initialise every weight: matrices normal with the configuration's `initializer_range`, each
-    expert's its own, norms such that they multiply by 1, biases and sinks 0.
+    expert's its own, norms such that they multiply by 1, biases and sinks 0. `quick`: by the
+    device's generator, for a trial: other numbers on every device and in every layout.
     """
     for name, parameter in named_weights(model):
         if not parameter.is_floating_point():
             continue  # a matrix kept as bytes: `init_packed`
         if parameter.ndim >= 2 and not name.endswith("bias"):
-            fill_normal(parameter, seed, name, model.config.initializer_range)
+            if quick:
+                local_tensor(parameter).normal_(std=model.config.initializer_range)
+            else:
+                fill_normal(parameter, seed, name, model.config.initializer_range)
         else:
             norm = 1.0 - model.config.norm_offset
             local_tensor(parameter).fill_(0.0 if name.endswith(("bias", "sinks")) else norm)

@@ -115,7 +115,7 @@ class Quantization:
             off = functional.pad(scales - mean, (0, -len(scales) % SCALE_BLOCK))
             off = off.view(-1, SCALE_BLOCK)
             largest = off.abs().amax(dim=1)
-            small = _nearest(off, largest, _dynamic_values(flat.device)).to(torch.uint8)
+            small = _nearest(off, largest, dynamic_values(flat.device)).to(torch.uint8)
             made |= {
                 "mean": mean,
                 "scales_of_scales": largest,
@@ -138,7 +138,7 @@ class Quantization:
             whole: Tensor = codes.view(rows, columns) * scales[:, None]
             return whole.to(dtype)
         if self.double:
-            scales = functional.embedding(scales.int(), _dynamic_values(data.device)[:, None])
+            scales = functional.embedding(scales.int(), dynamic_values(data.device)[:, None])
             wide = held["scales_of_scales"].repeat_interleave(SCALE_BLOCK)[: len(scales)]
             scales = scales.view(-1) * wide + held["mean"]
         made = torch.empty(len(scales), BLOCK, dtype=dtype, device=data.device)
@@ -182,7 +182,7 @@ def _nf4_pairs(device: torch.device) -> Tensor:
 
 
 @cache
-def _dynamic_values(device: torch.device) -> Tensor:
+def dynamic_values(device: torch.device) -> Tensor:
     """The 256 codes of the dynamic data type (Dettmers 2015, arXiv 1511.04561): 0, 1, and for each
     power of ten from -6 to 0 twice as many magnitudes as for the one below, of both signs.
     """

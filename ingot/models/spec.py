@@ -22,6 +22,7 @@ from ingot.config.models.source import (
 )
 from ingot.config.models.types import RELATIVE, WRAPS
 from ingot.config.recipe import Recipe
+from ingot.config.sections.mlm import MLMSettings
 from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.content import ALL, Share
 from ingot.models.hf.folder import load_weights
@@ -75,7 +76,7 @@ def resolve_model_spec(
     else:
         check_trained_type(recipe, values, f"model.source {source}")
         scores = recipe.objective.scores_chats
-        if kind == "encoder" and (scores or values.get("pad_token_id") is None):
+        if kind in ("encoder", "masked") and (scores or values.get("pad_token_id") is None):
             # Decoders that classify are told apart from padding by its id, and often name none. A
             # tokenizer that is prepared for scores pads with what no chat holds.
             pad = special.get("pad") if special.get("pad") is not None else special.get("eos")
@@ -90,6 +91,12 @@ def resolve_model_spec(
             unproved=recipe.model.unproved,
         )
         config = replace(config, learnt_start=start, reads_last_place=scores)
+        if isinstance(recipe.objective, MLMSettings):
+            config = replace(
+                config,
+                asked_share=recipe.objective.mlm_probability,
+                side_by_side=recipe.pack == "best_fit",
+            )
     written = config.target_positions if isinstance(config, HFConfig) else None
     check_lengths(recipe, config.max_position_embeddings, written)
     if ids > config.vocab_size:
@@ -163,10 +170,11 @@ def materialize_model(
     *,
     filled: bool,
     share: Share = ALL,
+    quick: bool = False,
 ) -> None:
     """Allocate the model on `device` and fill this rank's part of its weights, loaded or randomly
     initialised; `filled` False only allocates. `share`: the tensors that this rank checks against
-    the record of the export.
+    the record of the export. `quick`: random ones may be any (`init_weights`).
     """
     if not isinstance(model, Decoder) and not any(one.is_meta for one in model.parameters()):
         if not is_sharded(model):
@@ -176,7 +184,7 @@ def materialize_model(
     if not filled or not isinstance(model, Decoder):
         return
     if spec.folder is None or spec.random:
-        init_weights(model, seed)
+        init_weights(model, seed, quick=quick)
         init_packed(model, seed, model.config.initializer_range)
         init_stacks(model, seed, model.config.initializer_range)
     else:

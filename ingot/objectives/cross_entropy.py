@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.batches.loader import Batch
-from ingot.models.native.head import IGNORE, LogitsView, summed_only
+from ingot.models.native.head import IGNORE, LogitsView, by_log_probability, summed_only
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
@@ -25,6 +25,7 @@ class CrossEntropy:
         return cls(settings.kind)
 
     @summed_only
+    @by_log_probability
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None = None) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
         return -view.log_probability(labels)

@@ -15,6 +15,7 @@ from ingot.data.batches.loader import Batch
 from ingot.models.device import Compute, computing_in
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE
+from ingot.models.parameters import is_sharded
 from ingot.objectives.protocol import Objective, RowSharing, TwoPassObjective
 
 
@@ -36,7 +37,10 @@ def forward(
         device, non_blocking=True
     )
     segments = None if single_documents else on_device.segments
-    with nullcontext() if compute == "fp32" else computing_in(compute, device):
+    # Weights that are gathered for a layer and let go would stay, all of them, as copies.
+    keeps = compute != "fp32" and not is_sharded(module)
+    computing = computing_in(compute, device, keeps_casts=keeps)
+    with nullcontext() if compute == "fp32" else computing:
         extras = objective.extras(on_device, segments)
         values = module(
             on_device.tokens,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ingot.config.sections import objective as config
 from ingot.data.batches.loader import Batch
-from ingot.models.native.head import IGNORE, LogitsView
+from ingot.models.native.head import IGNORE, LogitsView, by_log_probability
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
@@ -87,6 +87,7 @@ class AnswerObjective:
 
     name: str
 
+    @by_log_probability
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         """log p(label) for a chunk of N tokens, `[N]`."""
         return view.log_probability(labels)

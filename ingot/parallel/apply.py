@@ -22,10 +22,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
-from ingot.models.device import Compute
+from ingot.models.device import Compute, kernel_type
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.experts import Router
+from ingot.models.native.fused_head import fuse
 from ingot.parallel.context import context_attention
 from ingot.parallel.float8 import use_float8
 from ingot.parallel.masters import Masters
@@ -110,6 +111,8 @@ def _wrap(model: nn.Module, mesh: Mesh, how: WrapSettings) -> None:
         offload_activations(model)
     if how.compiled:
         compile_layers(model)
+        if isinstance(model, Decoder) and kernel_type(mesh.device) == "cuda":
+            fuse(model.vocabulary_head)
     if spread is not None and _is_sharded(model, mesh, how):
         native = isinstance(model, Decoder)
         shard_weights(

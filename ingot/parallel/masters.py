@@ -130,7 +130,9 @@ class Masters:
         masters = {id(master.parameter): master.tensor for master in self._masters}
         for parameter in self.model.parameters():
             if not is_dtensor(parameter) and parameter.is_floating_point():
-                parameter.data = masters.get(id(parameter), parameter).data.to(dtype)
+                # A master on the host leaves its parameter where it is.
+                kept = masters.get(id(parameter), parameter).data
+                parameter.data = kept.to(parameter.device, dtype)
 
     @property
     def gradients(self) -> list[Tensor]:

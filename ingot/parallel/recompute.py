@@ -25,7 +25,7 @@ from ingot.config.models.source import ModelKind
 from ingot.config.sections.layout import Recompute
 from ingot.models.adapters.layer import LoRAState
 from ingot.models.adapters.lora import lora_state
-from ingot.models.hf.models import Seq2Seq
+from ingot.models.hf.models import Seq2Seq, TextReader
 from ingot.models.native.decoder import Decoder, run_in_order
 from ingot.parallel.shard import stacks
 
@@ -88,13 +88,7 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
         )
     if runs:
         check_runs(
-            (
-                "decoder"
-                if isinstance(model, Decoder)
-                else "seq2seq"
-                if isinstance(model, Seq2Seq)
-                else "encoder"
-            ),
+            model.config.kind if isinstance(model, Seq2Seq | TextReader) else "decoder",
             knobs,
         )
         assert isinstance(model, Decoder)

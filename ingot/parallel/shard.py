@@ -32,8 +32,9 @@ def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
     FSDP2 takes a second to import; if nothing has imported it, no module is sharded by it.
     """
-    library = sys.modules.get("torch.distributed.fsdp")
-    return library is not None and isinstance(module, library.FSDPModule)
+    # Another thread may be importing it now; while it does, none is either.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def shard_weights(

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
-from ingot.base.markers import fingerprint
+from ingot.base.markers import fingerprint, read_marker
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, read_record, write_record
 from ingot.base.runfolder import RunFolder, folder_lock
@@ -27,6 +29,7 @@ from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.launch.supervisor.supervise import COMMIT
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page
 
@@ -65,8 +68,8 @@ class StepCheck:
 def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> StepCheck:
     """Compare `step` with its record. Only records and file sizes are read, no data."""
     run = recipe.folder
-    reads = step_inputs(step, recipe, stamps)
     record = read_record(run.steps, step.verb)
+    reads = step_inputs(step, recipe, stamps, record)
     if record is None:
         return StepCheck(None, (NOT_DONE,), reads)
     if record.inputs != fingerprint(reads):
@@ -74,6 +77,28 @@ def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> St
     if not is_intact(run.root, record):
         return StepCheck(None, ("what it made is missing or was changed",), reads)
     return StepCheck(record, (), reads)
+
+
+def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> PipelineStepRecord | None:
+    """The record of a data step that is left as it is though what it read outside the run folder
+    changed since: an unfinished training can only go on with the data that it began with.
+    """
+    run = recipe.folder
+    record = read_record(run.steps, step.verb) if step.verb in DATA_STEPS else None
+    if record is None or not is_intact(run.root, record):
+        return None
+    same = all(
+        record.knobs.get(key) == found.reads.get(key)
+        for key in (record.knobs.keys() | found.reads.keys()) - {"outside", "folders"}
+    )
+    return record if same and _is_unfinished(run) else None
+
+
+def _is_unfinished(run: RunFolder) -> bool:
+    """Whether the newest checkpoint is that of a training that has steps left."""
+    markers = [read_marker(folder, COMMIT) for folder in run.checkpoints.glob("step-*")]
+    newest = max((marker for marker in markers if marker), key=itemgetter("step"), default=None)
+    return newest is not None and not newest["finished"]
 
 
 def run_step(
@@ -175,25 +200,69 @@ def _recording_failure(step: PipelineStep, recipe: Recipe) -> Iterator[None]:
         raise
 
 
-def step_inputs(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> dict[str, Any]:
-    """Everything that determines the output of `step`; its fingerprint is `StepRecord.inputs`."""
+def step_inputs(
+    step: PipelineStep,
+    recipe: Recipe,
+    stamps: ExternalStamps,
+    last: PipelineStepRecord | None = None,
+) -> dict[str, Any]:
+    """Everything that determines the output of `step`; its fingerprint is `StepRecord.inputs`.
+    `last`, the record of its last run, answers for what cannot be asked now.
+    """
     reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
     for verb in step.after(recipe):
         record = read_record(recipe.folder.steps, verb)
         reads[f"from {verb}"] = record.outputs if record else None
     if folders := step.folders(recipe):
-        reads["folders"] = {folder: _folder_stamp(folder) for folder in folders}
+        known = {} if last is None else last.knobs.get("folders") or {}
+        reads["folders"] = {
+            folder: _or_as_read(step, partial(_folder_stamp, folder), known.get(folder))
+            for folder in folders
+        }
     if step.verb in stamps:
-        reads["outside"] = stamps[step.verb](recipe)
+        stands = last is not None and _data_stands(step, recipe, last, reads)
+        known = last.knobs.get("outside") if last is not None and stands else None
+        reads["outside"] = _or_as_read(step, partial(stamps[step.verb], recipe), known)
     reads |= {"ingot": ingot.__version__, "revision": step.revision}
-    # Through JSON, as the stored record goes, so that the two compare equal.
+    return _as_stored(reads)
+
+
+def _as_stored(reads: dict[str, Any]) -> dict[str, Any]:
+    """Through JSON, as the stored record goes, so that the two compare equal."""
     plain: dict[str, Any] = json.loads(json.dumps(reads, sort_keys=True, allow_nan=False))
     return plain
 
 
+def _data_stands(
+    step: PipelineStep, recipe: Recipe, record: PipelineStepRecord, reads: dict[str, Any]
+) -> bool:
+    """Whether documents of these knobs were read before, completely, and are still there."""
+    return (
+        step.verb in DATA_STEPS
+        and record.knobs.get("knobs") == _as_stored(reads)["knobs"]
+        and is_intact(recipe.folder.root, record)
+    )
+
+
+def _or_as_read(step: PipelineStep, ask: Callable[[], Any], known: Any) -> Any:
+    """What `ask` gives, or, where that cannot be asked now, what was `known` when the step read it:
+    what it made of it is a copy.
+    """
+    try:
+        return ask()
+    except IngotError as error:
+        if known is None:
+            raise
+        say(f"{step.verb}: {str(error).partition('; ')[0]}; what was read of it before is used")
+        return known
+
+
 def _folder_stamp(folder: str) -> str:
     try:
-        return fingerprint([stamp(file) for file in find_files(folder)])
+        files = find_files(folder)
+        if not files and is_remote(folder):
+            raise Failed(f"{folder} is empty or does not answer; check the address")
+        return fingerprint([stamp(file) for file in files])
     except IngotError:
         raise
     except Exception as error:  # each storage client has exceptions of its own

@@ -40,7 +40,7 @@ from ingot.launch.job import Job
 from ingot.launch.places.local import JobExit, command, foreground
 from ingot.launch.run_job import job_of, run_job
 from ingot.launch.supervisor.supervise import supervise
-from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, run_step
+from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, keeps_data, run_step
 from ingot.pipeline.steps import STEPS, PipelineStep
 from ingot.report.formatting import keeps_paths_whole, paths_of_run
 from ingot.report.living import show_page
@@ -84,7 +84,7 @@ def run(
     with folder_lock(recipe.folder.root, "run-lock"):
         for number, step in enumerate(STEPS, start=1):
             try:
-                record = check_step(step, recipe, stamps).record
+                record = _record_of(step, recipe, stamps, fresh=fresh)
             except IngotError:  # such as a missing source, which `before` tells with all else
                 if not announced:
                     before(verbs[number - 1 :])
@@ -114,6 +114,22 @@ def run(
         ):
             show_page(recipe.folder)
     return done
+
+
+def _record_of(
+    step: PipelineStep, recipe: Recipe, stamps: ExternalStamps, *, fresh: bool
+) -> PipelineStepRecord | None:
+    """The record of a step that need not run; None where it must."""
+    found = check_step(step, recipe, stamps)
+    if found.record is not None or fresh:
+        return found.record
+    kept = keeps_data(step, recipe, found)
+    if kept is not None:
+        say(
+            f"{step.verb}: not again, although {'; '.join(found.reasons)}: the unfinished training"
+            " goes on with the data that it began with; --fresh starts over with new ones"
+        )
+    return kept
 
 
 def _execute(
@@ -240,6 +256,9 @@ def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         prediction = answer["predictions"][0]
         if isinstance(prediction, str):
             return prediction, {}
+        if "masks" in prediction:
+            best = prediction["masks"][0]
+            return prediction["text"], {"scores": {one["token_str"]: one["score"] for one in best}}
         scores = prediction["scores"]
         # The one output of a reward model is a number; its name says nothing.
         told = prediction["label"] if len(scores) > 1 else f"{next(iter(scores.values())):.4f}"

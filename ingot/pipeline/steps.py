@@ -7,7 +7,7 @@ in no list, so that changing it runs nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ingot.config.doors import CLEANING, GATES, SOURCES, TASKS, TEMPLATES, packa
 from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.config.serving import SERVER_ARGUMENTS
 
 Knobs = dict[str, Any]
@@ -48,7 +49,7 @@ def _ingest(recipe: Recipe) -> Knobs:
     return {
         "data.train": _sources(recipe.data.train),
         **({"data.validation": _sources(own)} if own else {}),
-        "data.on_bad": recipe.data.on_bad,
+        **recipe.select(("data.on_bad", "data.max_skipped")),
         **_documents(recipe),
         **packages_of((SOURCES, source.scheme) for source in (*recipe.data.train, *own)),
     }
@@ -79,6 +80,8 @@ def _prepare(recipe: Recipe) -> Knobs:
     languages = ("tokenizer.source_language", "tokenizer.target_language")
     if recipe.tokenizer.source_language or recipe.tokenizer.target_language:
         knobs |= recipe.select(languages)
+    if recipe.documents in CHAT_TEMPLATED:
+        knobs |= recipe.select(("data.max_skipped",))
     if recipe.documents == "pair":
         knobs |= {"objective.prefix": recipe.objective.source_prefix}
         knobs |= recipe.select(("data.target_len",))
@@ -86,6 +89,8 @@ def _prepare(recipe: Recipe) -> Knobs:
         knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
     if recipe.data.truncate != "right":
         knobs |= recipe.select(("data.truncate",))
+    if recipe.objective.spans is not None:
+        knobs |= {"data.pack": recipe.row_plan}
     if recipe.trains_tokenizer:
         knobs |= recipe.select(("tokenizer.vocab_size", "tokenizer.sample_bytes"))
     elif recipe.tokenizer.source is None:
@@ -147,7 +152,7 @@ def _evaluates_base(recipe: Recipe) -> bool:
 def _evaluated_folders(recipe: Recipe) -> list[str]:
     """The evaluated models, and the files with task items."""
     base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
-    files = [item for item in _items(recipe) if not SourceSettings(source=item).scheme]
+    files = _without_scheme(_items(recipe))
     return [*_local(base), *_local(recipe.evaluate.model), *files]
 
 
@@ -220,6 +225,15 @@ def _local(source: str | None) -> list[str]:
     return [str(model_folder(Path(source)))] if source and Path(source).is_dir() else []
 
 
+def _prepared_with(recipe: Recipe) -> list[str]:
+    """The tokenizer's folder, and the files that training documents are compared with."""
+    return [*_local(recipe.tokenizer.source), *_without_scheme(recipe.data.clean.against)]
+
+
+def _without_scheme(sources: Iterable[str]) -> list[str]:
+    return [source for source in sources if not SourceSettings(source=source).scheme]
+
+
 def _training_folders(recipe: Recipe) -> list[str]:
     """Every model that training starts from or learns from. The run of `train.start_from` is left
     out, because it may still be training.
@@ -235,9 +249,7 @@ def _training_folders(recipe: Recipe) -> list[str]:
 
 STEPS = (
     PipelineStep("ingest", _ingest),
-    PipelineStep(
-        "prepare", _prepare, _depends_on("ingest"), lambda recipe: _local(recipe.tokenizer.source)
-    ),
+    PipelineStep("prepare", _prepare, _depends_on("ingest"), _prepared_with),
     PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
     PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
     PipelineStep("gate", _gate, _depends_on("evaluate")),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from ingot.plan.assemble import COMPARED_WITH_GPU, RECORDED, RunPlan, known_coefficients
+from ingot.plan.assemble import RECORDED, RunPlan, known_coefficients
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range
 from ingot.plan.tracing.memory import RankMemory
@@ -37,7 +37,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "knobs": plan.recipe.select(RECORDED),
         "place": place | {"world": plan.place.world},
         "coefficients": _coefficients_json(plan.place),
-        "compared_with_gpu": COMPARED_WITH_GPU,
+        "compared_with_gpu": plan.compared_with_gpu,
         "weights": plain(plan.size),
         "memory": memory,
         "formula_bytes": plain(plan.formula),

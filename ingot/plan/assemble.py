@@ -31,8 +31,8 @@ from ingot.plan.storage import ModelSize, formula_memory, model_size
 from ingot.plan.tracing.memory import RankMemory, plan_memory
 from ingot.plan.unknown import Estimate, Unknown
 
-COMPARED_WITH_GPU = False
-"""Whether a plan for a GPU was ever held against one."""
+COMPARED = ("h200",)
+"""Types of devices of which a plan for one was held against what a training took there."""
 CALIBRATE = "`ingot bench --calibrate` there"
 FLEX = Range(1.0, 1.15, 1.5, "guessed")
 """How much longer flex attention, which rows of several documents need, takes for the same work
@@ -71,6 +71,12 @@ class RunPlan:
     preparation: PreparationCost
     cost: RunCost
     findings: list[PlanFinding]
+
+    @property
+    def compared_with_gpu(self) -> bool:
+        """Whether plans for such ranks were ever held against trainings there."""
+        device = self.place.device
+        return device is not None and device.name in COMPARED and self.place.world == 1
 
 
 def make_plan(

@@ -18,7 +18,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import ValidationShare
-from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
 from ingot.data.batches.rows import open_rows
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix, token_dtype
 from ingot.data.columns.manifest import (
@@ -34,11 +34,14 @@ from ingot.data.packing.planning import (
     PackStage,
     SingleRecordStage,
     column_limits,
+    longest_piece,
+    piece_stage,
 )
 from ingot.data.packing.tables import ONE_PER_ROW, read_packed
 from ingot.data.raw.store import MANIFEST as RAW_MANIFEST
 from ingot.data.sample import TextSample, sample_sources
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
+from ingot.data.tokenizing.vocabulary import hides
 from ingot.plan.ranges import Range
 from ingot.plan.unknown import Estimate, Unknown
 from ingot.tokenizers.bpe import train_bpe
@@ -156,6 +159,8 @@ class LengthSample:
     unreadable: float = 0.0
     """Share of the records that cannot be read, which ingesting leaves out."""
     why_unreadable: str = ""
+    whole: bool = False
+    """Whether these are all documents of the sources, none held out yet."""
 
 
 def look_at_data(recipe: Recipe, *, quick: bool = False) -> LengthSample:
@@ -204,6 +209,9 @@ def _prepared(recipe: Recipe) -> LengthSample:
     )
     if prepared.documents in ONE_PER_ROW:
         padding = _alone(columns)
+    if prepared.documents == "masked":
+        longest = longest_piece(data.seq_len, prepared.framing, recipe.row_plan)
+        padding = _of_pieces(counts, longest, prepared.framing)
     return LengthSample(
         f"all {documents:,} prepared documents",
         documents,
@@ -240,7 +248,7 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         name: ColumnLengths.of(records.lengths[name], limit, cut=recipe.pack == "cut")
         for name, limit in limits.items()
     }
-    counts, padding = _packed(recipe, records, tokenizer.vocab_size, target_len, columns)
+    counts, padding = _packed(recipe, records, tokenizer, target_len, columns)
     uncertain = Range(OWN_TOKENIZER[0], 1.0, OWN_TOKENIZER[1]) if not is_own else 1.0
     text = _text_bytes(recipe, sample)
     size = sum(len(one.encode()) for one in sample.texts)
@@ -259,7 +267,7 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         (counts.lost + counts.too_long + counts.untrained) / int(records.counts.sum()),
         # Of other ways to cut only `prepare` knows what is lost.
         _lost_targets(records, limits)
-        if recipe.documents != "text" and data.truncate == "right"
+        if recipe.documents not in PLAIN and data.truncate == "right"
         else 0.0,
         padding,
         rows,
@@ -268,6 +276,7 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         tokenizer.vocab_size if is_own else recipe.tokenizer.vocab_size,
         sample.bad.total() / (sample.bad.total() + count),
         sample.why_bad if sample.bad else "",
+        sample.whole,
     )
 
 
@@ -292,13 +301,14 @@ def _tokenizer(recipe: Recipe, texts: list[str]) -> tuple[Tokenizer, bool]:
         return load_tokenizer(recipe.folder.tokenizer), True
     plain = (plain_text(recipe.documents, text) for text in texts)
     special = required_tokens(recipe.tokenizer.template)
-    return for_recipe(recipe, train_bpe(plain, recipe.tokenizer.vocab_size, special)), False
+    learnt = train_bpe(plain, recipe.tokenizer.vocab_size, special, **hides(recipe))
+    return for_recipe(recipe, learnt), False
 
 
 def _packed(
     recipe: Recipe,
     records: TokenRecords,
-    vocab_size: int,
+    tokenizer: Tokenizer,
     target_len: int | None,
     columns: Mapping[str, ColumnLengths],
 ) -> tuple[PackingCounts, float]:
@@ -309,9 +319,17 @@ def _packed(
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name, values in records.columns.items():
-            prefix, dtype = column_prefix(folder, "train", name, 0), column_dtype(name, vocab_size)
+            prefix, dtype = (
+                column_prefix(folder, "train", name, 0),
+                column_dtype(name, tokenizer.vocab_size),
+            )
             with ColumnWriter(prefix, dtype) as writer:
                 writer.append(values, records.lengths[name])
+        if recipe.documents == "masked":
+            framing = sum(map(len, tokenizer.frame))
+            pieces = piece_stage(folder, "rows", "masked", seq_len, framing, recipe.row_plan)
+            counts = pieces.open()(("train", 0), _ignore).counts
+            return counts, _of_pieces(counts, pieces.seq_len, framing)
         if recipe.documents in ONE_PER_ROW:
             alone = SingleRecordStage(
                 folder, "rows", recipe.documents, seq_len, target_len, recipe.data.truncate
@@ -330,6 +348,12 @@ def _alone(columns: Mapping[str, ColumnLengths]) -> float:
     """The padding of one record a row if every batch is as long as the limit: the most there is."""
     kept = sum(one.mean * (1 - one.beyond) for one in columns.values())
     return 1.0 - kept / max(1, sum(one.limit for one in columns.values()))
+
+
+def _of_pieces(counts: PackingCounts, longest: int, framing: int) -> float:
+    """The same of pieces of texts of up to `longest` tokens, each in a frame of `framing`."""
+    most = counts.rows * (longest + framing)
+    return 1.0 - (counts.tokens + counts.rows * framing) / max(1, most)
 
 
 def _lost_targets(records: TokenRecords, limits: Mapping[str, int]) -> float | None:

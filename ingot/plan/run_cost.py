@@ -16,7 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
-from ingot.config.sections.data import LocalEngineSettings, ValidationShare
+from ingot.config.sections.data import ValidationShare
+from ingot.config.sections.engines import LocalEngineSettings
 from ingot.config.sections.loop import Every, seconds_of
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.config.shape import total_steps

@@ -12,7 +12,7 @@ of the next step meanwhile, which bounds a step that takes less.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ingot.plan.devices.coefficients import PRODUCTS, WAITING, Coefficients
 from ingot.plan.ranges import Range, worst
@@ -133,7 +133,8 @@ def _with_crowding(rank: RankTrace, coefficients: Coefficients, layout: StepLayo
 
 def _rank_seconds(rank: RankTrace, coefficients: Coefficients, layout: StepLayout) -> StepSeconds:
     again = _Work(coefficients, layout).add(rank.micro_batch)
-    once = _Work(coefficients, layout).add(rank.update)
+    # What is done once a step is not compiled.
+    once = _Work(coefficients, replace(layout, compiled=False)).add(rank.update)
     steps = float(rank.micro_steps)
     parts = {name: again.parts[name] * steps + once.parts[name] for name in again.parts}
     computing = parts["matmul"] + parts["attention"] + parts["memory"]

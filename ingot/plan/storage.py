@@ -256,10 +256,13 @@ def spaces(
 
 
 def tokens_of_row(recipe: Recipe) -> int:
-    """Positions of one row: of a preference both sides, of a pair source and target."""
+    """Positions of one row: of a preference both sides, of a pair source and target, of hidden
+    spans these and what is read.
+    """
     if recipe.documents in TWO_ROWS:
         return 2 * recipe.data.seq_len
-    return recipe.data.seq_len + (recipe.data.target_len if recipe.documents == "pair" else 0)
+    writes = recipe.documents == "pair" or recipe.objective.spans is not None
+    return recipe.data.seq_len + (recipe.target_len if writes else 0)
 
 
 def formula_memory(

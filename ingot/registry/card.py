@@ -21,7 +21,11 @@ LICENSES = {
     *("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "gemma", "odc-by", "pddl"),
 }
 """Licences that the hub has an identifier for; any other is `other` with a name."""
-PIPELINES = {"decoder": "text-generation", "encoder": "text-classification"}
+PIPELINES = {
+    "decoder": "text-generation",
+    "encoder": "text-classification",
+    "masked": "fill-mask",
+}
 BUILT_IN_LICENSES = {"builtin:stdlib": "psf-2.0"}
 _KEPT = ("objective", "model", "train", "data", "precision", "checkpoint", "seed")
 _OWN_LINES = ("data.train.weight", "model.source", "model.revision", "seed")
@@ -139,7 +143,7 @@ def _evaluation(facts: CardFacts) -> str:
                 f"`{key}`",
                 metric.direction,
                 f"{metric.value:.4f}",
-                f"{metric.ci_low:.4f} to {metric.ci_high:.4f}",
+                metric.interval_words("{:.4f}".format),
                 f"{metric.n:,}",
                 *(["" if old is None else f"{old.value:.4f}"] if report.base else []),
             ]

@@ -17,7 +17,12 @@ from ingot.registry.verbs import (
     newest_version,
     registry_of,
 )
-from ingot.registry.versions import RegisteredVersion, VertexVersion
+from ingot.registry.versions import (
+    LocalVersion,
+    ModelRegistry,
+    RegisteredVersion,
+    VertexVersion,
+)
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.endpoint import RolloutPlan, find_endpoint, render_rollout
 from ingot.registry.vertexai.probe import SHARE, AnswerCheck, local_answer
@@ -27,6 +32,7 @@ from ingot.registry.vertexai.rollout import roll_out
 
 BY_HAND = "by hand"
 """The reason in the history where no gate decided."""
+ROLLED_BACK = "rolled back by hand"
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def deploy(
     recipe: Recipe, name: str, request: DeployRequest, *, is_run: bool = False
 ) -> RegisteredVersion:
     """Make a version live and return it: the version of a given number, the previous one
-    (`request.back`), or the newest.
+    (`request.back`), or the newest; in the local registry not one that its gate refused.
 
     `is_run`: the recipe belongs to a run; with Vertex AI that run's own version is deployed then,
     if the gate approved it.
@@ -82,13 +88,9 @@ def deploy(
         )
         return version
     if request.back:
-        before: RegisteredVersion = registry.rollback(name, "rolled back by hand")
+        before: RegisteredVersion = registry.rollback(name, ROLLED_BACK)
         return before
-    chosen: RegisteredVersion = (
-        newest_version(registry, name)
-        if request.number is None
-        else registry.version(name, request.number)
-    )
+    chosen = _choose_local(registry, name, request)
     registry.check(chosen, checksums=True)
     registry.point(name, chosen.number, BY_HAND)
     return chosen
@@ -105,13 +107,7 @@ def render_deploy(
         return render_rollout(
             GoogleClients(recipe.cloud), _plan_rollout(recipe, version, request, None)
         )
-    if request.back:
-        return f"{name} back to the version that was live before\n"
-    chosen = (
-        newest_version(registry, name)
-        if request.number is None
-        else registry.version(name, request.number)
-    )
+    chosen = _choose_local(registry, name, request)
     return f"{name} v{chosen.number} live, in {registry.place}\n"
 
 
@@ -148,7 +144,7 @@ def _choose_version(
 ) -> tuple[VertexVersion, str, int | None]:
     """The version, the reason, and which version must be live until then (-1: any)."""
     if request.back:
-        return registry.previous(name), "rolled back by hand", -1
+        return registry.previous(name), ROLLED_BACK, -1
     if request.number is not None:
         return registry.version(name, request.number), BY_HAND, -1
     if not is_run:
@@ -185,6 +181,30 @@ def _choose_version(
         if live is not None and stands
         else expected_live_version(registry, name, decided),
     )
+
+
+def _choose_local(
+    registry: ModelRegistry[LocalVersion], name: str, request: DeployRequest
+) -> LocalVersion:
+    """The version of the local registry that a request is about.
+
+    Without a number it is the newest, unless its gate kept another one: there a version goes live
+    as it is registered, so that one which never was has been refused.
+    """
+    if request.back:
+        return registry.previous(name)
+    if request.number is not None:
+        return registry.version(name, request.number)
+    newest: LocalVersion = newest_version(registry, name)
+    live = registry.live(name)
+    if live is not None and all(
+        change.version != newest.number for change in registry.history(name)
+    ):
+        raise WrongInput(
+            f"{name} v{newest.number} is the newest version, and no gate let it replace"
+            f" v{live.number}; `--version {newest.number}` makes it live all the same"
+        )
+    return newest
 
 
 def _plan_rollout(

@@ -19,7 +19,7 @@ from ingot.config.sections.deployment import GateSettings, MetricGate
 Verdict = Literal["deploy", "keep"]
 _MEASURE_LIVE = (
     "measure the live model on this set too (`ingot evaluate`, then `ingot register`, both with"
-    " evaluate.model=ITS FOLDER) and run the gate again"
+    " evaluate.model=ITS FOLDER), then `ingot evaluate` and `ingot gate` for this one"
 )
 
 

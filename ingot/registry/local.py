@@ -20,13 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.runfolder import shared_lock
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
 from ingot.registry.database import open_database
-from ingot.registry.versions import LiveChange, LocalVersion
+from ingot.registry.versions import LiveChange, LocalVersion, stale_decision
 
 MARKER = "VERSION.json"
 STAGED = ".incoming-"
@@ -155,42 +155,42 @@ class LocalRegistry:
             if now == number:
                 return
             if instead_of not in (-1, now):
-                raise WrongInput(
-                    f"{_version_name(name, now)} went live while"
-                    f" {_version_name(name, instead_of)} was compared with the new model; run"
-                    " `ingot gate` again"
-                )
+                raise stale_decision(name, now, instead_of)
             db.execute(
                 "INSERT INTO turns (name, version, before, time, reason) VALUES (?, ?, ?, ?, ?)",
                 (name, number, change and change[0], time.time(), reason),
             )
 
-    def rollback(self, name: str, reason: str) -> LocalVersion:
-        """Make the previously live version live again; repeated calls go further back.
+    def previous(self, name: str) -> LocalVersion:
+        """The previously live version.
 
         Raises:
             WrongInput: nothing is live, or nothing was live before.
         """
+        with open_database(self.path) as db:
+            row = self._previous_change(db, name)
+        return self.version(name, row[0])
+
+    def rollback(self, name: str, reason: str) -> LocalVersion:
+        """Make the previously live version live again; repeated calls go further back.
+
+        Raises:
+            WrongInput: nothing is live, nothing was live before, or its files are damaged.
+            Failed: another version went live meanwhile.
+        """
+        before = self.previous(name)
+        self.check(before, checksums=True)
         with open_database(self.path, writing=True) as db:
-            change = _current_change(db, name)
-            if change is None:
-                raise WrongInput(
-                    f"nothing is live as {name} in {self.path}; `ingot deploy {name}` makes the"
-                    " newest version live"
-                )
-            row = db.execute(
-                "SELECT version, before FROM turns WHERE id = ?", (change[2],)
-            ).fetchone()
-            if row is None:
-                raise WrongInput(
-                    f"nothing was live before {_version_name(name, change[1])};"
-                    f" `ingot deploy {name} --version V` takes another one"
+            row = self._previous_change(db, name)
+            if row[0] != before.number:
+                raise Failed(
+                    f"another version of {name} went live meanwhile; run the same command again"
                 )
             db.execute(
                 "INSERT INTO turns (name, version, before, time, reason) VALUES (?, ?, ?, ?, ?)",
                 (name, row[0], row[1], time.time(), reason),
             )
-        return self.version(name, row[0])
+        return before
 
     def check(self, version: LocalVersion, *, checksums: bool = False) -> None:
         """Raises WrongInput when files of a registered version are missing or changed."""
@@ -202,7 +202,7 @@ class LocalRegistry:
         )
         if found:
             raise WrongInput(
-                f"{_version_name(version.name, version.number)} is damaged: {'; '.join(found[:3])};"
+                f"{version.name} v{version.number} is damaged: {'; '.join(found[:3])};"
                 " register it again, or deploy another version"
             )
 
@@ -211,9 +211,27 @@ class LocalRegistry:
         self.check(version)
         return version.folder
 
+    def _previous_change(self, db: sqlite3.Connection, name: str) -> tuple[int, int | None]:
+        """The version to roll back to, and the row that a further rollback returns to."""
+        change = _current_change(db, name)
+        if change is None:
+            raise WrongInput(
+                f"nothing is live as {name} in {self.path}; `ingot deploy {name}` makes the"
+                " newest version live"
+            )
+        row: tuple[int, int | None] | None = db.execute(
+            "SELECT version, before FROM turns WHERE id = ?", (change[2],)
+        ).fetchone()
+        if row is None:
+            raise WrongInput(
+                f"nothing was live before {name} v{change[1]};"
+                f" `ingot deploy {name} --version V` takes another one"
+            )
+        return row
+
     def _version(self, row: tuple[Any, ...]) -> LocalVersion:
         name, number, model_hash, tokenizer_hash, folder, report, lineage, created = row
-        where = f"{self.path}: {_version_name(name, number)}"
+        where = f"{self.path}: {name} v{number}"
         return LocalVersion(
             name,
             number,
@@ -308,7 +326,7 @@ class LocalRegistry:
                 and mine.samefile(other)
                 and problems(version.folder, {"files": [entry]}, checksums=True)
             ):
-                called = _version_name(version.name, version.number)
+                called = f"{version.name} v{version.number}"
                 raise WrongInput(
                     f"{other} is damaged, and {called} with it; remove {folder} and run `ingot"
                     " train` again, which exports it anew"
@@ -372,10 +390,6 @@ def _copy(source: Path, target: Path) -> list[str]:
                 continue
         shutil.copyfile(source / path, target / path)
     return [str(path) for path in paths]
-
-
-def _version_name(name: str, number: int | None) -> str:
-    return f"{name} v{number}" if number is not None else f"nothing as {name}"
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -166,19 +166,28 @@ def register(recipe: Recipe) -> VerbOutcome:
 
 
 def registered_folder(registry: ModelRegistry[Any], name: str, number: int | None = None) -> Path:
-    """The model folder of version `number` of `name`, or of the live one.
+    """The model folder of `registered_version`. Raises WrongInput also where it is damaged."""
+    return registry.fetch(registered_version(registry, name, number))
+
+
+def registered_version(
+    registry: ModelRegistry[Any], name: str, number: int | None = None
+) -> RegisteredVersion:
+    """Version `number` of `name`, or the live one.
 
     Raises:
-        WrongInput: no such name or version, nothing is live, or its files are damaged.
+        WrongInput: no such name or version, or nothing is live.
     """
-    version = registry.live(name) if number is None else registry.version(name, number)
+    version: RegisteredVersion | None = (
+        registry.live(name) if number is None else registry.version(name, number)
+    )
     if version is None:
         number = newest_version(registry, name).number
         raise WrongInput(
             f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version"
             f" {number}` makes the newest version live"
         )
-    return registry.fetch(version)
+    return version
 
 
 def approved_report(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport
 
 
@@ -106,7 +107,18 @@ class ModelRegistry(Protocol[AnyVersion]):
     def point(
         self, name: str, number: int, reason: str, *, instead_of: int | None = -1
     ) -> None: ...
+    def previous(self, name: str) -> AnyVersion: ...
     def rollback(self, name: str, reason: str) -> AnyVersion: ...
     def check(self, version: AnyVersion, *, checksums: bool = False) -> None: ...
     def fetch(self, version: AnyVersion) -> Path:
         """The version's files as a local folder, downloaded if necessary."""
+
+
+def stale_decision(name: str, live: int | None, compared: int | None) -> WrongInput:
+    """The error where version `live` went live after the gate compared a model with `compared`
+    (None: no version).
+    """
+    now, then = (f"{name} v{version}" if version else "nothing" for version in (live, compared))
+    return WrongInput(
+        f"{now} went live since the gate compared the new model with {then}; run `ingot gate` again"
+    )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ingot.base.runfolder import RunFolder
 from ingot.report.formatting import timestamp
-from ingot.report.incidents import number, whole
-from ingot.report.run_view import FAILED, RunView
+from ingot.report.incidents import number
+from ingot.report.life import FAILED
+from ingot.report.run_view import RunView
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,10 @@ def last_failure(view: RunView) -> Failure | None:
             verb, cause = "train", str(event.get("cause") or "no reason was noted")
         when, ended = number(event.get("t_wall")), "failed"
     run = RunFolder(view.root)
-    saved = [
-        step
-        for other in view.events
-        if other.get("kind") == "save" and (step := whole(other.get("step"))) is not None
-    ]
     done = [record.step for record in view.records]
     kept = ", ".join(done) or "nothing was finished before"
-    if verb == "train" and saved:
-        kept += f"{'; ' if done else ''}training up to checkpoint {saved[-1]:,}"
+    if verb == "train" and view.saved_step is not None:
+        kept += f"{'; ' if done else ''}training up to checkpoint {view.saved_step:,}"
     logs = sorted(run.logs.glob("*")) if run.logs.is_dir() else []
     moved = view.made_at.resolve() != view.root.resolve() and bool(view.recipe)
     here = [f"output={view.root.parent}", f"name={view.root.name}"] if moved else []

@@ -5,6 +5,7 @@ bits per byte.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -76,16 +77,9 @@ def _training_sentence(view: RunView) -> Markup:
     sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(
         _unbroken(count(view.parameters)), start
     )
-    batch, seq_len, train = (
-        view.knob("train.global_batch"),
-        view.knob("data.seq_len"),
-        view.record("train"),
-    )
-    if isinstance(batch, int) and isinstance(seq_len, int) and view.steps_done:
-        sentence += Markup(" on <strong>{} tokens</strong>").format(
-            _unbroken(count(view.steps_done * batch * seq_len))
-        )
-    if train is not None:
+    if tokens := trained_tokens(view):
+        sentence += Markup(" on <strong>{} tokens</strong>").format(_unbroken(count(tokens)))
+    if (train := view.record("train")) is not None:
         sentence += Markup(" in <strong>{}</strong>").format(_unbroken(duration(train.seconds)))
     return sentence + "."
 
@@ -147,7 +141,9 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
         add(
             short(bits.value, 3),
             "bits per byte",
-            f"{short(bits.ci_low, 3)} to {short(bits.ci_high, 3)} with 95 %",
+            f"{bits.interval_words(lambda end: short(end, 3))} with 95 %"
+            if bits.interval
+            else "its 95 % interval is not known",
         )
     if perplexity is not None:
         add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
@@ -174,7 +170,14 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
 
 
 def trained_tokens(view: RunView) -> int:
-    """Tokens of all steps, padding included; 0 where unknown."""
+    """Tokens of text in all steps, by the mean since the logged step before; 0 where unknown. Of
+    runs that logged none, padding included.
+    """
+    logged = view.curves["train/tokens_per_step"]
+    if logged:
+        steps = pairwise((0.0, *logged.steps))
+        means = zip(steps, logged.values, strict=True)
+        return round(sum((step - before) * mean for (before, step), mean in means))
     batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
     return (
         view.steps_done * batch * seq_len
@@ -193,7 +196,7 @@ def bits_per_byte_bars(view: RunView, headline: Headline) -> Markup:
         for name, value in view.evaluation.bits_per_byte.items()
     ]
     return (
-        bar_chart(sorted(rows, key=lambda row: row[1]), (bits.ci_low, bits.ci_high))
+        bar_chart(sorted(rows, key=lambda row: row[1]), bits.interval)
         if headline.compared
         else Markup("")
     )

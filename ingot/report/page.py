@@ -211,8 +211,7 @@ def _metrics(view: RunView) -> list[dict[str, str]]:
         {
             "name": key,
             "value": short(metric.value),
-            "low": short(metric.ci_low),
-            "high": short(metric.ci_high),
+            "interval": metric.interval_words(short),
             "direction": metric.direction,
             "n": f"{metric.n:,}",
             "set": metric.set_fingerprint,

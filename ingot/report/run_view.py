@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 import yaml
 
 from ingot.base.errors import IngotError
-from ingot.base.heartbeat import Heartbeat, beats_of_main, heard_elsewhere
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -23,10 +21,11 @@ from ingot.base.reports import (
     read_record,
     read_report,
 )
-from ingot.base.runfolder import RunFolder, lock_holder
+from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.report.formatting import masked, median, timestamp
 from ingot.report.goodput import Goodput, goodput
+from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
 
 CURVES = (
@@ -34,16 +33,13 @@ CURVES = (
     "validation/loss",
     "train/lr",
     "train/tokens_per_s",
+    "train/tokens_per_step",
     "train/mfu",
     "train/grad_norm",
 )
 RATE = "train/examples_per_s"
-FAILED = ("failure", "give_up")
-"""Events after which a run does not go on by itself."""
 RECENT_LINES = 50
 """Logged steps by which the time left is told."""
-ENDS = ("start", "stop", "finish", *FAILED)
-"""The last of these events tells how a run stands."""
 STEP_ORDER = (
     "ingest",
     "prepare",
@@ -163,7 +159,19 @@ class RunView:
 
     @property
     def steps_done(self) -> int:
+        """The step that was logged last, which need not be saved."""
         return int(max((series.steps[-1] for series in self.curves.values() if series), default=0))
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint, from which training goes on; None before the first."""
+        return saved_step(self.events)
+
+    @property
+    def saved(self) -> str:
+        """`saved_step` in words."""
+        step = self.saved_step
+        return "nothing is saved yet" if step is None else f"step {step:,} is saved"
 
     @property
     def broken_off(self) -> bool:
@@ -177,7 +185,7 @@ class RunView:
         heard = timestamp(self.last_sign) or "unknown"
         return (
             f"not running: last sign of life {heard} at step {self.steps_done:,}, and no process"
-            " of this machine holds the run; it was killed, or the machine stopped"
+            f" of this machine holds the run; it was killed, or the machine stopped; {self.saved}"
         )
 
     @property
@@ -195,7 +203,10 @@ class RunView:
         if last.get("kind") in FAILED and self.record(verb) is None:
             return f"failed: {cause}"
         if last.get("kind") == "stop" and self.record("train") is None:
-            return f"stopped at step {self.steps_done:,}"
+            saved = self.saved_step
+            return (
+                "stopped, nothing is saved yet" if saved is None else f"stopped at step {saved:,}"
+            )
         if self.broken_off:
             return "not running"
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
@@ -223,7 +234,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     lineage = read_or_note(run.model / "ingot.json", _read_json) or {}
-    running, beat = bool(doing) or _at_work(run), _last_beat(run)
+    running, beat = bool(doing) or at_work(run), last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,
@@ -249,8 +260,8 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         parameters=lineage["parameters"] if is_number(lineage.get("parameters")) else None,
         running=running,
         doing=doing,
-        changed=_changed(run),
-        last_sign=_last_sign(beat, events, metrics.times[-1:]),
+        changed=last_changed(run),
+        last_sign=last_sign(beat, events, metrics.times[-1:]),
         notes=read_or_note.notes,
     )
 
@@ -343,43 +354,5 @@ def _records(folder: Path) -> list[PipelineStepRecord]:
         else []
     )
     place = {step: number for number, step in enumerate(STEP_ORDER)}
-    whole = [record for record in found if record is not None and is_number(record.seconds)]
-    return sorted(whole, key=lambda record: place.get(str(record.step), len(place)))
-
-
-def _at_work(run: RunFolder) -> bool:
-    """Whether another process of this machine holds the run, or one of another machine, whose locks
-    cannot be seen, was heard of just now.
-    """
-    holders = [lock_holder(run.root, name) for name in ("lock", "run-lock")]
-    return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
-        run.heartbeats
-    )
-
-
-def _last_beat(run: RunFolder) -> Heartbeat | None:
-    """The last heartbeat of rank 0 of the last attempt."""
-    return max(
-        beats_of_main(run.heartbeats),
-        key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0),
-        default=None,
-    )
-
-
-def _last_sign(
-    beat: Heartbeat | None, events: list[dict[str, Any]], logged: Iterable[float]
-) -> float | None:
-    """The last beat, event or logged step by what they say themselves: a copy has the times of its
-    files anew.
-    """
-    times = [*logged, *(event.get("t_wall") for event in events), beat.wall if beat else None]
-    return max((when for when in times if is_number(when)), default=None)
-
-
-def _changed(run: RunFolder) -> float:
-    times = [
-        path.stat().st_mtime
-        for path in (run.root, run.recipe, run.metrics, run.events, *run.steps.glob("*.json"))
-        if path.exists()
-    ]
-    return max(times, default=0.0)
+    timed = [record for record in found if record is not None and is_number(record.seconds)]
+    return sorted(timed, key=lambda record: place.get(str(record.step), len(place)))

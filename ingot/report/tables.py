@@ -48,7 +48,8 @@ def show_run(run: RunFolder) -> None:
         f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series
     ]
     if figures:
-        out.print(f"at step {view.steps_done:,}: {', '.join(figures)}", soft_wrap=True)
+        unsaved = f" ({view.saved})" if view.saved_step != view.steps_done else ""
+        out.print(f"at step {view.steps_done:,}{unsaved}: {', '.join(figures)}", soft_wrap=True)
     if view.goodput is not None:
         _show_goodput(view.goodput, out)
     for line in decisions(view):
@@ -72,6 +73,7 @@ def run_json(run: RunFolder) -> dict[str, Any]:
         "changed": view.changed,
         "last_sign": view.last_sign,
         "step": view.steps_done,
+        "saved_step": view.saved_step,
         "steps": {
             record.step: {
                 "result": record.result,

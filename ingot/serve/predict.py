@@ -14,12 +14,14 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
+from ingot.models.generation.fillmask import MaskChoices, MaskFiller
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.serve.native.causal import TextEncoder
 from ingot.serve.native.embedding import Embedder
+from ingot.serve.native.masks import fill, told
 from ingot.serve.native.model import LoadedModel, load
 from ingot.tokenizers.chats.chat import Chat
 
@@ -59,9 +61,10 @@ class PredictOptions:
             raise WrongInput("chat is for models that were trained on chats; leave it out")
         if self.beams != 1 and kind != "seq2seq":
             raise WrongInput(f"beams {self.beams} is for sequence-to-sequence models; leave it out")
-        if kind == "encoder" and self != PredictOptions():
+        if kind in ("encoder", "masked") and self != PredictOptions():
+            what = "a classifier" if kind == "encoder" else "a masked language model"
             raise WrongInput(
-                "a classifier writes no text, so that settings of texts (max_tokens, temperature,"
+                f"{what} writes no text, so that settings of texts (max_tokens, temperature,"
                 " ...) mean nothing; leave them out"
             )
 
@@ -81,7 +84,8 @@ def predict(
 ) -> str:
     """The completion of `prompt` without the prompt, a sequence-to-sequence model's text, or a
     classifier's label, with the scores on stderr; of a reward model its score. To that, `prompt` is
-    what a user says, or a chat with its answers as JSON: a list of messages.
+    what a user says, or a chat with its answers as JSON: a list of messages. Of a masked language
+    model the text with its masks (`[MASK]`) filled, with the likeliest tokens on stderr.
 
     `target`: a model folder, or the URL of a server. `chat`: the prompt is a user's message and
     goes through the model's chat template.
@@ -142,6 +146,13 @@ def _answer(
         assert isinstance(verdict, ClassScores)
         scores = dict(zip(loaded.labels, verdict.scores, strict=False))
         return None if verdict.finish == "error" else _verdict(verdict.text, scores), scores
+    if isinstance(worker, MaskFiller):
+        worker.add(Request(ids, 1))
+        ((_, choices),) = worker.step()
+        assert isinstance(choices, MaskChoices)
+        if choices.finish == "error":
+            return None, {}
+        return fill(loaded.tokenizer, ids, choices), _choices(told(loaded.tokenizer, choices))
     if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.target_positions)
         tokens = whole if options.max_tokens is None else options.max_tokens
@@ -158,6 +169,15 @@ def _answer(
             ]
         )
     return None if answer.finish == "error" else answer.text, {}
+
+
+def _choices(masks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """The probabilities of a text's masks by token; of several masks with the number of each."""
+    return {
+        ("" if len(masks) == 1 else f"{number}: ") + str(one["token_str"]).strip(): one["score"]
+        for number, mask in enumerate(masks, start=1)
+        for one in mask
+    }
 
 
 def _verdict(label: str, scores: Mapping[str, float]) -> str:
@@ -253,12 +273,17 @@ def _triton(client: httpx.Client, model: str, prompt: str, options: PredictOptio
 
 
 def _predict_route(client: httpx.Client, prompt: str, options: PredictOptions, kind: str) -> str:
-    parameters = {} if kind == "encoder" else {**_options(options), "beams": options.beams}
+    parameters = (
+        {} if kind in ("encoder", "masked") else {**_options(options), "beams": options.beams}
+    )
     messages = _messages_in(prompt) if kind == "encoder" else None
     instance = prompt if messages is None else {"messages": messages}
     (prediction,) = _json(
         client, "POST", "/predict", {"instances": [instance], "parameters": parameters}
     )["predictions"]
+    if kind == "masked":
+        say(_format_scores(_choices(prediction["masks"])))
+        return str(prediction["text"])
     if kind != "encoder":
         return str(prediction)
     say(_format_scores(prediction["scores"]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from fastapi.routing import APIRoute
 import ingot
 from ingot.base.progress import say
 from ingot.config.sections.deployment import Serve
+from ingot.models.device import is_slow_in_bf16, pick_device
 from ingot.serve import playground
 from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
@@ -44,7 +46,7 @@ from ingot.serve.http.middleware import (
 )
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
-from ingot.serve.native.model import check_model_folder, load
+from ingot.serve.native.model import check_model_folder, load_in_a_thread
 
 
 def create_app(
@@ -104,10 +106,6 @@ def create_app(
     return app
 
 
-# Seconds that running requests get to finish once the server is stopping.
-GRACE_S = 10.0
-
-
 def serve(target_folder: Path, settings: Serve, name: str) -> None:
     """Serve the model in `target_folder` under `name` until SIGTERM or SIGINT.
 
@@ -129,14 +127,20 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         bound_socket(host, port) as listener,
         fetched_model_folder(target_folder, os.environ) as folder,
     ):
-        loaded = load(
+        loaded = load_in_a_thread(
             folder,
             any_template=settings.any_template,
             engine=settings.engine,
+            compute=settings.compute,
             pack=settings.pack,
         )
         if loaded.packed:
-            say("weights are packed as float16, which changes none of them (serve.pack)")
+            said = "weights are packed, which changes none of them (serve.pack)"
+            if loaded.compute == "bf16":
+                said += "; answers are computed in bf16, in float32 with serve.compute=fp32"
+            say(said)
+        if loaded.compute == "bf16" and is_slow_in_bf16(pick_device()):
+            say("bf16 is many times slower than float32 on this processor; set serve.compute=fp32")
         metrics = ServerMetrics()
         engine = ServingEngine(
             loaded.serving_worker(settings.max_batch, settings.prefix_cache_mb),
@@ -151,9 +155,8 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
         # long enough to delay requests noticeably.
         gc.collect()
         gc.freeze()
-        UvicornServer(
-            app, engine, f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}"
-        ).run(sockets=[listener])
+        greeting = f"serving {name} at http://{url_host(host)}:{listener.getsockname()[1]}"
+        UvicornServer(app, engine, greeting, settings.finish_s).run(sockets=[listener])
 
 
 def render(folder: Path, settings: Serve, name: str) -> str:
@@ -175,13 +178,13 @@ def render(folder: Path, settings: Serve, name: str) -> str:
 
 
 class UvicornServer(GracefulServer):
-    """uvicorn with our shutdown: running requests get GRACE_S, the rest is answered with 503, and
-    the process exits normally.
+    """uvicorn with our shutdown: running requests get `finish_s` seconds, the rest is answered with
+    503, and the process exits normally.
     """
 
-    def __init__(self, app: FastAPI, engine: ServingEngine, greeting: str) -> None:
-        super().__init__(http_config(app, int(GRACE_S) + 2))
-        self._engine, self._greeting = engine, greeting
+    def __init__(self, app: FastAPI, engine: ServingEngine, greeting: str, finish_s: float) -> None:
+        super().__init__(http_config(app, math.ceil(finish_s) + 2))
+        self._engine, self._greeting, self._finish_s = engine, greeting, finish_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -192,7 +195,7 @@ class UvicornServer(GracefulServer):
         say(self._greeting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        deadline = asyncio.get_running_loop().call_later(GRACE_S, self._engine.abort)
+        deadline = asyncio.get_running_loop().call_later(self._finish_s, self._engine.abort)
         try:
             await super().shutdown(sockets)
         finally:

@@ -146,6 +146,12 @@ class Tokenizer:
     """The special and added tokens as text: what other text may look like."""
     special_ids: dict[str, int]
     """Every special token and its id."""
+    mask: int | None
+    """The token that stands for a hidden one; None if there is none."""
+    never_masked: set[int]
+    """What a masked language model is not asked for: special tokens, and the one for what the
+    vocabulary lacks.
+    """
     named: dict[str, str]
     """The texts of `bos_token`, `eos_token` and the like; the vocabulary may lack one of them."""
 
@@ -161,6 +167,9 @@ class Tokenizer:
             for text in self._special
             if (index := self._reference.token_id(text)) is not None
         }
+        named = (self._reference.token_id(text) for text in self.named.values())
+        self.never_masked = {*self.special_ids.values(), *(one for one in named if one is not None)}
+        self.mask = self._reference.token_id(self.named.get("mask_token", ""))
         self.template = chat_template(files, config)
         self.vocab_size, before = self._reference.vocab_size, self._reference.before
         ids = {name: self._reference.token_id(text) for name, text in self.named.items()}
@@ -227,6 +236,14 @@ class Tokenizer:
         """Ids of a text as an encoder reads it, with `frame` around it."""
         before, after = self.frame
         return [*before, *self.encode(text), *after]
+
+    def encode_masked(self, text: str) -> list[int]:
+        """The same of a text in which special tokens are special, as transformers reads it: its
+        mask tokens hide something.
+        """
+        before, after = self.frame
+        ids = self._reference.control.encode(text, add_special_tokens=False).ids
+        return [*before, *ids, *after]
 
     def encode_alone(self, text: str) -> list[int]:
         """Ids of a text as the library itself frames it, where nothing is to follow."""

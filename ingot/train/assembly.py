@@ -271,7 +271,6 @@ def make_step_context(
         balance=state.balance,
         hooks=hooks.all,
         samples=knobs.global_batch,
-        tokens=knobs.global_batch * setup.tokens_per_sample,
     )
 
 

@@ -64,14 +64,24 @@ class TrainState:
 
 
 def build_train_state(
-    plan: TrainSetup, start: CommittedCheckpoint | None, tables: Tables | None, mesh: Mesh
+    plan: TrainSetup,
+    start: CommittedCheckpoint | None,
+    tables: Tables | None,
+    mesh: Mesh,
+    *,
+    quick: bool = False,
 ) -> TrainState:
     """Build the model on the meta device, its adapter and wrappers, this rank's shard of the
-    weights and the optimizer; then load the checkpoint to resume or start from.
+    weights and the optimizer; then load the checkpoint to resume or start from. `quick`: random
+    weights may be any.
     """
     recipe = plan.recipe
     model = wrapped_model(
-        plan, plan.model_spec, mesh, filled=start is None or recipe.model.lora is not None
+        plan,
+        plan.model_spec,
+        mesh,
+        filled=start is None or recipe.model.lora is not None,
+        quick=quick,
     )
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
@@ -98,9 +108,11 @@ def build_train_state(
     )
 
 
-def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool) -> AnyModel:
+def wrapped_model(
+    plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool, quick: bool = False
+) -> AnyModel:
     """The model of `model_spec` with the recipe's adapter, sharded over the ranks. `filled` False
-    allocates its weights without reading or initialising them.
+    allocates its weights without reading or initialising them; `quick`: random ones may be any.
     """
     recipe = plan.recipe
     model = draft_model(plan, model_spec, mesh)
@@ -108,7 +120,7 @@ def wrapped_model(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled
     run_on_all(
         mesh,
         lambda: materialize_model(
-            model, model_spec, recipe.seed, device, filled=filled, share=share
+            model, model_spec, recipe.seed, device, filled=filled, share=share, quick=quick
         ),
         lambda _: None,
     )

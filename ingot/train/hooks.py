@@ -79,15 +79,22 @@ class LogHook:
             mesh,
             gpu,
         )
-        self._seconds, self._tokens, self._samples, self._skipped = 0.0, 0, 0, torch.tensor(skipped)
+        self._skipped = torch.tensor(skipped)
+        self._forget()
         self._notes: dict[str, str] = {}
         self._shown_at = 0.0
         self._measured_peak = MeasuredPeak(mesh.device, work.compute)
 
+    def _forget(self) -> None:
+        """Begin to count anew, after a line was written."""
+        self._seconds, self._steps, self._samples, self._tokens, self._positions = 0.0, 0, 0, 0, 0
+
     def after_step(self, info: StepInfo) -> bool:
         self._seconds += info.seconds
+        self._steps += 1
         self._samples += info.samples
-        self._tokens += info.tokens
+        self._tokens += info.counts.tokens
+        self._positions += info.counts.positions
         self._skipped = self._skipped + info.outcome.skipped.to(self._skipped.device)
         if info.step % self.every == 0 or info.step in (1, self.last):
             self._write(info)
@@ -116,6 +123,7 @@ class LogHook:
             "train/lr": info.lr,
             "train/grad_norm": float(info.outcome.grad_norm),
             "train/tokens_per_s": rate,
+            "train/tokens_per_step": self._tokens / self._steps,
             "train/examples_per_s": self._samples / seconds,
             "train/skipped_steps": float(self._skipped),
             **usage,
@@ -124,14 +132,15 @@ class LogHook:
         if info.outcome.load is not None:
             values |= info.outcome.load.metrics()
         if self.work.flops_per_token is not None:
-            reached = rate * self.work.flops_per_token / self.mesh.world
+            # Padding is computed too.
+            reached = self._positions / seconds * self.work.flops_per_token / self.mesh.world
             values["train/mfu"] = reached / (
                 self.work.stated_peak or self._measured_peak.flops(reached)
             )
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", **self._remarks(), "tokens/s": f"{rate:,.0f}"}
-        self._seconds, self._samples, self._tokens = 0.0, 0, 0
+        self._forget()
 
     @property
     def skipped(self) -> float:

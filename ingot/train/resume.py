@@ -27,7 +27,7 @@ from ingot.checkpoints.store import (
     newest_valid,
     step_folder,
 )
-from ingot.config.identity import MAY_CHANGE, changes
+from ingot.config.identity import MAY_CHANGE, WEIGHTS_OF, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
@@ -59,6 +59,8 @@ def find_start(
     found = None if fresh else newest_valid(run.checkpoints)
     if found is not None:
         before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
+        if not any(key.startswith(WEIGHTS_OF) for key in before):  # of an earlier version
+            now = {key: value for key, value in now.items() if not key.startswith(WEIGHTS_OF)}
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if all(key.startswith(tuple(allow)) for key in differ):
             if differ:

@@ -13,7 +13,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.degrees import Degrees
-from ingot.config.identity import training_identity
+from ingot.config.identity import training_identity, weights_identity
 from ingot.config.models.source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -26,9 +26,11 @@ from ingot.config.shape import (
     check_routers,
     total_steps,
 )
+from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
+from ingot.data.batches.spans import hiding_of
 from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.splits import Split, check_held_out
 from ingot.models.adapters.lora import add_lora
@@ -109,7 +111,7 @@ def check_formats(
     sides = 2 if recipe.documents in TWO_ROWS else 1
     tokens = {
         "data.seq_len": recipe.data.seq_len,
-        **({"data.target_len": recipe.data.target_len} if kind == "seq2seq" else {}),
+        **({"data.target_len": recipe.target_len} if kind == "seq2seq" else {}),
     }
     lengths = {
         knob: sides * batch.micro_batch * length // degrees.context
@@ -175,11 +177,13 @@ class TrainSetup:
         return LearningRate(knobs.schedule, knobs.optimizer.lr, self.last)
 
     @property
-    def tokens_per_sample(self) -> int:
-        """Token positions per sample, padding included."""
+    def positions_per_sample(self) -> int:
+        """Tokens of a sample, padding included."""
         data = self.recipe.data
         match self.recipe.documents:
-            case "text" | "chat" | "labelled":
+            case "masked" if self.recipe.objective.spans is not None:
+                return data.seq_len + self.recipe.target_len
+            case "text" | "chat" | "labelled" | "masked":
                 return data.seq_len
             case "preference" | "rated":
                 return 2 * data.seq_len
@@ -208,16 +212,19 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)
     _check_tokenizer(recipe, prepared, tokenizer)
-    rows = _open_split(recipe, "train")
-    held_out = _open_split(recipe, "validation") if recipe.data.holds_out else rows
+    hiding = hiding_of(recipe, tokenizer)
+    rows = _open_split(recipe, "train", hiding)
+    holds_out = recipe.data.holds_out
+    held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
     origin, begin = _origin(recipe)
     last = total_steps(
         recipe.train, len(rows) * recipe.objective.answers_per_row, recipe.data.seq_len
     )
     _check_steps(recipe, len(rows), batch, begin, last)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
-    identity = {
+    identity: dict[str, Any] = {
         **training_identity(recipe),
+        **weights_identity(recipe),
         "precision.compute": compute,
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
@@ -281,7 +288,7 @@ def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenize
     )
 
 
-def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
+def _open_split(recipe: Recipe, split: Split, hiding: Hiding | None) -> Rows | Samples:
     """The rows of a split. Training rows are weighted by source, and drawn part by part with
     `data.window`. Held-out rows are all evaluated, so the last one is padded.
     """
@@ -295,6 +302,7 @@ def _open_split(recipe: Recipe, split: Split) -> Rows | Samples:
         weights=[source.weight for source in data.train] if is_train else None,
         target_len=data.target_len,
         by_part=is_train and data.window is not None,
+        hiding=hiding,
     )
 
 

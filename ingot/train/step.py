@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ class StepOutcome:
     """The load of experts; None without any."""
 
 
+class BatchCounts(NamedTuple):
+    """What is in a global batch: targets, tokens of text, and what the model reads with padding."""
+
+    targets: int
+    tokens: int
+    positions: int
+
+
 @dataclass(frozen=True)
 class StepInfo:
     """What hooks receive after each step."""
@@ -67,8 +75,8 @@ class StepInfo:
     """Steps done, including this one."""
     samples: int
     """Sequences in this step, over all ranks."""
-    tokens: int
-    """Tokens in this step, over all ranks, padding included."""
+    counts: BatchCounts
+    """Of this step's batch, over all ranks."""
     outcome: StepOutcome
     lr: float
     seconds: float
@@ -212,8 +220,6 @@ class StepContext:
     hooks: Sequence[Hook] = ()
     samples: int = 0
     """Sequences in a step, over all ranks."""
-    tokens: int = 0
-    """Tokens in a step, over all ranks, padding included."""
 
     def __post_init__(self) -> None:
         self.row_sharing = row_sharing(self.mesh)
@@ -237,10 +243,10 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         # Fetch this rank's micro-batches. The ranks sum the target count of the global batch and
         # combine stop votes on the host, without synchronising with a device.
         batches = control.fetch(step)
-        targets, votes = global_targets(objective, batches, mesh, *control.votes())
+        counts, votes = global_counts(objective, batches, mesh, *control.votes())
         if control.must_stop(votes):
             return LoopEnd(step, outcome, stopped=True)
-        if not targets:
+        if not (targets := counts.targets):
             raise WrongInput(
                 f"step {step + 1:,} has not one target in its {context.samples} rows; run"
                 " `ingot show mask` on the recipe"
@@ -285,7 +291,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         # Hooks: all of them run, even if one asks to end training.
         lr = float(optimizer.param_groups[0]["lr"]) if rate is None else rate
         seconds = time.monotonic() - began
-        info = StepInfo(step + 1, context.samples, context.tokens, outcome, lr, seconds)
+        info = StepInfo(step + 1, context.samples, counts, outcome, lr, seconds)
         answers = [hook.after_step(info) for hook in context.hooks]
         if any(answers):
             return LoopEnd(step + 1, outcome)
@@ -299,17 +305,22 @@ def train_step(context: StepContext, step: int = 0) -> StepOutcome:
     return outcome
 
 
-def global_targets(
+def global_counts(
     objective: Objective, batches: Sequence[Batch], mesh: Mesh, *mine: bool
-) -> tuple[int, list[bool]]:
-    """The number of targets in the global batch, each counted once, and for each flag of `mine`
-    whether any rank set it. A host collective; the same on all ranks.
+) -> tuple[BatchCounts, list[bool]]:
+    """The counts of the global batch, everything counted once, and for each flag of `mine` whether
+    any rank set it. A host collective; the same on all ranks.
     """
-    total, *votes = mesh.agree(
-        sum(objective.targets(batch) for batch in batches), *map(float, mine)
+    targets, tokens, positions, *votes = mesh.agree(
+        sum(objective.targets(batch) for batch in batches),
+        sum(batch.text_tokens for batch in batches),
+        sum(batch.tokens.numel() for batch in batches),
+        *map(float, mine),
     )
-    # Ranks that share rows (context, tensor, pipeline axes) have all counted the same targets.
-    return round(total * mesh.data.world / mesh.world), [count > 0 for count in votes]
+    # Ranks that share rows (context, tensor, pipeline axes) have all counted the same ones.
+    share = mesh.data.world / mesh.world
+    counts = (round(total * share) for total in (targets, tokens, positions))
+    return BatchCounts(*counts), [count > 0 for count in votes]
 
 
 def take_first_pass(

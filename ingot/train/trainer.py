@@ -8,6 +8,8 @@ import signal
 import time
 from contextlib import ExitStack
 
+import torch
+
 from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
@@ -17,7 +19,13 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
 from ingot.config.recipe import Recipe
-from ingot.models.device import device_name, device_record, is_slow_in_bf16
+from ingot.models.device import (
+    Compute,
+    device_name,
+    device_record,
+    is_fast_in_bf16,
+    is_slow_in_bf16,
+)
 from ingot.models.hf.folder import model_hash
 from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -53,6 +61,9 @@ from ingot.train.setup import TrainSetup, make_setup
 from ingot.train.step import (
     run_steps,
 )
+
+LARGE = 20
+"""Millions of weights from which on it matters how a step is computed."""
 
 
 def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None) -> VerbOutcome:
@@ -193,11 +204,10 @@ def _announce(
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
-        if plan.compute == "bf16" and is_slow_in_bf16(mesh.device):
-            say(
-                "train: warning: this processor has no instructions for bf16, so that products in"
-                " it take many times as long as in float32; set precision.compute=fp32"
-            )
+        if mixture := _mixture(plan):
+            say(f"train: {mixture}")
+        if advice := advice_on_compute(plan.recipe, plan.compute, mesh.device, size):
+            say(f"train: {advice}")
         folder = None if plan.model_spec.random or first else plan.model_spec.folder
         if plan.recipe.tokenizer.source is not None and folder is not None:
             strange = why_unfamiliar(plan.recipe, plan.tokenizer, folder)
@@ -215,6 +225,46 @@ def _announce(
         before = start or (None if plan.recipe.train.reset_optimizer else plan.origin)
         for line in plan.learning_rate.told(first, before.commit if before else {}):
             say(f"train: {line}")
+
+
+def _mixture(plan: TrainSetup) -> str | None:
+    """What weights make of the sources: a share says nothing of a source's size, so that a small
+    one may be repeated many times, and a large one not be seen whole.
+    """
+    recipe = plan.recipe
+    passes = plan.order.passes(plan.last * recipe.objective.rows_of(plan.batch.global_batch))
+    if len(passes) == 1:
+        return None
+    sources, total = recipe.data.train, sum(source.weight for source in recipe.data.train)
+    return "data.train by weight: " + ", ".join(
+        f"{source.source} {source.weight / total:.1%} ({times:.3g} passes)"
+        for source, times in zip(sources, passes, strict=True)
+    )
+
+
+def advice_on_compute(
+    recipe: Recipe, compute: Compute, device: torch.device, millions: float
+) -> str | None:
+    """That another `precision.compute` would be several times faster on this processor, or that a
+    GPU's layers are not compiled and nobody chose that.
+    """
+    if compute == "bf16" and is_slow_in_bf16(device):
+        return (
+            "warning: this processor has no instructions for bf16, so that products in it take many"
+            " times as long as in float32; set precision.compute=fp32"
+        )
+    if millions < LARGE:
+        return None
+    is_open = recipe.precision.compute == "auto"
+    if is_open and compute == "fp32" and is_fast_in_bf16(device):
+        return "this processor is much faster in bf16: precision.compute=bf16 trains in it, too"
+    is_open = "compile" not in recipe.train.model_fields_set and recipe.parallel.tensor == 1
+    if is_open and device.type == "cuda":
+        return (
+            "the layers are not compiled: on a GPU train.compile=true starts a minute later and"
+            " then takes less time and memory"
+        )
+    return None
 
 
 def _stopped(step: int | None, signum: int) -> Stopped:

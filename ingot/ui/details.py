@@ -159,7 +159,7 @@ def compared(views: dict[str, RunView], files: dict[str, MetricsFile]) -> dict[s
 
 def _interval(view: RunView, figure: str) -> tuple[float, float] | None:
     metric: Metric | None = view.evaluation.metrics.get(figure) if view.evaluation else None
-    return None if metric is None else (metric.ci_low, metric.ci_high)
+    return None if metric is None else metric.interval
 
 
 def registry_state(registry: LocalRegistry) -> list[dict[str, Any]]:

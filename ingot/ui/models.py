@@ -12,7 +12,13 @@ import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+Route = Literal["chat", "completions", "embeddings", "predict"]
+ROUTES: dict[Route, str] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "predict": "/predict",
+}
 LOOK_S, CONNECT_S, ANSWER_S = 2.0, 5.0, 600.0
 MOST_BYTES = 1 << 20
 
@@ -37,7 +43,7 @@ class ServedModels:
             model = found.json()["data"][0]
             return {
                 **about,
-                **{key: model.get(key) for key in ("kind", "chat")},
+                **{key: model.get(key) for key in ("kind", "chat", "tasks")},
                 "name": model["id"],
             }
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -45,7 +51,7 @@ class ServedModels:
 
 
 def models_router(models: ServedModels) -> APIRouter:
-    """`GET /api/models`, and `POST /api/models/N/chat` and `.../completions`."""
+    """`GET /api/models`, and `POST /api/models/N/ROUTE`."""
     routes = APIRouter(prefix="/api/models")
 
     @routes.get("")
@@ -54,7 +60,7 @@ def models_router(models: ServedModels) -> APIRouter:
         return {"models": found}
 
     @routes.post("/{number}/{route}")
-    async def ask(number: int, route: Literal["chat", "completions"], request: Request) -> Response:
+    async def ask(number: int, route: Route, request: Request) -> Response:
         if not 0 <= number < len(models.addresses):
             return JSONResponse({"error": f"there is no model {number}; see --model"}, 404)
         body = await request.body()

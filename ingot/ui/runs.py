@@ -135,7 +135,7 @@ class RunsFolder:
             return metrics
 
     def tokens_a_step(self, name: str) -> int | None:
-        """Tokens of an optimizer step of a run, padding included; raises as `run`."""
+        """Tokens of an optimizer step of a run, on average; raises as `run`."""
         with self._lock:
             stamp, run = _stamp(self.run(name)), self.run(name)
             known = self._steps.get(name)
@@ -278,8 +278,7 @@ def _last(view: RunView, key: str) -> float | None:
 
 
 def tokens_of_a_step(view: RunView) -> int | None:
-    batch, length = view.knob("train.global_batch"), view.knob("data.seq_len")
-    return batch * length if isinstance(batch, int) and isinstance(length, int) else None
+    return round(trained_tokens(view) / view.steps_done) or None if view.steps_done else None
 
 
 def curve(

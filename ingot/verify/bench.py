@@ -146,11 +146,12 @@ def skip_reason(case: BenchCase, ran_out: Sequence[BenchCase]) -> str:
 
 
 FORMULA = (
-    "share of peak = tokens/s x flops per token / peak. Flops per token: 6 for each weight of a"
-    " matrix (head included, embedding not) and 12 x layers x heads x head size for each token that"
-    " attention sees, seq_len / 2 on average; padding counts as tokens, and with LoRA so do the"
-    " gradients of weights that are kept, which nobody computes. Peak: the best of several large"
-    " matrix products in the same format and the same processes, summed over them."
+    "tokens/s are those of text, without padding. Share of peak = positions/s x flops per token /"
+    " peak; positions are tokens and padding, which is computed too. Flops per token: 6 for each"
+    " weight of a matrix (head included, embedding not) and 12 x layers x heads x head size for"
+    " each token that attention sees, seq_len / 2 on average; with LoRA the gradients of weights"
+    " that are kept count too, which nobody computes. Peak: the best of several large matrix"
+    " products in the same format and the same processes, summed over them."
 )
 KILLED = 128 + signal.SIGKILL
 StartCommand = Callable[[BenchCase, Path], tuple[list[str], Mapping[str, str]]]

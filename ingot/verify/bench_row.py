@@ -33,6 +33,7 @@ from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.micro_batch.memory import forget_peak, is_out_of_memory
 from ingot.train.micro_batch.trial import Trial, made_up_plan, open_trial
 from ingot.train.setup import TrainSetup, make_setup
+from ingot.train.step import BatchCounts, StepInfo
 from ingot.verify.bench import WARM_UP
 
 PEAK_TIMES = 3
@@ -105,10 +106,10 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
     """Measure the row; collective. Memory is that of the rank that uses most; GPU utilisation is
     the mean.
     """
-    with open_trial(plan, mesh) as trial:
+    with open_trial(plan, mesh, quick=True) as trial:
         best = _peak(mesh, plan)
         with UsageSampler(mesh.device) as samples:
-            seconds, cores = _steps(trial, steps)
+            seconds, cores, counted = _steps(trial, steps)
         mine = [
             samples.mean("util"),
             samples.most("memory"),
@@ -117,16 +118,17 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
             cores,
         ]
         best = max(best, _peak(mesh, plan))
-        counted = sum(parameter.numel() for parameter in trial.train_state.model.parameters())
+        weights = sum(parameter.numel() for parameter in trial.train_state.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
     config, native, on_gpu = (
         plan.model_spec.config.to_hf(),
         plan.model_spec.kind == "decoder",
         mesh.device.type != "cpu",
     )
-    tokens = plan.batch.global_batch * plan.tokens_per_sample
+    tokens = statistics.mean(step.tokens for step in counted)
+    positions = statistics.mean(step.positions for step in counted)
     cost = flops_per_token(config, plan.recipe.data.seq_len) if native else None
-    reached = tokens / seconds * (cost or 0.0)
+    reached = positions / seconds * (cost or 0.0)  # padding is computed too
     best = max(best, reached)  # the machine may have been disturbed whenever a peak was measured
     return {
         "status": "measured",
@@ -135,6 +137,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         "examples_per_s": plan.batch.global_batch / seconds,
         "seconds_per_step": seconds,
         "tokens_per_step": tokens,
+        "positions_per_step": positions,
         "flops_per_token": cost,
         "peak_flops": best,
         "stated_peak_flops": peak_flops(mesh.device, plan.compute),
@@ -144,17 +147,30 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         "gpu": statistics.mean(util) if on_gpu else None,
         "gpu_memory": max(memory) if on_gpu else None,
         "process_memory_bytes": int(max(process)),
-        "parameters": parameter_count(config) if native else counted,
-        "active_parameters": parameter_count(config, active=True) if native else counted,
+        "parameters": parameter_count(config) if native else weights,
+        "active_parameters": parameter_count(config, active=True) if native else weights,
         "device": device_name(mesh.device),
         "device_kind": mesh.device.type,
     }
 
 
-def _steps(trial: Trial, steps: int) -> tuple[float, float]:
-    """The typical seconds of a step, and the number of cores that this process kept busy."""
-    times: list[float] = []
-    with trial.step_function(trial.plan.batch) as take:
+class _Counted(list[BatchCounts]):
+    """The hook that keeps what is in the batch of each step."""
+
+    def after_step(self, info: StepInfo) -> bool:
+        self.append(info.counts)
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def _steps(trial: Trial, steps: int) -> tuple[float, float, list[BatchCounts]]:
+    """The typical seconds of a step, the number of cores that this process kept busy, and what was
+    in the batches.
+    """
+    times, counted = list[float](), _Counted()
+    with trial.step_function(trial.plan.batch, [counted]) as take:
         before = take(0)
         for step in range(1, WARM_UP):
             before = take(step)
@@ -175,7 +191,8 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float]:
         float(before.skipped)
         ended = time.perf_counter()
     times[-1] += ended - began
-    return _typical_step_s(times, trial.mesh.device), (time.process_time() - busy) / (ended - first)
+    cores = (time.process_time() - busy) / (ended - first)
+    return _typical_step_s(times, trial.mesh.device), cores, counted[WARM_UP:]
 
 
 def _typical_step_s(times: Sequence[float], device: torch.device) -> float:

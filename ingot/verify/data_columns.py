@@ -27,8 +27,8 @@ from ingot.data.columns.manifest import (
     is_mask,
     token_columns,
 )
-from ingot.data.packing.planning import column_limits, truncation
-from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
+from ingot.data.packing.planning import column_limits, longest_piece, truncation
+from ingot.data.packing.tables import WHOLE_RECORDS, read_packed, table_name
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Split
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def _record_ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
     sources = [source for sources in recipe_sources(recipe).values() for source in sources]
     if (
         here is None
-        or recipe.documents in CHAT_TEMPLATED
+        or recipe.documents in (*CHAT_TEMPLATED, "masked")
         or any(source.source.startswith("megatron:") for source in sources)
     ):
         return []
@@ -124,6 +124,8 @@ def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]
         return Check(
             what, None, "a chat ends as its template says; look at it with `ingot show mask`"
         )
+    if recipe.documents == "masked":
+        return Check(what, None, "a masked text has no end of its own: each piece gets its frame")
     return Check(
         what,
         None,
@@ -232,6 +234,8 @@ def check_rows(
         f", targets of {target_len:,}" if target_len is not None else ""
     )
     found, rows, tokens, first = list[str](), 0, 0, prepared.names[0]
+    pieces = prepared.documents == "masked"
+    most = longest_piece(seq_len, prepared.framing, how) if pieces else seq_len
     try:
         packed = read_packed(folder, prepared, seq_len, how, target_len)
         for split, sources in packed.rows.items():
@@ -244,9 +248,9 @@ def check_rows(
                 if wrong := _row_fault(
                     table,
                     Column(column_prefix(folder, split, first, number)),
-                    seq_len,
+                    most,
                     count,
-                    picked=prepared.documents in ONE_PER_ROW,
+                    picked=prepared.documents in WHOLE_RECORDS,
                     cut_left=truncation(how) == "left",
                 ):
                     found.append(f"{bin_path(table.prefix)} {wrong}")
@@ -279,7 +283,7 @@ def _count_row_tokens(
     target_len: int | None,
 ) -> int:
     """The number of tokens in the rows of a part."""
-    if prepared.documents not in ONE_PER_ROW:
+    if prepared.documents not in WHOLE_RECORDS:
         return int(table.slice(2, table.elements)[::3].sum())
     pieces, total = table.slice(0, table.elements), 0
     records, begins = pieces[::3], pieces[1::3]

@@ -37,13 +37,16 @@ KILL_STEPS = (5, 8)
 CLOCKS = (
     "t_wall",
     "train/tokens_per_s",
+    "train/tokens_per_step",
     "train/examples_per_s",
     "train/mfu",
     "validation/seconds",
     "memory/",
     "gpu/",
 )
-"""Keys of metrics that depend on timing; those that end in a slash stand for all keys below."""
+"""Keys of metrics that depend on timing, or on where a restart began to count; those that end in a
+slash stand for all keys below.
+"""
 RunCommand = Callable[[Sequence[str]], tuple[int, str]]
 """Runs `ingot ARGUMENTS`: its exit code, and what it printed on stderr."""
 

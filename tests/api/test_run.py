@@ -144,7 +144,7 @@ def test_errors_are_exceptions_with_the_command_lines_words(
         typed = command("ingest", *words, cwd=done.here)
         with pytest.raises(ingot.WrongInput) as raised:
             ingot.load(*words)
-        assert typed.stderr == f"error: {raised.value}\n"
+        assert typed.stderr.replace("` on the command line", "`") == f"error: {raised.value}\n"
     away = ingot.load(done.recipe, name="away", data__train=[{"source": "gone"}], quiet=True)
     with pytest.raises(ingot.WrongInput) as raised:
         away.ingest()
@@ -169,6 +169,9 @@ def test_leaving_the_loop_stops_the_training_with_a_checkpoint(done: Done) -> No
     assert not run.folder.model.exists()
     (stopped,) = [event for event in read_lines(run.folder.events) if event["kind"] == "stop"]
     assert stopped["cause"] == "SIGINT"
+    other = ingot.load(done.recipe, name="left", train__steps=100_000, seed=3, quiet=True)
+    with pytest.raises(ingot.WrongInput, match=r"seed 0 -> 3; .* or start over with fresh=True \("):
+        other.train()
 
 
 def test_what_json_has_no_number_for_is_null() -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def test_a_record_comes_back_equal(tmp_path: Path) -> None:
     write_record(tmp_path / "steps", record)
     assert read_record(tmp_path / "steps", "prepare") == record
     assert record.files == {"data/a": 5}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_a_moved_or_copied_run_made_lies_in_it(tmp_path: Path, copied: bool) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (tmp_path / "registry/v1").mkdir(parents=True)
+    record = a_record(old)
+    places = (str(old / "data/a"), str(tmp_path / "registry/v1"), "gs://bucket/data/a")
+    for step, place in zip("abc", places, strict=True):
+        write_record(old / "reports/steps", replace(record, step=step, where=place))
+    (shutil.copytree if copied else shutil.move)(old, new)
+    found = [read_record(new / "reports/steps", step) for step in "abc"]
+    assert [one and one.where for one in found] == [str(new / "data/a"), *places[1:]]
 
 
 def test_a_record_is_void_when_a_file_is_gone_or_resized(tmp_path: Path) -> None:
@@ -103,6 +118,20 @@ def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None
         )
 
 
+def test_an_interval_without_width_is_none_also_in_reports_of_before(tmp_path: Path) -> None:
+    """Of one document the value was told as both ends: nothing may take that for certainty."""
+    before = asdict(report(loss__loss=LOSS))
+    before["metrics"]["loss/loss"] |= {"ci_low": 2.5, "ci_high": 2.5, "n": 1}
+    (tmp_path / "before.json").write_text(json.dumps(before))
+    found = read_report(tmp_path / "before.json")
+    assert found.metrics["loss/loss"].interval is None
+    assert found.metrics["loss/loss"].interval_words(str) == "not known"
+    write_report(tmp_path / "now.json", found)
+    now = json.loads((tmp_path / "now.json").read_bytes())["metrics"]["loss/loss"]
+    assert now == {**before["metrics"]["loss/loss"], "ci_low": None, "ci_high": None}
+    assert read_report(tmp_path / "now.json") == found
+
+
 def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None:
     found = report(loss__perplexity=LOSS, loss__loss=LOSS, other__loss=LOSS)
     assert found.metric("loss/loss") == ("loss/loss", LOSS)
@@ -123,6 +152,7 @@ def test_a_metric_is_found_by_key_and_by_its_tail_where_that_is_unique() -> None
         {"value": "2.5"},
         {"value": None},
         {"direction": "sideways"},
+        {"ci_high": None},
         {"unknown": 1},
     ],
 )

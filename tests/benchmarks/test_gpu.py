@@ -5,6 +5,7 @@ test_gpu_whole.py.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -32,7 +33,8 @@ HERE = Asked(torch.device("cpu"), tiny=True, steps=2)
 HEAD = {"device": "a GPU", "commit": "abc"}
 SCRIPT = """
 import json, pathlib, sys, time
-row, into = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--into") + 1])
+given = json.loads(sys.stdin.readline())
+row, into = given["row"], pathlib.Path(given["into"])
 def say(**line):
     with into.open("a") as stream: stream.write(json.dumps(line) + "\\n")
 say(check="first", holds=True, detail="")
@@ -111,6 +113,30 @@ def test_a_failure_is_a_row_with_its_reason_and_what_it_had(
     )
 
 
+def test_checks_share_the_device_and_speeds_have_it_alone(
+    tmp_path: Path, script: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans: dict[str, tuple[float, float]] = {}
+    was = runner.RowProcess.do
+
+    def slowly(self: Any, row: Row, timeout: float, cache: Path | None) -> int | None:
+        began = time.monotonic()
+        time.sleep(0.2)
+        code = was(self, row, timeout, cache)
+        spans[row.name] = (began, time.monotonic())
+        return code
+
+    monkeypatch.setattr(runner.RowProcess, "do", slowly)
+    monkeypatch.setattr(runner.os, "cpu_count", lambda: 16)
+    made(tmp_path, script).run(
+        rows("ceilings", "attention", "families", "memory", "1B kernels, 8 rows")
+    )
+    order = [spans["ceilings"], spans["attention"], spans["1B kernels, 8 rows"], spans["memory"]]
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(order))
+    assert spans["attention"][0] < spans["families"][1] <= order[2][0]
+    assert spans["ceilings"][1] <= spans["families"][0] < spans["attention"][1]
+
+
 def test_no_row_begins_that_would_not_end(tmp_path: Path, script: Sequence[str]) -> None:
     told = made(tmp_path, script, minutes=1.0).run(rows("attention", "ceilings"))
     assert [line["row"] for line in read(tmp_path)] == ["ceilings"]
@@ -134,6 +160,27 @@ def test_plans_of_another_machine_stand_beside_what_came(
     assert "+10%" in shown
     assert "-25%" in shown
     assert "out of memory: none left" in shown
+
+
+def test_what_another_machine_measured_is_shown(
+    tmp_path: Path,
+    script: Sequence[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made(tmp_path, script, device="NVIDIA H200", commit="one").run(rows("1B serving"))
+    made(tmp_path, script, device="NVIDIA H200", commit="two").run(rows("ceilings"))
+    file = tmp_path / "gpu.jsonl"
+    before = file.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["gpu", "--show", "--results", str(file)])
+    program.main()
+    shown = capsys.readouterr().out
+    assert "NVIDIA H200" in shown
+    assert "1B serving" in shown
+    assert "ceilings" in shown
+    assert file.read_bytes() == before, "showing adds nothing"
+    with pytest.raises(SystemExit, match="holds no results"):
+        results.kept(tmp_path / "none.jsonl")
 
 
 def test_a_fault_is_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +243,14 @@ def test_it_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packages.missing() == []
     assert set(packages.WHEELS) > {"pydantic", "pydantic-core", "torchao"}
     assert all("==" in one for one in packages.versions())
-    was = packages.is_there
+    was, brought = packages.is_there, {*packages.WHEELS, *packages.dependencies()}
+    needed = [(name, wheel) for name, wheel in packages.needed_by_wheels() if name not in brought]
+    lacking = needed[0][0]
     with monkeypatch.context() as without:
-        without.setattr(packages, "is_there", lambda name: name != "annotated-doc" and was(name))
-        assert packages.missing() == ["annotated-doc for fastapi"]
+        without.setattr(packages, "is_there", lambda name: name != lacking and was(name))
+        assert packages.missing() == [
+            f"{name} for {wheel}" for name, wheel in needed if name == lacking
+        ]
     monkeypatch.setattr("sys.argv", ["gpu"])
     monkeypatch.setattr(program, "nvidia", dict)
     with pytest.raises(SystemExit, match="names none here"):

@@ -129,9 +129,10 @@ def assert_parts(known: dict[str, dict[str, Any]]) -> None:
     for name, line in known.items():
         figures = line["figures"]
         held = {check["check"] for check in line["checks"] if check["holds"]}
-        if name == "training":
+        if name == "training beside the CPU":
             for what in training.BESIDE_CPU:
                 assert f"{what} beside the CPU: losses" in held
+        if name == "training, bits":
             for what in training.SAME_BITS:
                 assert {f"float32, {what}: bits", f"bf16, {what}: bits"} <= held
         if name == "memory":

@@ -30,6 +30,7 @@ from tests.small import prepared, small_recipe, write_documents
 CLOCKS = {
     "t_wall",
     "train/tokens_per_s",
+    "train/tokens_per_step",
     "train/examples_per_s",
     "train/mfu",
     "validation/seconds",

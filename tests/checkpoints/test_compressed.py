@@ -5,6 +5,7 @@ transformers does.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ from ingot.checkpoints import compressed
 from ingot.checkpoints.compressed import KINDS, export_compressed
 from ingot.cli.carry import write_compressed
 from ingot.config.models.content import read_lineage
+from ingot.data.batches.loader import fixed_batches
+from ingot.evaluate import held_out
 from ingot.evaluate.held_out import held_out_loss
+from ingot.evaluate.loss import row_losses
+from ingot.evaluate.tasks.loss import open_held_out
 from ingot.models.hf.compressed import Scheme, pack, unpack, values
 from ingot.models.hf.folder import load_model
+from ingot.models.native.head import IGNORE
 from ingot.train.trainer import train
 from tests.lazy import lazy
 from tests.models.tiny import FAMILY, make_member, make_reference
@@ -170,7 +176,9 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "a model folder has no held-out documents; give its run folder" in err
 
 
-def test_the_loss_on_the_documents_of_a_run(tmp_path: Path) -> None:
+def test_the_loss_on_the_documents_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before and after; of all held-out tokens where they are few, as an evaluation counts them."""
     ready = make_ready(tmp_path / "root", ("sft",))
     sizes = {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 96}
@@ -186,3 +194,15 @@ def test_the_loss_on_the_documents_of_a_run(tmp_path: Path) -> None:
     logged = [line for line in read_lines(recipe.folder.metrics) if "validation/loss" in line]
     assert loss["before"] == pytest.approx(logged[-1]["validation/loss"], rel=BF16_LOSS)
     assert 0 < abs(loss["after"] - loss["before"]) < 0.1
+    # Rows in which nothing is predicted are not the first ones; without any other there is no loss.
+    model = load_model(recipe.folder.model, device=torch.device("cpu"))
+    batches = list(fixed_batches(open_held_out(recipe, "", 48)[1], range(8), 4))
+    first = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORE))
+    monkeypatch.setattr(held_out, "ROWS", 4)
+    monkeypatch.setattr(held_out, "fixed_batches", lambda *_: iter([first, batches[1]]))
+    measure, _ = held_out_loss(recipe)
+    assert measure is not None
+    found = row_losses(model, [batches[1]])
+    assert measure(model) == pytest.approx(found.nll.sum() / found.targets.sum(), rel=LOGPROB)
+    monkeypatch.setattr(held_out, "fixed_batches", lambda *_: iter([first]))
+    assert held_out_loss(recipe) == (None, "no held-out row has a token to predict")

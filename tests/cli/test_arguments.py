@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.cli.arguments import settings_without_recipe, values
+from ingot.cli.arguments import note_other_run, settings_without_recipe, values
 from ingot.config.load import read_recipe, split_arguments
 
 DEFAULTS: dict[str, Any] = {"count": 3, "share": 0.5, "word": "", "flag": False}
@@ -87,3 +87,26 @@ def test_a_secret_that_would_be_written_down_is_warned_of(
     (line,) = capsys.readouterr().err.splitlines()
     assert "warning: launch.environment.WANDB_API_KEY looks like a secret" in line
     assert "hush" not in line
+
+
+def test_the_recipe_of_a_renamed_run_is_told_where_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/now/reports/steps").mkdir(parents=True)
+    text = "name: before\ndata: {train: [{source: a}]}\n"
+    for place in ("runs/now/recipe.yaml", "recipe.yaml"):
+        Path(place).write_text(text, encoding="utf-8")
+
+    def note(*arguments: str) -> str | None:
+        return note_other_run(arguments, read_recipe(arguments))
+
+    told = note("runs/now/recipe.yaml", "seed=1")
+    assert told is not None
+    assert "is of the run before: this works in runs/before;" in told
+    onward = told.partition("; ")[2].removesuffix(" goes on in runs/now").split()
+    assert onward == ["output=runs", "name=now"]
+    assert note("runs/now/recipe.yaml", *onward) is None
+    assert note("recipe.yaml") is None
+    Path("runs/now").rename("runs/before")
+    assert note("runs/before/recipe.yaml") is None

@@ -24,6 +24,7 @@ from ingot.config.load import read_with_origins
 from ingot.config.models.presets import preset
 from ingot.config.values import Findings
 from ingot.pipeline.local import run
+from ingot.tokenizers.bpe import train_bpe
 from tests.cli.commands import ingot as command
 from tests.data.sources.test_gs import Server
 from tests.small import TINY_MODEL
@@ -354,7 +355,7 @@ def test_a_source_that_is_gone_since_is_told_with_all_else(place: Path) -> None:
     assert command("ingest", "recipe.yaml", cwd=place).returncode == 0
     (place / "texts.jsonl").unlink()
     done = command("run", "recipe.yaml", "gate.metric=x/y", cwd=place)
-    assert "data.train.0.source texts.jsonl: no such file" in done.stderr
+    assert "texts.jsonl: no such file; what was read of it before is used" in done.stderr
     assert "gate.metric x/y is measured by none" in done.stderr
     assert found(verbs=("prepare",)).wrong == [], "what was ingested is a copy"
 
@@ -430,3 +431,24 @@ def test_it_imports_no_torch(place: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_masks_need_a_token_and_a_model_that_reads_both_sides(place: Path) -> None:
+    train_bpe(["copper rings"] * 5, 300).save(place / "tokenizer")
+    knobs = ("objective.kind=mlm", "model.source=preset:bert-mini", "model.config={}")
+    assert found(*knobs).wrong == [], "a tokenizer that is trained gets one"
+    refused = found(*knobs, "tokenizer={source: tokenizer}").wrong
+    assert len(refused) == 1
+    assert "has no mask token" in refused[0]
+    (decoder,) = found("objective.kind=mlm").wrong
+    assert "model_type `llama` is not supported as a masked language model" in decoder
+
+
+def test_spans_need_sentinels_and_a_model_that_writes(place: Path) -> None:
+    train_bpe(["copper rings"] * 5, 300).save(place / "tokenizer")
+    knobs = ("objective.kind=span_corruption", "model.source=preset:t5-mini", "model.config={}")
+    assert found(*knobs).wrong == [], "a tokenizer that is trained gets them"
+    (refused,) = found(*knobs, "tokenizer={source: tokenizer}").wrong
+    assert "has no sentinels (<extra_id_0>" in refused
+    (decoder,) = found("objective.kind=span_corruption").wrong
+    assert "model_type `llama` is not supported as a sequence-to-sequence model" in decoder

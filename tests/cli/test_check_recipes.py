@@ -59,6 +59,16 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         "shared by replicate and shard only",
     ),
     (
+        "adapt_roberta",
+        ("objective.mask_replace_prob=0.95",),
+        "are 1.05 together; lower one",
+    ),
+    (
+        "adapt_t5",
+        ("data.target_len=64",),
+        "targets are up to 114 tokens long; remove it",
+    ),
+    (
         "roberta_large",
         ("evaluate.tasks=[{}, {kind: classification}, {kind: hellaswag}]",),
         "is for decoder",

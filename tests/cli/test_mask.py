@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ingot.cli.views.audit import (
 )
 from ingot.cli.views.mask import show_mask
 from ingot.data.documents.preferences import Preference
+from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_chats
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -47,11 +49,12 @@ def printed(
     *,
     what: str = "chats",
     colour: bool = False,
+    truncate: str = "right",
 ) -> str:
     out = io.StringIO()
     Console(
         width=160, force_terminal=colour, color_system="standard" if colour else None, file=out
-    ).print(table(audit, tokenizer, seq_len, what=what))
+    ).print(table(audit, tokenizer, seq_len, what=what, truncate=truncate))
     return out.getvalue()
 
 
@@ -78,7 +81,7 @@ def recipe(root: Path, template: str | None = CHATML, **knobs: Any) -> str:
 
 
 def test_straight_from_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show_mask([recipe(tmp_path)], 2) == 0
+    assert show_mask([recipe(tmp_path), "data.seq_len=60"], 2) == 0
     out = capsys.readouterr().out
     assert (
         "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n⟦copper<|im_end|>⟧\n" in out
@@ -104,6 +107,7 @@ def test_chats_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (audit["what"], audit["examples"]) == ("chats", 5)
     assert (audit["end_of_turn"]["trained"], audit["end_of_turn"]["turns"]) == (10, 10)
     assert 0 < audit["trained_tokens"] < audit["tokens"]
+    assert 0 < audit["cut_trained_tokens"] < audit["cut_tokens"] < audit["tokens"]
 
 
 def test_documents_of_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +184,20 @@ def test_no_end_of_turn_shows() -> None:
     )
 
 
+def test_empty_assistant_turns_show() -> None:
+    said = {"role": "assistant", "content": "yes"}
+    silent = {"role": "assistant", "content": " "}
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    calling = {**silent, "tool_calls": [call]}
+    asked = {"role": "user", "content": "so?"}
+    tokenizer = chatty(CHATML)
+    chats = [Chat([asked, said, asked, silent]), Chat([asked, said]), Chat([asked, calling])]
+    audit = audit_chats(tokenizer, chats)
+    assert "empty assistant turns" in (shown := printed(audit, tokenizer))
+    assert "1: these teach to say nothing; take them out of the chats" in shown
+    assert "empty assistant turns" not in printed(audit_chats(tokenizer, chats[1:]), tokenizer)
+
+
 def test_an_end_that_is_not_eos_shows() -> None:
     told = "it is not the tokenizer's EOS (<|end_of_text|>)"
     tokenizer = chatty()
@@ -196,6 +214,35 @@ def test_chats_without_targets_and_refused_ones_are_counted() -> None:
     assert len(audit.examples) == 6
     assert audit.without_targets() == 1
     assert [(count, "too long" in reason) for reason, count in audit.refused.items()] == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"), [("right", slice(0, 40)), ("left", slice(-40, None)), ("drop", None)]
+)
+def test_what_is_cut_is_not_told_as_trained(truncate: str, kept: slice | None) -> None:
+    """Of a chat that is longer than a row, and of one that is not."""
+    tokenizer = chatty()
+    audit = audit_chats(tokenizer, [Chat(CHATS[0]), Chat(CHATS[0][:2])])
+    long, short = audit.examples
+    assert len(long.ids) > 40 >= len(short.ids)
+    mask = long.mask[kept] if kept is not None else long.mask[:0]
+    cut = len(long.mask) - len(mask), int(long.mask.sum() - mask.sum())
+    gone = audit.cut(40, truncate)
+    assert (gone.tokens, gone.trained) == cut
+    assert audit.cut(len(long.ids), truncate).tokens == 0
+    told = printed(audit, tokenizer, 40, truncate=truncate)
+    left = (mask.sum() + short.mask.sum()) / (len(mask) + len(short.ids))
+    assert f"{left:.1%} of the tokens; {cut[0]} tokens are cut away, {cut[1]} of them to" in told
+    if truncate == "drop":
+        assert "trained in 1 of 3 assistant turns, 2 are cut away" in told
+
+
+def test_a_prompt_is_cut_before_its_answer() -> None:
+    mask = np.array([0, 0, 0, 1, 1, 1], np.uint8)
+    audit = Audit([AuditedExample(np.arange(6, dtype=np.int32), mask, side="good")])
+    for seq_len, cut in ((4, (2, 0)), (2, (4, 2))):
+        gone = audit.cut(seq_len, "left")
+        assert (gone.tokens, gone.trained) == cut
 
 
 def test_colours_and_brackets() -> None:
@@ -236,7 +283,7 @@ PREFERENCE = {
 def test_both_sides_of_preferences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path, objective={"kind": "dpo"})
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(PREFERENCE)}\n" * 5, encoding="utf-8")
-    assert show_mask([path], 2) == 0
+    assert show_mask([path, "data.seq_len=60"], 2) == 0
     out = capsys.readouterr().out
     before = (
         "assistant\ncopper<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
@@ -324,3 +371,64 @@ def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(capsys.readouterr().out)
     assert [example["label"] for example in told["examples"]] == ["bright", "dull"]
     assert told["audit"]["labels"] == {"dull": 1, "bright": 1, "none": 0}
+
+
+def test_masked_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is asked for, what the model reads, and how much of both; as JSON the same."""
+    path = recipe(tmp_path, None)
+    train_bpe(["copper melts and rings"] * 9, 300, masks=True).save(tmp_path / "tokenizer")
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(
+            json.dumps({"text": "copper melts and rings " * number}) + "\n" for number in (9, 2)
+        )
+    )
+    values = yaml.safe_load(Path(path).read_text())
+    values |= {"objective": {"kind": "mlm", "mlm_probability": 0.5}}
+    values["data"]["train"] = [{"source": str(tmp_path / "texts.jsonl")}]
+    Path(path).write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert show_mask([path]) == 0
+    out = capsys.readouterr().out
+    assert "--- example 1, 40 tokens," in out
+    assert "the model reads: <|begin_of_text|>" in out
+    assert "<|mask|>" in out
+    assert show_mask([path], as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    audit, first = told["audit"], told["examples"][0]
+    assert audit["asked"] == audit["masked"] + audit["replaced"] + audit["kept"] > 9
+    assert first["text"].startswith("<|begin_of_text|>copper melts and rings copper")
+    assert first["text"].endswith("<|end_of_text|>")
+    assert first["read"].count("<|mask|>") > 5
+    assert sum(label >= 0 for label in first["labels"]) > first["read"].count("<|mask|>")
+    assert audit["in_several_pieces"] == 1
+    assert f"{audit['asked']:,} tokens" in out
+    train_bpe(["copper"] * 9, 300).save(tmp_path / "tokenizer")
+    with pytest.raises(WrongInput, match="has no mask token"):
+        show_mask([path])
+
+
+def test_hidden_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is read and what is to be written, and how much is hidden; as JSON the same."""
+    path = recipe(tmp_path, None)
+    train_bpe(["copper melts and rings"] * 9, 400, spans=True).save(tmp_path / "tokenizer")
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("copper melts and rings " * 9, "a"))
+    )
+    values = yaml.safe_load(Path(path).read_text())
+    values |= {"objective": {"kind": "span_corruption", "noise_density": 0.3}}
+    values["data"]["train"] = [{"source": str(tmp_path / "texts.jsonl")}]
+    Path(path).write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert show_mask([path]) == 0
+    out = capsys.readouterr().out
+    assert "--- example 1, 45 tokens: 37 to read, 20 to write" in out
+    assert "the model reads: copper" in out
+    assert "and writes: <extra_id_0>" in out
+    assert re.search(r"left out: fewer than 2 tokens[ │]*1 of 2", out)
+    assert show_mask([path], as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    (first,), audit = told["examples"], told["audit"]
+    spans = re.split(r"<extra_id_\d+>", first["target"]["text"].removesuffix("<|end_of_text|>"))
+    whole = first["source"]["text"].removesuffix("<|end_of_text|>")
+    for number, span in enumerate(spans[1:]):
+        whole = whole.replace(f"<extra_id_{number}>", span)
+    assert ("copper melts and rings " * 9).startswith(whole)
+    assert (audit["hidden"], audit["spans"], audit["too_short"]) == (14, 5, 1)

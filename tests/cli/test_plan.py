@@ -147,12 +147,40 @@ def test_the_table_tells_whether_it_fits(
     show_plan(plan)
     out = " ".join(capsys.readouterr().out.split())
     assert "every rank" in out
-    assert "not yet compared with a GPU" in out
+    assert "compared with one H200, not yet with this" in out
     assert "prices of 2026-11-01" in out
     assert "guessed" in out
     assert "steps │ 6 │ │ the recipe" in out
     assert "tokens │ 768 │ │ modelled" in out
     assert (f"a step {fit} into" in out) == (fit != "fits")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "compared"), [("h200", 1, True), ("h200", 8, False), ("h100", 1, False)]
+)
+def test_a_plan_says_whether_one_like_it_was_held_against_a_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    ranks: int,
+    compared: bool,
+) -> None:
+    plan = made_up(tmp_path, monkeypatch, launch__kind="local", launch__machine=None)
+    recipe = small_recipe(tmp_path, launch__processes=ranks, train__global_batch=8)
+    plan = replace(plan, place=place_of(recipe, device))
+    assert plan_json(plan)["compared_with_gpu"] == compared
+    show_plan(plan)
+    assert ("not yet with this" in capsys.readouterr().out) == (not compared)
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.5])
+def test_a_plan_names_what_offloading_takes_as_not_told(
+    offload: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = made_up(tmp_path, monkeypatch, memory__offload={"optimizer": offload})
+    told = [one.about for one in plan.findings if one.kind == "not checked"]
+    assert ("memory.offload.optimizer" in told) == (offload > 0)
 
 
 def test_every_line_fits_into_a_terminal_of_80(

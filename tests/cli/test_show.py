@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from rich.console import Console
 from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, read_report, write_record, write_report
 from ingot.base.storage import write_atomic
+from ingot.cli.console import run_folder
 from ingot.cli.show import config, data, explain_knob, models, samples
 from ingot.cli.verify import data as verify_data
 from ingot.config.knobs import knobs
-from ingot.config.load import load_recipe
+from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.models.presets import PRESETS
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.evaluate.report import write_examples
 from ingot.launch.job import Handle
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
@@ -167,8 +170,22 @@ def test_show_data_counts_and_names_what_was_skipped(root: Path) -> None:
     assert "vocabulary 320" in out
 
 
+def test_what_shows_a_run_takes_the_overrides_of_its_recipe(root: Path) -> None:
+    """As all verbs that read a recipe; a run folder has its own."""
+    recipe = root / "elsewhere.yaml"
+    recipe.write_text(
+        dump_recipe(small_recipe(root, name="another"), changed=True), encoding="utf-8"
+    )
+    assert run_folder(str(recipe)).root == root / "runs/another"
+    assert run_folder(str(recipe), "name=small").root == root / "runs/small"
+    out = command("show", "data", str(recipe), "name=small", cwd=root).stdout
+    assert "vocabulary 320" in out
+    with pytest.raises(WrongInput, match="a run folder stands alone"):
+        run_folder(str(root / "runs/small"), "name=another")
+
+
 def test_data_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert data(str(root / "runs/small"), as_json=True) == 0
+    assert data([str(root / "runs/small")], as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["verb"], told["run"]) == ("show data", str(root / "runs/small"))
     ingested = [source for sources in told["ingested"].values() for source in sources]
@@ -187,6 +204,30 @@ def test_data_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made["samples"][0]["text"]
 
 
+def test_answers_of_a_task_with_references_are_samples_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path)
+    path = run.reports / "evaluate.json"
+    write_report(path, replace(read_report(path), samples=[]))
+    written = [
+        {"id": n, "source": f"text {n}", "reference": f"gist {n}", "prediction": f"said {n}"}
+        for n in range(9)
+    ]
+    write_examples(run.reports / "examples/rouge.parquet", written)
+    write_examples(run.reports / "examples/choice.parquet", [{"context": "x", "answer": 1}])
+    assert samples([str(run.root)], prompts=2) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        line
+        for n in range(2)
+        for line in (f"prompt: text {n}", f"reference: gist {n}", f"completion: said {n}")
+    ]
+    assert samples([str(run.root)], prompts=1, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == [
+        {"prompt": "text 0", "reference": "gist 0", "completion": "said 0"}
+    ]
+
+
 def test_samples_of_an_evaluation_are_shown_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,15 +236,15 @@ def test_samples_of_an_evaluation_are_shown_side_by_side(
     report = read_report(path)
     report.samples[0]["base"] = "as it was"
     write_report(path, report)
-    assert samples(str(run.root)) == 0
+    assert samples([str(run.root)]) == 0
     first = next(line for line in capsys.readouterr().out.splitlines() if "as it was" in line)
     assert first.index("as it was") < first.index(report.samples[0]["completion"].split()[0])
-    assert samples(str(run.root), as_json=True) == 0
+    assert samples([str(run.root)], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == report.samples
     report.samples.clear()
     write_report(path, report)
     with pytest.raises(WrongInput, match=r"set evaluate\.prompts"):
-        samples(str(run.root))
+        samples([str(run.root)])
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,14 @@ def test_an_address() -> None:
     [
         ("mine@v7", "has no version 7"),
         ("other", "nothing is registered as other"),
-        ("not/there", "is no model folder, run folder, recipe or address"),
+        ("not/there", "recipe, address or name of a registered model; check the path"),
         ("missing.yaml", "missing.yaml does not exist"),
+        ("mine.gguf", "is for llama.cpp; give the run or the model folder"),
         (".", "neither a model folder"),
     ],
 )
 def test_what_is_not_there_is_told(place: Path, target: str, says: str) -> None:
+    Path("mine.gguf").write_bytes(b"GGUF\xff")
     with pytest.raises(WrongInput, match=says):
         find_target(target)
 

@@ -221,9 +221,37 @@ BAD_WHOLE = {
             " data.train`)"
         ),
     ),
+    "unknown knob of a kind among others": (
+        "name: a\ndata: {train: [{source: x}]}\nobjective:\n  kind: grpo\n  rewards:\n    - {kind: length, max: 5}",
+        (
+            "r.yaml:6: unknown knob `objective.rewards.0.max`; kind length has name, weight,"
+            " on_failure, timeout, retries, at_once, unit, least, most, margin"
+        ),
+    ),
+    "a name much like that of another section's knob": (
+        "name: a\ndata: {train: [{source: x}]}\nobjective:\n  kind: grpo\n  rewards:\n    - {kind: length, target: 5}",
+        (
+            "r.yaml:6: unknown knob `objective.rewards.0.target`; kind length has name, weight,"
+            " on_failure, timeout, retries, at_once, unit, least, most, margin"
+        ),
+    ),
+    "misspelt knob of a kind": (
+        "name: a\ndata: {train: [{source: x}]}\nobjective:\n  kind: grpo\n  rewards:\n    - {kind: length, moast: 5}",
+        (
+            "r.yaml:6: unknown knob `objective.rewards.0.moast`; did you mean"
+            " `objective.rewards.0.most`?"
+        ),
+    ),
+    "sources and a share": (
+        "name: a\ndata:\n  train: [{source: x}]\n  validation: {source: y, fraction: 0.1}",
+        (
+            "r.yaml:4: data.validation is either a list of sources, `[{source: PATH}]`, or a share"
+            " of the documents, `{fraction: 0.01}`; give one of the two"
+        ),
+    ),
     "unknown knob in a list": (
         "name: a\ndata:\n  train:\n    - {source: x}\n    - source: y\n      wieght: 3",
-        "r.yaml:6: unknown knob `data.train.1.wieght`; did you mean `data.train.weight`?",
+        "r.yaml:6: unknown knob `data.train.1.wieght`; did you mean `data.train.1.weight`?",
     ),
     "neither sources nor a share": (
         "name: a\ndata:\n  train: [{source: x}]\n  validation: {fraction: 2}",
@@ -282,6 +310,13 @@ def test_a_bad_file_gives_one_line(tmp_path: Path, what: str) -> None:
             "`train.steps` on the command line is neither a recipe file that exists nor key=value",
         ),
         ("=3", "`=3` on the command line is neither a recipe file that exists nor key=value"),
+        (
+            "data.train.fraction=0.1",
+            (
+                "`data.train.fraction=0.1` on the command line: `data.train` is a list of 1; give"
+                " an index below that"
+            ),
+        ),
         (
             "data.train.3.source=x",
             (
@@ -586,3 +621,11 @@ def test_a_section_that_is_replaced_leaves_no_origins_below(value: Any) -> None:
     assert values.origins[("train", "optimizer")] == "b.yaml:7"
     assert ("train", "optimizer", "lr") not in values.origins
     assert values.origin(("train", "optimizer", "lr")) == "b.yaml:7"
+
+
+def test_a_share_in_place_of_sources_is_told_how_to_be_set() -> None:
+    given = ["name=x", "data.train=[{source: y}]", "data.validation=[{source: z}]"]
+    with pytest.raises(WrongInput, match=r"in its place: `data\.validation=\{fraction: 0\.1\}`"):
+        load_recipe((), [*given, "data.validation.fraction=0.1"], environ={}, dotenv=None)
+    whole = [*given, "data.validation={fraction: 0.1}"]
+    assert load_recipe((), whole, environ={}, dotenv=None).data.validation.fraction == 0.1

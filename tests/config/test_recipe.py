@@ -58,7 +58,7 @@ def test_what_decides_the_numbers_is_told_apart_from_what_does_not() -> None:
         training_identity(recipe(model={"lora": lora})) for lora in ({}, {"kind": "dora"})
     )
     assert "kind" not in plain["model"]["lora"], "a run of an earlier version resumes"
-    assert changes(plain, dora) == ["model.lora.kind None -> dora"]
+    assert changes(plain, dora) == ["model.lora.kind not set -> dora"]
     early = {"early_stop": {}, "evaluate_every": 5}
     assert changes(
         training_identity(recipe(train=early)),
@@ -114,6 +114,26 @@ def test_a_change_shows_what_changed(old: object, new: object) -> None:
     (told,) = changes({"x": old}, {"x": new})
     left, right = told.removeprefix("x ").split(" -> ")
     assert left != right
+
+
+def test_a_change_is_told_as_a_recipe_has_it() -> None:
+    one, other = ({"source": path, "text": "text", "fraction": 1.0} for path in ("a", "b"))
+    assert changes({"data.train": {"0": one}}, {"data.train": {"0": one, "1": other}}) == [
+        "data.train.1 b added"
+    ]
+    assert changes({"data.validation": {"0": one}}, {}) == ["data.validation.0 a removed"]
+    assert changes({}, {"data.validation": {"0": one}}) == ["data.validation.0 a added"]
+    weights = ({"data.train.weight": [1.0]}, {"data.train.weight": [1.0, 1.0]})
+    assert changes(*weights) == ["data.train 1 -> 2 sources"]
+    assert changes({"data.train.weight": [1.0, 1.0]}, {"data.train.weight": [1.0, 2.0]}) == [
+        "data.train.weight [1.0, 1.0] -> [1.0, 2.0]"
+    ]
+    assert changes({"data": "0e", "x": ["a", True], "y": None}, {"data": "1f", "y": {"k": 1}}) == [
+        "the prepared data 0e -> 1f",
+        "x [a, true] -> not set",
+        "y not set -> {k: 1}",
+    ]
+    assert changes({"x": None}, {"x": {}}) == ["x not set -> {}"]
 
 
 @pytest.mark.parametrize(

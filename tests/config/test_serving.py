@@ -143,7 +143,8 @@ def test_machines_that_bring_their_accelerators(machine: str, count: int) -> Non
     ],
 )
 def test_old_accelerators_compute_in_half(accelerator: str | None, dtype: str) -> None:
-    assert dtype_on(Machine(accelerator=accelerator)) == dtype
+    assert dtype_on(Serve(machine=Machine(accelerator=accelerator))) == dtype
+    assert dtype_on(Serve(machine=Machine(accelerator=accelerator), compute="fp32")) == "float32"
 
 
 def test_a_key_is_in_no_argument_and_no_variable() -> None:

@@ -113,6 +113,18 @@ def test_bad_records_are_counted_named_and_skipped(
         b' "x"}\n{"text": "also good"}\n'
     )
     small = recipe(tmp_path, path)
+    # The empty text is no loss: four of six.
+    with pytest.raises(
+        WrongInput,
+        match=(
+            r"a\.jsonl: skipped 5 of 7 records \(1 broken JSON.*\): more than data\.max_skipped=0\.1;"
+            r" mend the source, or allow it by data\.max_skipped=0\.67"
+        ),
+    ):
+        ingest(small)
+    with pytest.raises(WrongInput, match="no ingested documents"):
+        open_raw(small)
+    small = recipe(tmp_path, path, data__max_skipped=0.67)
     outcome = ingest(small)
     assert outcome.result == "2 documents, 0.0 MB, 5 skipped"
     source = open_raw(small).splits["train"][0]
@@ -129,6 +141,22 @@ def test_bad_records_are_counted_named_and_skipped(
     told = capsys.readouterr().err
     assert f"skipped {path}:2: broken JSON (Expecting property name" in told
     assert "skipped 5 of 7" in told
+
+
+@pytest.mark.parametrize(("good", "bad", "goes_on"), [(1, 3, True), (37, 4, True), (35, 4, False)])
+def test_a_few_records_are_skipped_and_no_more(
+    tmp_path: Path, good: int, bad: int, goes_on: bool
+) -> None:
+    """Up to three of any source, and a tenth of a larger one; empty lines are no records."""
+    texts = [*sentences(good), *("" for _ in range(50))]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    path.write_bytes(b"{broken\n" * bad + path.read_bytes())
+    small = recipe(tmp_path, path)
+    if goes_on:
+        assert f"{50 + bad} skipped" in ingest(small).result
+    else:
+        with pytest.raises(WrongInput, match=r"skipped 54 of 89 records .*=0\.11$"):
+            ingest(small)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +204,9 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path, on_bad: str) -> 
 
 
 def test_a_missing_column_is_seen_early(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"title": "x"}\n' * 5000 + '{"text": "at last"}\n')
-    with pytest.raises(WrongInput, match=r"a\.jsonl:100 has no column `text`"):
+    """And told of the first record that lacks it."""
+    (tmp_path / "a.jsonl").write_text("\n" + '{"title": "x"}\n' * 5000 + '{"text": "at last"}\n')
+    with pytest.raises(WrongInput, match=r"a\.jsonl:2 has no column `text`"):
         ingest(recipe(tmp_path, tmp_path / "a.jsonl"))
 
 
@@ -206,9 +235,16 @@ def test_an_empty_source_among_full_ones(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_told(tmp_path: Path) -> None:
+    """It was one skipped record, and half of a download was trained on."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in sentences(500)).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-100])
-    small = recipe(tmp_path, tmp_path / "a.jsonl.gz")
+    with pytest.raises(
+        WrongInput,
+        match=r"a\.jsonl\.gz:\d+: broken compression \(.*; the rest of the file is not read\);"
+        r" get the file whole, or set data\.on_bad=skip_files",
+    ):
+        ingest(recipe(tmp_path, tmp_path / "a.jsonl.gz"))
+    small = recipe(tmp_path, tmp_path / "a.jsonl.gz", data__on_bad="skip_files")
     ingest(small)
     assert open_raw(small).splits["train"][0].bad == {"broken compression": 1}
 
@@ -218,7 +254,9 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "in" / "b.jsonl").symlink_to(
         "/proc/self/mem"
     )  # opens, and fails to read, for root as well
-    small = recipe(tmp_path, tmp_path / "in")
+    with pytest.raises(WrongInput, match=r"b\.jsonl:1: unreadable file .*data\.on_bad=skip_files"):
+        ingest(recipe(tmp_path, tmp_path / "in"))
+    small = recipe(tmp_path, tmp_path / "in", data__on_bad="skip_files")
     ingest(small)
     assert open_raw(small).splits["train"][0].bad == {"unreadable file": 1}
 

@@ -52,7 +52,9 @@ def test_a_truncated_file_gives_what_stands_before(tmp_path: Path, ending: str) 
     noise = [f"{number} {number * 7919**9 % 10**31:x}" for number in range(60_000)]
     data = pack[ending]("".join(json.dumps({"text": text}) + "\n" for text in noise).encode())
     (tmp_path / f"a.jsonl{ending}").write_bytes(data[: len(data) * 2 // 3])
-    small = recipe(tmp_path, tmp_path / f"a.jsonl{ending}")
+    with pytest.raises(WrongInput, match="get the file whole"):
+        ingest(recipe(tmp_path, tmp_path / f"a.jsonl{ending}"))
+    small = recipe(tmp_path, tmp_path / f"a.jsonl{ending}", data__on_bad="skip_files")
     ingest(small)
     found = list(documents(small.folder.raw).values())
     assert noise[: len(found)] == found

@@ -130,7 +130,7 @@ def test_descriptions_of_tools_are_kept_as_a_server_is_told_of_them(tmp_path: Pa
     rows += [{**CHATS[0], "tools": given} for given in ("[", {"name": "f"}, ["f"], [{"x": 1}])]
     path = tmp_path / "tools.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ingest(made := chats(tmp_path, path))
+    ingest(made := chats(tmp_path, path, data__max_skipped=1.0))
     assert found(made) == CHATS[:1] * 4 + [{**CHATS[0], "tools": [FRAMED]}] * 3
     assert open_raw(made).splits["train"][0].bad == {"not a list of tools": 4}
 
@@ -193,7 +193,7 @@ def test_bad_chats_are_counted(tmp_path: Path) -> None:
         "[1]",
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    made = chats(tmp_path, tmp_path / "a.jsonl")
+    made = chats(tmp_path, tmp_path / "a.jsonl", data__max_skipped=1.0)
     ingest(made)
     assert len(found(made)) == 1
     assert open_raw(made).splits["train"][0].bad == {

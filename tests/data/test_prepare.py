@@ -347,6 +347,21 @@ def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
         prepare(small)
 
 
+def test_validation_sources_that_cleaning_leaves_nothing_of(tmp_path: Path, source: Path) -> None:
+    """No fraction is blamed where there is none."""
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text('{"text": "short"}\n')
+    small = ingested(
+        tmp_path,
+        source,
+        data__validation__fraction=None,
+        data__validation=[{"source": str(held_out)}],
+        data__clean__min_chars=8,
+    )
+    with pytest.raises(WrongInput, match=r"no document of the sources of data\.validation is left"):
+        prepare(small)
+
+
 @pytest.mark.parametrize("way", [[], {"fraction": 0}])
 def test_nothing_is_held_out_where_the_recipe_says_so(
     way: Any, tmp_path: Path, source: Path

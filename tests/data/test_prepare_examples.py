@@ -205,7 +205,9 @@ def test_the_vocabulary_is_learnt_from_what_is_said(
     seen: list[str] = []
     real = vocabulary.train_bpe
     monkeypatch.setattr(
-        vocabulary, "train_bpe", lambda texts, *rest: real(seen.extend(texts) or seen, *rest)
+        vocabulary,
+        "train_bpe",
+        lambda texts, *rest, **more: real(seen.extend(texts) or seen, *rest, **more),
     )
     made(kind, tmp_path)
     assert seen

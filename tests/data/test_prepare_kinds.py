@@ -18,7 +18,8 @@ from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix
 from ingot.data.columns.manifest import prepared_for, read_prepared
 from ingot.data.ingest import ingest
-from ingot.data.prepare import prepare
+from ingot.data.packing.tables import read_packed
+from ingot.data.prepare import _in_words, prepare
 from ingot.data.raw import ranges
 from ingot.data.tokenizing import encode as taken
 from ingot.data.tokenizing import tokenize as parts
@@ -177,8 +178,12 @@ def test_chats_with_thoughts_are_trained_with_them(
         f"Thought {n}.\n</think>\n\nAnswer {n}.<|im_end|>" for n in range(80)
     )
     kwargs = {"tokenizer__template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(WrongInput, match="no document of 0"):
+    with pytest.raises(
+        WrongInput, match=r"the template refuses 40 of 40 chats \(chats.jsonl:1: .*mend the source$"
+    ):
         prepare(chat_recipe(tmp_path, **knobs, **kwargs))
+    with pytest.raises(WrongInput, match="no document of 0"):
+        prepare(chat_recipe(tmp_path, **knobs, **kwargs, data__max_skipped=1.0))
     assert "40 chats are left out, the template refuses them" in capsys.readouterr().err
     for answer in answers:
         del answer["reasoning_content"]
@@ -345,6 +350,20 @@ def refusing(root: Path, **knobs: object) -> Recipe:
         " add_generation_prompt %}<assistant>{% endif %}"
     )
     return chat_recipe(root, tokenizer__template=str(template), **knobs)
+
+
+def test_tokens_that_are_cut_are_told_beside_all(tmp_path: Path) -> None:
+    small = chat_recipe(tmp_path, data__seq_len=50)
+    ingest(small)
+    told = prepare(small).result
+    rows = read_packed(small.folder.columns, prepared_for(small), 50, small.row_plan)
+    assert rows.total.truncated + rows.total.lost > 0
+    prepared = prepared_for(small)
+    tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
+    cut = tokens - rows.total.tokens
+    assert cut > 0
+    assert told.startswith(f"{_in_words(tokens)} tokens ({_in_words(cut)} beyond data.seq_len or")
+    assert "beyond" not in prepare(chat_recipe(tmp_path, data__seq_len=500)).result
 
 
 def test_a_chat_that_the_template_refuses_is_left_out_and_counted(

@@ -95,8 +95,6 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(root: Path) ->
     )
     assert np.bincount(ours.documents, ours.tokens).tolist() == lengths
     assert np.bincount(ours.documents, ours.targets).tolist() == [length - 1 for length in lengths]
-    assert ours.rows.max() == len(rows) - 1
-    assert (np.bincount(ours.rows, ours.tokens)[:-1] == rows.seq_len).all()
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 64])
@@ -111,7 +109,7 @@ def test_the_split_into_batches_does_not_show(micro_batch: int, root: Path) -> N
 
 def assert_same(one: SegmentLosses, other: SegmentLosses) -> None:
     assert one.nll == pytest.approx(other.nll, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
-    for name in ("targets", "tokens", "ends_document", "begins_row"):
+    for name in ("targets", "tokens", "ends_document"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 

@@ -58,9 +58,28 @@ def test_scaling_numbers_scales_the_interval() -> None:
     )
 
 
-@pytest.mark.parametrize(("above", "below"), [([6.0], [2.0]), ([6.0, 3.0, 9.0], [2.0, 1.0, 3.0])])
-def test_no_spread_is_no_width(above: list[float], below: list[float]) -> None:
-    assert ratio_interval(above, below) == pytest.approx((3.0, 3.0))
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        ([6.0], [2.0]),
+        ([6.0, 3.5, 9.0], [2.0, 1.0, 3.0]),
+        ([6.0, 3.0, 9.0, 12.0], [2.0, 1.0, 3.0, 4.0]),
+        ([0.1 * length for length in range(1, 40)], list(range(1, 40))),
+    ],
+    ids=["one", "too few", "all alike", "alike but for rounding"],
+)
+def test_where_nothing_is_known_of_the_spread_there_is_no_interval(
+    above: list[float], below: list[float]
+) -> None:
+    assert ratio_interval(above, below) == (None, None)
+
+
+def test_one_held_out_document_has_a_loss_and_no_interval() -> None:
+    """A report that gave the value as its own interval looked certain."""
+    for metric in metrics(stretches(1), np.full(1, 100.0)).values():
+        assert metric.value > 0
+        assert metric.interval is None
+    assert mean_metric([0.5], direction="higher", on="d").interval is None
 
 
 def test_units_without_weight_are_borne() -> None:
@@ -102,7 +121,6 @@ def stretches(documents: int, per_document: int = 3) -> SegmentLosses:
         10 - ends.astype(np.int64),
         np.full(count, 10),
         ends,
-        np.ones(count, np.bool_),
     )
 
 
@@ -137,12 +155,15 @@ def test_documents_are_the_units_not_their_rows() -> None:
     assert many.ci_high - many.ci_low == pytest.approx(few.ci_high - few.ci_low, rel=0.1)
 
 
-def test_few_documents_are_resampled_by_rows() -> None:
-    found = loss_metrics("x", stretches(3, 20), np.full(3, 100.0), documents="d", tokenizer="t")[
-        "x/loss"
-    ]
-    assert found.n == 60
-    assert found.ci_low < found.value < found.ci_high
+def test_few_documents_are_the_units_too() -> None:
+    """Their rows are many and alike; an interval of these would claim what nobody knows."""
+    few, fewer = (
+        loss_metrics("x", stretches(count, 20), np.full(count, 100.0), documents="d", tokenizer="t")
+        for count in (4, 3)
+    )
+    assert few["x/loss"].n == 4
+    assert few["x/loss"].ci_low < few["x/loss"].value < few["x/loss"].ci_high
+    assert (fewer["x/loss"].n, fewer["x/loss"].ci_low, fewer["x/loss"].ci_high) == (3, None, None)
 
 
 def test_bytes_can_be_compared_across_tokenizers_and_tokens_cannot() -> None:
@@ -175,7 +196,6 @@ def test_nothing_to_predict_is_not_a_loss_of_zero() -> None:
                 losses.targets * 0,
                 losses.tokens,
                 losses.ends_document,
-                losses.begins_row,
             ),
             np.full(12, 100.0),
         )
@@ -185,9 +205,7 @@ def test_nothing_to_predict_is_not_a_loss_of_zero() -> None:
 
 def test_a_loss_beyond_numbers_stays_infinite() -> None:
     losses = stretches(12)
-    huge = SegmentLosses(
-        losses.nll * 1e6, losses.targets, losses.tokens, losses.ends_document, losses.begins_row
-    )
+    huge = SegmentLosses(losses.nll * 1e6, losses.targets, losses.tokens, losses.ends_document)
     assert (
         loss_metrics("x", huge, np.full(12, 100.0), documents="d", tokenizer="t")[
             "x/perplexity"

@@ -6,6 +6,13 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "benchmarks-trained-on",
+        "ingot/data/cleaning/clean.py",
+        "write_against(ContaminationStage(corpus, knobs, after).folder, self.against)",
+        "pass",
+        "training documents that hold items of the recipe's benchmarks stay",
+    ),
+    Fault(
         "label-across-documents",
         "ingot/data/batches/rows.py",
         "labels[(row * length + place - 1)[place > 0]] = IGNORE",
@@ -541,6 +548,14 @@ FAULTS = [
         "Chinese and Thai texts are one word each: near duplicates are not found",
     ),
     Fault(
+        "named-text-column-ignored",
+        "ingot/data/documents/kinds.py",
+        'column = source.columns.get("text", source.text)',
+        "column = source.text",
+        "another column than the one that `columns` names is trained on",
+        "tests/data/documents/test_kinds.py",
+    ),
+    Fault(
         "no-end-of-text",
         "ingot/tokenizers/bpe.py",
         '"eos_token": EOS,',
@@ -550,15 +565,15 @@ FAULTS = [
     Fault(
         "double-bos",
         "ingot/tokenizers/bpe.py",
-        'single=f"{BOS} $A"',
-        'single=f"{BOS} {BOS} $A"',
+        'filter(None, (begin, "$A", end))',
+        'filter(None, (begin, begin, "$A", end))',
         "the beginning-of-text token stands twice",
     ),
     Fault(
         "no-bos",
         "ingot/tokenizers/bpe.py",
-        'single=f"{BOS} $A"',
-        'single="$A"',
+        'filter(None, (begin, "$A", end))',
+        'filter(None, ("$A", end))',
         "the beginning-of-text token is missing",
     ),
     Fault(
@@ -588,10 +603,10 @@ FAULTS = [
     Fault(
         "columns-torn-down-first",
         "ingot/data/prepare.py",
-        "    keep_packed(run.columns, folder, prepared)\n    _pack(recipe, prepared, engine)\n",
+        "    keep_packed(run.columns, folder, prepared)\n    packed = _pack(recipe, prepared, engine)\n",
         "    keep_packed(run.columns, folder, prepared)\n"
         "    (run.columns / MANIFEST).unlink(missing_ok=True)\n"
-        "    _pack(recipe, prepared, engine)\n",
+        "    packed = _pack(recipe, prepared, engine)\n",
         "a prepare that fails leaves no columns, though good ones were there",
         "tests/data/test_prepare.py",
     ),
@@ -690,6 +705,38 @@ FAULTS = [
         "info.tokenizer.encode_chat(messages[:-1])",
         "answers are measured on prompts without the tools that a server would write into them",
         "tests/evaluate/tasks/test_rouge.py",
+    ),
+    Fault(
+        "source-of-other-knobs-stands",
+        "ingot/pipeline/incremental.py",
+        'and record.knobs.get("knobs") == _as_stored(reads)["knobs"]',
+        "and True",
+        "what was read with other knobs is trained on because its source does not answer",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "cut-told-as-trained",
+        "ingot/cli/views/audit.py",
+        "    share = (audit.trained - cut.trained) / max(1, audit.tokens - cut.tokens)",
+        "    share = audit.trained / max(1, audit.tokens)",
+        "what is cut away at data.seq_len is shown as trained",
+        "tests/cli/test_mask.py",
+    ),
+    Fault(
+        "most-of-a-source-skipped",
+        "ingot/data/ingest.py",
+        "    refuse_many(told, lost, total - tally.bad[EMPTY], most)",
+        "    pass",
+        "a source of which hardly a record can be read is trained on",
+        "tests/data/test_ingest.py",
+    ),
+    Fault(
+        "half-a-download",
+        "ingot/data/raw/ingest_tasks.py",
+        'if bad.ends_file and self._on_bad != "skip_files":',
+        'if bad.ends_file and self._on_bad == "stop":',
+        "a compressed file that was cut short counts as one skipped record",
+        "tests/data/test_ingest.py",
     ),
     Fault(
         "adopted-without-accumulation",

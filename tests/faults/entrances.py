@@ -152,6 +152,14 @@ FAULTS = [
         "tests/report/test_life.py",
     ),
     Fault(
+        "logged-steps-stand-as-saved",
+        "ingot/report/life.py",
+        'SAVED = ("start", "save", "stop", "finish")',
+        'SAVED = ("stop", "finish")',
+        "what is lost of a training that was killed is told as saved, or what is saved as lost",
+        "tests/report/test_life.py",
+    ),
+    Fault(
         "moved-run-goes-on-elsewhere",
         "ingot/report/failures.py",
         "    moved = view.made_at.resolve() != view.root.resolve() and bool(view.recipe)",

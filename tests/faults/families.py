@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "softcap-lost-in-training",
         "ingot/models/native/decoder.py",
-        "return self.vocabulary_head.view(self._capped(logits))",
+        "return self.vocabulary_head.view(capped)",
         "return self.vocabulary_head.view(logits)",
         "the softcap of logits is in generation, not in the loss",
         by="tests/models/native/test_family.py",

@@ -8,8 +8,8 @@ FAULTS = [
     Fault(
         "batch-without-targets",
         "ingot/train/step.py",
-        "        if not targets:\n",
-        "        if False:\n",
+        "        if not (targets := counts.targets):\n",
+        "        if (targets := counts.targets) is None:\n",
         "a batch whose labels are all masked is reported as a loss",
         "tests/train/test_step.py",
     ),

@@ -14,6 +14,14 @@ FAULTS = [
         "tests/serve/http/test_hostile.py",
     ),
     Fault(
+        "no-content-is-an-empty-text",
+        "ingot/serve/http/chat.py",
+        'if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):',
+        "if False:",
+        "a chat whose message has lost its text is answered as if it said nothing",
+        "tests/serve/http/test_hostile.py",
+    ),
+    Fault(
         "too-many-prompts-are-encoded",
         "ingot/serve/http/service.py",
         "self.bounds.check(prompts)",
@@ -355,9 +363,30 @@ FAULTS = [
     Fault(
         "rollback-to-itself",
         "ingot/registry/local.py",
-        "(name, row[0], row[1], time.time(), reason),",
-        "(name, turn[1], row[1], time.time(), reason),",
+        '"SELECT version, before FROM turns WHERE id = ?", (change[2],)',
+        '"SELECT version, before FROM turns WHERE version = ?", (change[1],)',
         "a rollback makes the same version live again",
+    ),
+    Fault(
+        "rollback-to-damage",
+        "ingot/registry/local.py",
+        "self.check(before, checksums=True)",
+        "pass",
+        "a rollback makes a version live whose files are gone",
+    ),
+    Fault(
+        "refused-version-deployed",
+        "ingot/registry/deploy.py",
+        "if live is not None and all(",
+        "if False and all(",
+        "`ingot deploy NAME` makes the version live that its gate refused",
+    ),
+    Fault(
+        "teacher-trained-again",
+        "ingot/train/setup.py",
+        "**weights_identity(recipe),",
+        "",
+        "what was learnt from a teacher's earlier weights is told as learnt from its new ones",
     ),
     Fault(
         "registry-damage-deployed",

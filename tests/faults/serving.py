@@ -10,8 +10,8 @@ FAULTS = [
     Fault(
         "forced-schema-ignored",
         "ingot/serve/http/service.py",
-        "functions_of(tools, strict=not body.must_call),",
-        "functions_of(tools, strict=True),",
+        "functions_of(tools, strict=not body.must_call)",
+        "functions_of(tools, strict=True)",
         "a forced call is held to any object, not to its function's schema",
         "tests/serve/http/test_tools.py",
     ),

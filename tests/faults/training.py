@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "padding-is-tokens",
+        "ingot/train/step.py",
+        "sum(batch.text_tokens for batch in batches),",
+        "sum(batch.segments.numel() for batch in batches),",
+        "padding of short pairs, preferences and labelled texts is told as tokens a second",
+        "tests/train/test_step.py",
+    ),
+    Fault(
         "tracker-hears-twice",
         "ingot/base/runlog.py",
         "if last is None or step > last:",
@@ -105,8 +113,8 @@ FAULTS = [
     Fault(
         "copies-counted-twice",
         "ingot/train/step.py",
-        "round(total * mesh.data.world / mesh.world)",
-        "round(total)",
+        "share = mesh.data.world / mesh.world",
+        "share = 1",
         "ranks that share rows count their targets several times: gradients off by the degree",
     ),
     Fault(
@@ -502,6 +510,14 @@ FAULTS = [
         "return batch.side(0)",
         "the KL of KTO is taken over the answers that are trained, and cancels their rewards",
         "tests/objectives/test_kto.py",
+    ),
+    Fault(
+        "bits-of-a-source-over-other-bytes",
+        "ingot/evaluate/tasks/loss.py",
+        "bits, size = nats[of == number] / math.log(2), sizes[of == number]",
+        "bits, size = nats[of == number] / math.log(2), sizes[: (of == number).sum()]",
+        "what a source is forgotten by is told from the sizes of another source's documents",
+        "tests/evaluate/tasks/test_loss.py",
     ),
     Fault(
         "bad-answers-in-the-loss",

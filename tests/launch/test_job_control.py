@@ -112,5 +112,5 @@ def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
 
     known = [Known(Handle(waits, "local", "1", (), 2.0, "")), Known(HANDLE)]
     monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: known)
-    assert cancel(str(tmp_path)) == 0
+    assert cancel([str(tmp_path)]) == 0
     assert capsys.readouterr().err == "".join(f"{name}: cancelled\n" for name in ends)

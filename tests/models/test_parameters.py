@@ -4,6 +4,9 @@ seed.
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,8 @@ from ingot.config.models.presets import preset
 from ingot.models import parameters as initial
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import fill_normal, init_weights, normal_rows
+from ingot.models.parameters import fill_normal, init_weights, is_dtensor, normal_rows
+from ingot.parallel.shard import is_fsdp
 
 
 @settings(deadline=None, max_examples=50)
@@ -53,17 +57,19 @@ def test_filling_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     one, other = torch.empty(33, 10), torch.empty(33, 10)
     fill_normal(one, 3, "w", 0.02)
     monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(initial.torch, "get_num_threads", lambda: 3)
     fill_normal(other, 3, "w", 0.02)
     assert torch.equal(one, other)
 
 
-def test_every_parameter_of_a_model_is_set() -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_parameter_of_a_model_is_set(quick: bool) -> None:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf({**preset("llama-3m"), "attention_bias": True}))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    init_weights(model, 0)
+    init_weights(model, 0, quick=quick)
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter).all(), name
     assert (
@@ -75,3 +81,10 @@ def test_every_parameter_of_a_model_is_set() -> None:
     )
     assert (model.model.norm.weight == 1).all()
     assert (model.model.layers[0].self_attn.q_proj.bias == 0).all()
+
+
+def test_what_another_thread_is_importing_shards_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
+        monkeypatch.setitem(sys.modules, name, ModuleType("partly imported"))
+    assert not is_dtensor(torch.ones(1))
+    assert not is_fsdp(torch.nn.Linear(1, 1))

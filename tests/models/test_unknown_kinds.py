@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 from ingot.base.errors import WrongInput
 from ingot.config.models.family import sizes
 from ingot.config.models.presets import preset
+from ingot.config.models.source import check_model_type
 from ingot.config.sections.layout import Recompute
 from ingot.models.device import computing_in
+from ingot.models.native.config import DecoderConfig
 from ingot.models.native.rope import SCALINGS, Rope, inverse_frequencies, read_rope
 from ingot.parallel.context import context_attention
 from ingot.parallel.recompute import recompute_layers
@@ -44,8 +46,32 @@ def test_every_known_rotary_scaling_changes_the_frequencies(kind: str) -> None:
 
 def test_an_unknown_model_type_is_not_read_as_a_llama() -> None:
     config = {**preset("llama-135m"), "model_type": "gemma"}
-    with pytest.raises(WrongInput, match="model_type `gemma` is not supported, only llama"):
+    with pytest.raises(
+        WrongInput, match=r"`gemma` is not supported \(nearest: `.*`ingot show models`"
+    ):
         sizes(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"model_type": "nomic_bert"},
+            "`nomic_bert` is an encoder, which writes no text; train it",
+        ),
+        (
+            {"model_type": "new", "auto_map": {"AutoModel": "org/new-impl--modeling.NewModel"}},
+            r"code of its own \(org/new-impl--modeling.NewModel\), which ingot does not run; take",
+        ),
+    ],
+)
+def test_an_embedding_model_is_told_as_one(values: dict[str, Any], told: str) -> None:
+    for read in (sizes, DecoderConfig.from_hf):
+        with pytest.raises(WrongInput, match=told):
+            read(values)
+    if "auto_map" in values:
+        with pytest.raises(WrongInput, match=told):
+            check_model_type(values, "encoder", "config.json")
 
 
 def test_an_unknown_type_of_computation_is_not_bf16() -> None:

@@ -26,7 +26,7 @@ masks depend on the sample alone.
 """
 SPLIT = (
     *("pretrain-best-fit", "dpo", "simpo", "kto", "reward"),
-    *("distill-chats", "seq2seq", "classify"),
+    *("distill-chats", "seq2seq", "classify", "mlm", "mlm-packed", "span_corruption"),
 )
 """One way for each other objective, and for each other layout of rows."""
 ANOTHER = pytest.mark.drawn("another way that resumes")

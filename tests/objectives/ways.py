@@ -101,7 +101,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "distill-chats": {"objective": {"kind": "distill", "teacher": "TEACHER", "documents": "chat"}},
     "seq2seq": {"objective": {"kind": "seq2seq", "prefix": "short: "}, "data__target_len": 16},
     "classify": {"objective": {"kind": "classify", "labels": ["cold", "hot"]}},
+    "mlm": {"objective": {"kind": "mlm"}},
+    "mlm-packed": {"objective": {"kind": "mlm"}, "data__pack": "best_fit"},
+    "span_corruption": {"objective": {"kind": "span_corruption"}},
 }
+FROM_NOTHING = {
+    "seq2seq": "t5",
+    "classify": "bert",
+    "mlm": "bert",
+    "mlm-packed": "bert",
+    "span_corruption": "t5",
+}
+"""Configurations of the models that are not decoders."""
 SOURCES = {
     "sft": "chats",
     "sft-lora": "chats",
@@ -194,9 +205,9 @@ def recipe_of(root: Path, way: str, **knobs: Any) -> Recipe:
             given |= {"model__source": str(root / "runs" / "teacher"), "model__config": None}
         else:
             given["objective"] = {**given["objective"], "teacher": str(root / "runs" / "teacher")}
-    if way in ("seq2seq", "classify") and "model__source" not in knobs:
+    if way in FROM_NOTHING and "model__source" not in knobs:
         given |= {
-            "model__source": str(root / ("t5" if way == "seq2seq" else "bert")),
+            "model__source": str(root / FROM_NOTHING[way]),
             "model__init": "random",
             "model__config": knobs.get("model__config"),
         }

@@ -99,7 +99,7 @@ FULL: dict[str, list[Layout]] = {
     },
 }
 """What there is: all of the table on tied and untied models, parts of it on the others."""
-HUB_WAYS = ("seq2seq", "classify", "reward")
+HUB_WAYS = ("seq2seq", "classify", "mlm", "span_corruption", "reward")
 WAYS: list[tuple[str, dict[str, Any]]] = [
     *(
         (way, knobs)
@@ -133,6 +133,8 @@ SHORT_WAYS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"context": 2}),
     ("seq2seq", MODES["shard"]),
     ("classify", MODES["replicate"]),
+    ("mlm", MODES["shard"]),
+    ("span_corruption", MODES["shard"]),
     ("reward", MODES["shard"]),
 ]
 """Of these, one case for each thing that an objective does over ranks: sums over rows and over the

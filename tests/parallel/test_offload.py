@@ -18,6 +18,7 @@ from ingot.config.sections.layout import MemorySettings, Offload
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights, local_tensor, shard_like
+from ingot.parallel import masters as parallel_masters
 from ingot.parallel import offload
 from ingot.parallel.masters import HOST, Masters
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -193,6 +194,18 @@ def test_what_is_on_the_host_is_published() -> None:
     assert all((master.parameter == 1).all() for master in masters)
     masters.publish()
     assert all((master.parameter == -0.5).all() for master in masters)
+
+
+@pytest.mark.parametrize("working", [torch.bfloat16, torch.float32])
+def test_a_master_on_the_host_leaves_its_parameter_on_the_device(
+    working: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the host is a device without contents, and nothing can be copied back from there: what
+    would have been left there is seen without a GPU.
+    """
+    monkeypatch.setattr(parallel_masters, "HOST", torch.device("meta"))
+    with pytest.raises(NotImplementedError, match="out of meta"):
+        Masters(Sizes(), Mesh(Ranks(), HOST), working=working, on_host=1.0)
 
 
 def shares_memory() -> bool:

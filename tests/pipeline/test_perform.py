@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -108,6 +112,50 @@ def test_what_changed_is_named(
     )
     monkeypatch.setattr(ingot, "__version__", "9.9")
     assert _reasons(recipe_with())[0].endswith("-> 9.9")
+
+
+@pytest.fixture
+def served(documents: Path) -> Iterator[ThreadingHTTPServer]:
+    """The folder of the documents over HTTP, which a test may end."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(documents.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_what_was_read_stands_while_its_source_does_not_answer(
+    recipe_with: Callable[..., Recipe],
+    served: ThreadingHTTPServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address = f"http://127.0.0.1:{served.server_port}/documents.jsonl"
+    far = f"data.train=[{{source: '{address}'}}]"
+    recipe = recipe_with(far)
+    record = _ingest(recipe)
+    served.shutdown()
+    served.server_close()
+    assert _ingest(recipe) == record
+    told = capsys.readouterr().err
+    assert re.search(f"ingest: .*{address}: no such file .*; what was read of it before is", told)
+    with pytest.raises(WrongInput, match="check the address"):
+        _reasons(recipe_with(far, "data.on_bad=stop"))
+    (recipe.folder.raw / "train-00000.parquet").unlink()
+    with pytest.raises(WrongInput, match="check the address"):
+        _reasons(recipe)
+
+
+def test_a_file_to_compare_with_stands_while_it_does_not_answer(
+    recipe_with: Callable[..., Recipe], served: ThreadingHTTPServer
+) -> None:
+    address = f"http://127.0.0.1:{served.server_port}/documents.jsonl"
+    recipe = recipe_with(f"data.clean.contamination.against=['{address}']")
+    prepare, work = step_named("prepare"), Counted(recipe_with())
+    run_step(prepare, recipe, work, {})
+    served.shutdown()
+    served.server_close()
+    run_step(prepare, recipe, work, {})
+    assert work.times == 1
 
 
 def test_missing_or_cut_files_void_a_record(recipe_with: Callable[..., Recipe]) -> None:

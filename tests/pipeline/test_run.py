@@ -19,7 +19,8 @@ import pytest
 from ingot.base.errors import EXIT_WRONG_INPUT
 from ingot.base.reports import read_record
 from ingot.base.runlog import read_lines
-from ingot.config.load import dump_recipe
+from ingot.cli.verbs import STAMPS
+from ingot.config.load import dump_recipe, read_recipe
 from ingot.launch.places.local import JobExit
 from ingot.pipeline import local
 from ingot.pipeline.incremental import StepFailed
@@ -184,16 +185,21 @@ def test_a_step_done_by_hand_is_done_for_run_too(copied: Path) -> None:
 
 @pytest.mark.drawn("a run that is broken off in training")
 def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
-    finished: tuple[Path, object], tmp_path: Path
+    finished: tuple[Path, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a source changed meanwhile: that is read once the training is finished."""
     root = _world(tmp_path)
     run = _start(root, "train.steps=6")
     wait_until(lambda: bool(list((root / "runs/small/checkpoints").glob("*/COMMIT.json"))), 120)
     run.kill()
     run.communicate(timeout=60)
     wait_until(lambda: not _left_behind(root), 10)
+    (root / "text/doc0000.txt").write_text("Something else.\n" * 9, encoding="utf-8")
     done = ingot("run", "r.yaml", cwd=root, timeout_s=300)
     assert done.returncode == 0, done.stderr
+    assert (
+        "ingest: not again, although what data.train reads changed: the unfinished" in done.stderr
+    )
     assert "train" in _done_again(done.stderr)
     assert "ingest" not in _done_again(done.stderr)
     starts = [
@@ -205,6 +211,9 @@ def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
         for folder in (root, finished[0])
     }
     assert len(hashes) == 1
+    monkeypatch.chdir(root)
+    ingest, recipe = step_named("ingest"), read_recipe(["r.yaml"])
+    assert local._record_of(ingest, recipe, STAMPS, fresh=False) is None
 
 
 @pytest.mark.parametrize(

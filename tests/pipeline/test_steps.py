@@ -61,10 +61,12 @@ CHANGES_NOTHING = {
     "serve.max_tokens",
     "serve.max_queue",
     "serve.max_batch",
+    "serve.finish_s",
     "serve.any_template",
     "serve.canary",
     "serve.verify",
     "serve.cors",
+    "serve.compute",
     "serve.pack",
     "serve.prefix_cache_mb",
     "serve.tool_call_parser",
@@ -87,6 +89,7 @@ def _changed(before: Recipe, after: Recipe) -> set[str]:
         ("data.train.0.format=csv", {"ingest"}),
         ("data.train.0.exclude=[b.txt]", {"ingest"}),
         ("data.on_bad=stop", {"ingest"}),
+        ("data.max_skipped=0.5", {"ingest"}),
         ("data.validation=[{source: v.jsonl}]", {"ingest", "prepare"}),
         ("tokenizer.vocab_size=5000", {"prepare"}),
         ("tokenizer.sample_bytes=5000", {"prepare"}),
@@ -185,7 +188,12 @@ def test_a_version_in_vertex_is_its_container_too(
 
 @pytest.mark.parametrize("knob", SERVER_ARGUMENTS)
 def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None:
-    changes = {"any_template": "true", "pack": "false", "cors": "[http://a.example]"}
+    changes = {
+        "any_template": "true",
+        "compute": "fp32",
+        "pack": "false",
+        "cors": "[http://a.example]",
+    }
     changes["tool_call_parser"] = "hermes"
     before, after = (
         _recipe(*VERTEX),
@@ -256,6 +264,8 @@ def test_every_knob_is_decided() -> None:
         _recipe("tokenizer.template_kwargs={enable_thinking: false}"),
         _recipe("objective.kind=seq2seq"),
         _recipe("objective={kind: classify, labels: [a, b]}"),
+        _recipe("objective={kind: mlm, whole_word_mask: true}"),
+        _recipe("objective.kind=span_corruption"),
         _recipe("model.lora={}", "model.quantize=nf4", "model.neftune_alpha=5"),
         _recipe("train.start_from=runs/a", "train.reset_optimizer=true", "train.start_step=3"),
         _recipe(

@@ -15,6 +15,7 @@ from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
     judge_compute,
     judge_length,
+    judge_offload,
     judge_pauses,
     judge_place,
     judge_sampling,
@@ -159,6 +160,7 @@ WEIGHTS = {
     "t5_xxl": (11e9, False),
     "bart_large": (400e6, False),
     "roberta_large": (355e6, False),
+    "adapt_roberta": (125e6, False),
 }
 
 
@@ -210,6 +212,26 @@ def test_room_devices_and_limits(tmp_path: Path) -> None:
         train__steps=5000,
     )
     assert told(recipe=cheap) == ["cloud.max_cost"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "whole", "knobs", "told"),
+    [
+        (1, True, {}, True),
+        (60, True, {"data__validation__fraction": 0.01}, True),
+        (60, True, {}, False),
+        (1, False, {}, False),
+        (1, True, {"data__validation__fraction": None, "data__validation": []}, False),
+    ],
+    ids=["one", "few of a small share", "enough", "a sample of more", "none wanted"],
+)
+def test_so_few_documents_that_none_is_held_out_are_told_before_prepare_stops(
+    tmp_path: Path, documents: int, whole: bool, knobs: dict[str, Any], told: bool
+) -> None:
+    """`small_recipe` holds out a tenth."""
+    sample = replace(SAMPLE, documents=documents, whole=whole)
+    found = warned(judge_data(small_recipe(tmp_path, **knobs), sample))
+    assert ("data.validation" in found) == told
 
 
 def test_limits_are_held_against_the_upper_end(tmp_path: Path) -> None:
@@ -278,6 +300,28 @@ def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:
         "a plan knows nothing of the time, memory and devices of objective.sampler"
     ]
     assert not list(judge_sampling(small_recipe(tmp_path), preset("llama-8b"), size))
+
+
+def test_what_a_device_has_in_the_hosts_memory_takes_time_that_is_not_told(tmp_path: Path) -> None:
+    for offload, wanted in (
+        ({"activations": True}, "what copies to the host and back take;"),
+        ({"optimizer": 0.5}, "what copies to the host and back take, and the optimizer on its"),
+    ):
+        recipe = small_recipe(tmp_path, memory__offload=offload)
+        (told,) = judge_offload(recipe, replace(PLACE, type="cuda"))
+        assert told.message.startswith(wanted)
+        assert (told.kind, told.about) == ("not checked", f"memory.offload.{next(iter(offload))}")
+        assert told in all_judgements(
+            recipe,
+            replace(PLACE, type="cuda"),
+            cost(recipe, size=None),
+            Unknown("nothing"),
+            None,
+            None,
+            random=True,
+        )
+        assert not list(judge_offload(recipe, replace(PLACE, type="cpu")))
+    assert not list(judge_offload(small_recipe(tmp_path), replace(PLACE, type="cuda")))
 
 
 def test_what_is_unknown_is_not_checked_and_never_passed(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from ingot.plan.data_sample import ColumnLengths, data_bytes, look_at_data
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import PreparationCost, preparation_cost
 from ingot.plan.unknown import Unknown
+from ingot.verify.data import verify_data
+from tests.objectives.ways import prepare_way, recipe_of, write_all
 from tests.plan.test_run_cost import cost
 from tests.small import small_recipe, write_documents
 
@@ -285,3 +287,29 @@ def test_chats_of_which_no_row_can_be_made_are_planned_nevertheless(tmp_path: Pa
     assert found.left_out == 1.0
     assert found.rows == Range.exactly(0.0)
     assert isinstance(cost(recipe, rows=found.rows).epochs, Unknown)
+
+
+@pytest.mark.parametrize(
+    ("way", "framing", "longest"), [("mlm", 2, 46), ("span_corruption", 1, 52)]
+)
+def test_masked_texts_are_planned_and_proved_as_their_pieces(
+    way: str, framing: int, longest: int, tmp_path: Path
+) -> None:
+    """Nothing is cut away, what frames a piece is no padding, and `verify data` reads the same."""
+    write_all(tmp_path)
+    recipe = recipe_of(tmp_path, way, data__seq_len=24)
+    before = look_at_data(recipe)
+    assert (before.truncated, before.lost_targets, before.left_out) == (0.0, 0.0, 0.0)
+    prepare_way(tmp_path, way)
+    recipe = recipe_of(tmp_path, way)
+    after = look_at_data(recipe)
+    packed = read_packed(recipe.folder.columns, prepared_for(recipe), 48, recipe.row_plan)
+    rows, tokens = (getattr(packed.counts["train"], name) for name in ("rows", "tokens"))
+    assert after.rows == Range.exactly(rows, "measured")
+    each = framing + longest
+    assert after.padding == pytest.approx(1 - (tokens + framing * rows) / (each * rows))
+    assert 0 < after.padding < 0.6
+    found = {check.what: check.passed for check in verify_data(recipe).checks}
+    assert found[f"rows: {recipe.row_plan}, 48 tokens"] is True
+    assert found["columns: end of each record"] is None
+    assert False not in found.values()

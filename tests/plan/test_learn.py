@@ -152,19 +152,19 @@ def test_trainings_are_taken_together_and_one_counts_once(tmp_path: Path) -> Non
 
 
 def test_of_a_guessed_device_the_range_becomes_that_of_other_recipes(tmp_path: Path) -> None:
-    h100 = device_type("h100")
-    before = coefficients_of(h100)
-    devices = {"type": "cuda", "name": h100.cuda_names[0], "threads": 0, "world": 8, "per_node": 8}
-    told = plan_of(8, coefficients={"name": "h100", "basis": before.basis, "learned": None})
+    a100 = device_type("a100-80")
+    before = coefficients_of(a100)
+    devices = {"type": "cuda", "name": a100.cuda_names[0], "threads": 0, "world": 8, "per_node": 8}
+    told = plan_of(8, coefficients={"name": "a100-80", "basis": before.basis, "learned": None})
     plan = {name: told[name] for name in ("place", "coefficients")}
     learn(trained(tmp_path, [9.0, *[1.5] * 4], devices=devices, plan=plan))
-    was, now = (one.seconds("matmul", "bfloat16", 1e15) for one in (before, coefficients_of(h100)))
+    was, now = (one.seconds("matmul", "bfloat16", 1e15) for one in (before, coefficients_of(a100)))
     assert now.likely == pytest.approx(1.5 * was.likely)
     assert now.high == pytest.approx(1.25 * now.likely)
     assert now.low == pytest.approx(0.8 * now.likely)
     assert was.high / was.likely > 1.4, "what was guessed was less sure"
-    forget("h100")
-    assert coefficients_of(h100) == before
+    forget("a100-80")
+    assert coefficients_of(a100) == before
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,11 @@ def test_compiled_kernels_read_less_and_multiply_as_much() -> None:
     assert (took["matmul"], took["memory"]) == (1, 1)
 
 
+def test_what_is_done_once_a_step_is_not_compiled() -> None:
+    took = step_seconds([trace({}, update={SUM: 2})], device(), StepLayout(compiled=True))
+    assert took.memory.likely == pytest.approx(2)
+
+
 def test_a_product_with_a_short_side_is_narrow() -> None:
     def product(m: int, n: int, k: int) -> Operator:
         return Operator("matmul", "float32", 2 * m * n * k, 4 * (m * k + k * n + m * n))
@@ -217,7 +222,7 @@ def test_what_sharding_sends_is_in_a_traced_step(tmp_path: Path) -> None:
 
 def test_a_guessed_step_has_a_wide_range_and_says_so() -> None:
     work = {Operator("matmul", "bfloat16", 1e13, 10**9): 100.0}
-    took = step_seconds([trace(work)], guessed(device_type("h100")), StepLayout(8))
+    took = step_seconds([trace(work)], guessed(device_type("a100-80")), StepLayout(8))
     assert took.total.origin == "guessed"
     assert took.total.high / took.total.low == pytest.approx(2, abs=0.1)
 

@@ -54,7 +54,7 @@ def test_a_decision_that_went_stale_moves_no_traffic(place: Place) -> None:
     two, _ = place.registered("two", "b", 2.4)
     own(one)
     says = (
-        "words v1 went live while nothing as words was compared with the new model; run `ingot"
+        "words v1 went live since the gate compared the new model with nothing; run `ingot"
         " gate` again"
     )
     with nothing_changes(place), pytest.raises(WrongInput, match=says):
@@ -83,7 +83,8 @@ def test_a_decision_that_goes_stale_while_the_lease_is_waited_for_moves_no_traff
     with (
         nothing_changes(place),
         pytest.raises(
-            WrongInput, match="words v2 went live while words v1 was compared with the new model"
+            WrongInput,
+            match="words v2 went live since the gate compared the new model with words v1",
         ),
     ):
         own(recipe)

@@ -242,13 +242,15 @@ def test_the_pointer_moves_only_from_where_it_was_seen(registry: LocalRegistry) 
     with pytest.raises(
         WrongInput,
         match=(
-            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            "words v1 went live since the gate compared the new model with nothing; run `ingot"
             " gate` again"
         ),
     ):
         registry.point("words", 2, "stale", instead_of=None)
     registry.point("words", 2, "seen", instead_of=1)
-    with pytest.raises(WrongInput, match="words v2 went live while words v1 was compared"):
+    with pytest.raises(
+        WrongInput, match="words v2 went live since the gate compared the new model with words v1"
+    ):
         registry.point("words", 3, "stale", instead_of=1)
     with pytest.raises(WrongInput, match="words has no version 9"):
         registry.point("words", 9, "no such")

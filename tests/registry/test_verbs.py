@@ -17,7 +17,7 @@ from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write
 from ingot.base.runlog import read_lines
 from ingot.config.models.content import content_record
 from ingot.config.recipe import Recipe
-from ingot.registry.deploy import DeployRequest, deploy
+from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.local import LocalRegistry
 from ingot.registry.verbs import approved_report, gate, gate_stamp, register, registered_folder
 from tests.registry.models import a_model, a_recipe, a_report, trained
@@ -289,7 +289,7 @@ def test_a_model_that_went_live_since_the_gate_is_compared_first(tmp_path: Path)
     with pytest.raises(
         WrongInput,
         match=(
-            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            "words v1 went live since the gate compared the new model with nothing; run `ingot"
             " gate` again"
         ),
     ):
@@ -393,6 +393,30 @@ def test_a_damaged_version_is_neither_deployed_nor_resolved(tmp_path: Path) -> N
         registered_folder(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words v1 is damaged"):
         deploy(a_recipe(tmp_path), "words", DeployRequest(1))
+
+
+def test_a_rollback_to_a_damaged_version_leaves_the_live_one(tmp_path: Path) -> None:
+    for model, loss in (("a", 2.5), ("b", 2.4)):
+        both(trained(a_recipe(tmp_path), model, loss))
+    shutil.rmtree(tmp_path / "registry" / "words" / "v1")
+    with pytest.raises(WrongInput, match=r"words v1 is damaged: .* has no VERSION\.json"):
+        deploy(a_recipe(tmp_path), "words", DeployRequest(back=True))
+    assert live(tmp_path) == 2
+
+
+def test_a_version_that_its_gate_refused_goes_live_by_its_number_alone(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    for model, loss in (("a", 2.5), ("b", 2.4), ("c", 2.6)):
+        both(trained(recipe, model, loss))
+    says = "words v3 is the newest version, and no gate let it replace v2; `--version 3` makes it"
+    for way in (deploy, render_deploy):
+        with pytest.raises(WrongInput, match=says):
+            way(recipe, "words", DeployRequest())
+    assert live(tmp_path) == 2
+    assert render_deploy(recipe, "words", DeployRequest(back=True)).startswith("words v1 live")
+    assert deploy(recipe, "words", DeployRequest(3)).number == 3
+    assert deploy(recipe, "words", DeployRequest(back=True)).number == 2
+    assert deploy(recipe, "words", DeployRequest()).number == 3, "it was live by hand since"
 
 
 def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> None:

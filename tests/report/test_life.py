@@ -46,6 +46,25 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
+def told_of(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> str:
+    show_run(run)
+    return capsys.readouterr().out
+
+
+def test_the_saved_step_is_told_not_the_one_that_was_logged_last(run: RunFolder) -> None:
+    """Events of an earlier training of the folder say nothing of the one that began anew."""
+    record_event(run.events, "stop", step=0, cause="SIGTERM")
+    assert read_run(run).state == "stopped, nothing is saved yet"
+    record_event(run.events, "start", step=0, cause="first step", last=1000)
+    record_event(run.events, "save", step=80)
+    record_event(run.events, "stop", step=103, cause="SIGTERM")
+    assert read_run(run).state == "stopped at step 103"
+    record_event(run.events, "start", step=80, cause="resumed", last=1000)
+    assert read_run(run).saved_step == 80
+    record_event(run.events, "start", step=0, cause="first step", last=1000)
+    assert read_run(run).saved_step is None
+
+
 def test_a_training_that_was_killed_is_not_running(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,9 +80,15 @@ def test_a_training_that_was_killed_is_not_running(
     trains.communicate()
     view = read_run(run)
     assert view.last_sign == pytest.approx(time.time(), abs=60)
+    assert "machine stopped; nothing is saved yet" in told_of(run, capsys)
+    # A sign of life, too, maybe of the next second.
+    record_event(run.events, "save", step=80)
+    view = read_run(run)
     told = f"last sign of life {timestamp(view.last_sign)} at step 100, and no process"
-    show_run(run)
-    assert f"not running: {told}" in capsys.readouterr().out
+    assert f"not running: {told}" in told_of(run, capsys)
+    assert "machine stopped; step 80 is saved" in (shown_now := told_of(run, capsys))
+    assert "at step 100 (step 80 is saved): train/loss" in shown_now
+    assert (run_json(run)["step"], run_json(run)["saved_step"]) == (100, 80)
     assert run_json(run)["last_sign"] == view.last_sign
     shown = row("run", view)
     assert (shown["state"], shown["mood"], shown["running"]) == (

@@ -22,7 +22,9 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder, folder_lock
 from ingot.base.runlog import append_line
+from ingot.report.headline import trained_tokens
 from ingot.report.page import write_page
+from ingot.report.run_view import read_run
 from tests.report.made_up import PROMPTS, made_up_run
 from tests.report.seen import HOLD, Page, check_harmless
 
@@ -69,6 +71,22 @@ def test_the_answer_comes_first(run: RunFolder) -> None:
         < text.index(answer)
         < text.index("perplexity")
     )
+
+
+def test_tokens_are_counted_of_text_where_the_steps_tell_how_many(run: RunFolder) -> None:
+    """A line has the mean since the line before; steps whose line a restart cut away count by the
+    next one. Runs of before have none and are told by their rows.
+    """
+    assert trained_tokens(read_run(run)) == 300 * 2048
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        if "train/loss" in line:
+            line["train/tokens_per_step"] = 1000.0 if line["step"] <= 100 else 500.0
+    kept = [line for line in lines if not 200 < line["step"] < 250]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    view = read_run(run)
+    assert trained_tokens(view) == 100 * 1000 + 200 * 500
+    assert "on 200 k tokens" in Page(write_page(run)).text.replace("\u00a0", " ")
 
 
 def test_the_numbers_stand_where_they_belong(run: RunFolder) -> None:

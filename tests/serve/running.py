@@ -78,7 +78,6 @@ def running(
     *,
     environ: dict[str, str] | None = None,
     key: str | None = None,
-    grace_s: float = 10.0,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server on a free port and stop it afterwards."""
@@ -92,9 +91,7 @@ def running(
                     "api_key": "env:THE_KEY",
                 },
             )
-        process = start_call(
-            serve_tiny, folder, {"port": 0, **settings}, grace_s, log, environment=environ
-        )
+        process = start_call(serve_tiny, folder, {"port": 0, **settings}, log, environment=environ)
         try:
             yield Running(_address(process, log), process, log, key)
         finally:
@@ -118,7 +115,7 @@ def _address(process: Process, log: Path) -> str:
         time.sleep(0.05)
 
 
-def serve_tiny(folder: Path, settings: dict[str, Any], grace_s: float, log: Path) -> None:
+def serve_tiny(folder: Path, settings: dict[str, Any], log: Path) -> None:
     """The server's process; it ends as `ingot serve` does, and says so."""
     from ingot.base.errors import IngotError
     from ingot.config.sections.deployment import Serve
@@ -127,7 +124,6 @@ def serve_tiny(folder: Path, settings: dict[str, Any], grace_s: float, log: Path
     with log.open("wb") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
-    server.GRACE_S = grace_s
     try:
         server.serve(folder, Serve(**settings), "tiny")
     except IngotError as error:

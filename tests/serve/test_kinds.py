@@ -298,8 +298,8 @@ def test_a_classifier_writes_no_text(judging: Running) -> None:
         ("writing", {"instances": [{"text": "the"}]}, "prompt` is missing"),
         (
             "writing",
-            {"instances": ["the"] * 97},
-            "97 prompts in one request; this server takes at most 96",
+            {"instances": ["the"] * 129},
+            "129 prompts in one request; this server takes at most 128",
         ),
         (
             "judging",
@@ -313,7 +313,10 @@ def test_a_classifier_writes_no_text(judging: Running) -> None:
         ),
         ("judging", {"instances": [{"prompt": "the"}]}, "text` is missing"),
         ("judging", {"instances": []}, "`instances`"),
-        ("judging", {"instances": [5]}, "instances.0"),
+        ("judging", {"instances": ["the", "fox " * 9000]}, "prompt 1 has 36,000 characters"),
+        ("judging", {"instances": [5]}, '`instances.0`: give a text, or an object such as {"text"'),
+        ("judging", {"instances": [{"text": 5}]}, "`instances.0.text` is 5"),
+        ("judging", {"instances": [{"messages": 5}]}, "`instances.0.messages` is 5"),
     ],
 )
 def test_refusals(
@@ -327,7 +330,7 @@ def test_refusals(
 @pytest.fixture
 def narrow(summary_folder: Path) -> Iterator[Running]:
     """One row, one place in the queue, and texts that take seconds."""
-    with running(summary_folder, max_tokens=8000, max_batch=1, max_queue=1, grace_s=0.5) as made:
+    with running(summary_folder, max_tokens=8000, max_batch=1, max_queue=1, finish_s=0.5) as made:
         yield made
 
 

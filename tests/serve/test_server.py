@@ -27,7 +27,7 @@ def test_a_signal_lets_requests_finish_and_the_exit_is_clean(folder: Path) -> No
     taken.
     """
     with (
-        running(folder, max_tokens=8000, max_batch=1, grace_s=60) as server,
+        running(folder, max_tokens=8000, max_batch=1, finish_s=60) as server,
         server.client() as client,
         server.client() as idle,
     ):
@@ -69,7 +69,7 @@ def test_a_signal_lets_requests_finish_and_the_exit_is_clean(folder: Path) -> No
 def test_what_takes_too_long_after_a_signal_is_told_so(folder: Path) -> None:
     body = {"prompt": "the", "max_tokens": 8000}
     with (
-        running(folder, max_tokens=8000, grace_s=0.5) as server,
+        running(folder, max_tokens=8000, finish_s=0.5) as server,
         server.client() as client,
         server.client() as other,
     ):
@@ -104,7 +104,7 @@ def test_a_taken_port_is_one_line(folder: Path, tmp_path: Path) -> None:
         ):
             serve(folder, Serve(port=port), "tiny")
         log = tmp_path / "log"
-        assert start_call(serve_tiny, folder, {"port": port}, 1.0, log).wait(120) == 1
+        assert start_call(serve_tiny, folder, {"port": port}, log).wait(120) == 1
     assert len(log.read_text().splitlines()) == 1
 
 
@@ -119,7 +119,7 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
         log = tmp_path / "log"
-        process = start_call(serve_tiny, folder, {"port": port}, 1.0, log)
+        process = start_call(serve_tiny, folder, {"port": port}, log)
         other.listen()
         code = process.wait(120)
     assert (code, log.read_text()) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.bpe import BOS, EOS, PAD, train_bpe
+from ingot.tokenizers.bpe import BOS, EOS, LONGEST_WORD, PAD, train_bpe
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tiktoken_backend import SPLIT
 from tests.tokenizers.small import TEXTS
 
 TRAINED = train_bpe(TEXTS, 320)
@@ -63,6 +65,15 @@ def test_the_order_of_texts_does_not_matter() -> None:
 
 def test_other_texts_give_another_identity() -> None:
     assert train_bpe(["melts melts ingots"] * 3, 300).identity() != TRAINED.identity()
+
+
+def test_words_without_end_are_cut_where_a_vocabulary_is_learnt() -> None:
+    # The trainer's time grows with the square of a word: a megabyte of blanks took ten minutes.
+    texts = ["A" * 20_000, " " * 20_000, "=" * 20_000, "copper melts " * 50]
+    learnt = train_bpe(texts, 400)
+    assert learnt.longest_token == LONGEST_WORD
+    splits = json.loads(learnt.files["tokenizer.json"])["pre_tokenizer"]["pretokenizers"]
+    assert splits[0]["pattern"]["Regex"] == SPLIT
 
 
 def test_too_little_text_gives_fewer_tokens() -> None:

@@ -12,7 +12,9 @@ from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
 from ingot.parallel.mesh import Mesh
 from ingot.train.hooks import LogHook, Workload
-from ingot.train.step import StepInfo, StepOutcome
+from ingot.train.step import BatchCounts, StepInfo, StepOutcome
+
+FULL = BatchCounts(400, 400, 400)
 
 
 class Watched(Progress):
@@ -39,12 +41,27 @@ def test_loss_and_pace_move_between_logged_steps(
     for step in range(1, 9):
         clock[0] += 0.2
         loss, zero = torch.tensor(5.0 - step), torch.tensor(0.0)
-        hook.after_step(StepInfo(step, 4, 400, StepOutcome(loss, zero, zero), 0.1, 0.2))
+        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(loss, zero, zero), 0.1, 0.2))
     hook.close()
     losses = [fields["loss"] for fields in progress.seen]
     # The first step is logged; then a line is renewed each half second, and stays between.
     assert losses == ["4.000", "3.000", "3.000", "3.000", "0.000", "0.000", "0.000", "-3.000"]
     assert progress.seen[-1]["tokens/s"] == "2,000"
+
+
+def test_padding_is_computed_and_is_no_token(tmp_path: Path) -> None:
+    """Pairs of 30 tokens in rows of 100 were told as three times as many a second."""
+    mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
+    work, zero = Workload(1000.0, 8e6, "fp32"), torch.tensor(0.0)
+    hook = LogHook([JsonLines(path)], Progress("train", 3, "steps"), 3, 3, work, mesh, gpu=False)
+    for step, tokens in enumerate((100, 110, 150), start=1):
+        counts, outcome = BatchCounts(50, tokens, 400), StepOutcome(zero, zero, zero)
+        hook.after_step(StepInfo(step, 4, counts, outcome, 0.1, 0.1))
+    hook.close()
+    first, last = read_lines(path)
+    assert (first["train/tokens_per_step"], last["train/tokens_per_step"]) == (100, 130)
+    assert last["train/tokens_per_s"] == pytest.approx(1300)
+    assert last["train/mfu"] == pytest.approx(4000 * 1000 / 8e6)
 
 
 def test_no_training_is_faster_than_the_peak_of_its_machine(
@@ -56,7 +73,7 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     work, zero = Workload(1000.0, None, "fp32"), torch.tensor(0.0)
     hook = LogHook([JsonLines(path)], Progress("train", 3, "steps"), 1, 3, work, mesh, gpu=False)
     for step, seconds in enumerate((0.2, 0.1, 0.2), start=1):
-        hook.after_step(StepInfo(step, 4, 400, StepOutcome(zero, zero, zero), 0.1, seconds))
+        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(zero, zero, zero), 0.1, seconds))
     hook.close()
     use = [line["train/mfu"] for line in read_lines(path)]
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])

@@ -60,6 +60,16 @@ WAYS: dict[str, dict[str, Any]] = {
         "model__source": "preset:bert-mini",
         "model__config": BERT,
     },
+    "masked": {
+        "objective__kind": "mlm",
+        "model__source": "preset:bert-mini",
+        "model__config": BERT,
+    },
+    "spans": {
+        "objective__kind": "span_corruption",
+        "model__source": "preset:t5-mini",
+        "model__config": T5,
+    },
 }
 
 
@@ -93,7 +103,7 @@ def test_the_same_rows_are_the_same_and_others_are_others(tmp_path: Path) -> Non
     assert not np.array_equal(rows.batch([3, 4]).tokens, rows.batch([5, 6]).tokens)
 
 
-@pytest.mark.parametrize("way", ["preferences", "rated", "pairs", "labelled"])
+@pytest.mark.parametrize("way", ["preferences", "rated", "pairs", "labelled", "masked"])
 def test_samples_have_the_shapes_of_their_kind(way: str, tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, data__target_len=16, **WAYS[way])
     first, *_, last = batches(made_up_rows(recipe, 50))
@@ -101,7 +111,10 @@ def test_samples_have_the_shapes_of_their_kind(way: str, tmp_path: Path) -> None
     assert first.tokens.shape == first.segments.shape == (3 * sides, 32)
     assert (
         tuple(first.labels.shape)
-        == {"preferences": (6, 32), "rated": (6, 32), "pairs": (3, 16), "labelled": (3,)}[way]
+        == {
+            **{"preferences": (6, 32), "rated": (6, 32), "masked": (3, 32)},
+            **{"pairs": (3, 16), "labelled": (3,)},
+        }[way]
     )
     targets = first.labels[first.labels != -100]
     assert 0 <= int(targets.min()) <= int(targets.max()) < (3 if way == "labelled" else 50)
@@ -115,7 +128,7 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
     before = torch.get_rng_state()
     with running_mesh(recipe.parallel) as mesh:
         plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        with open_trial(plan, mesh, quick=True) as trial, trial.step_function(plan.batch) as take:
             outcomes = [take(step) for step in range(2)]
     assert all(
         math.isfinite(float(outcome.loss))

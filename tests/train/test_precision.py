@@ -25,6 +25,7 @@ from ingot.config.shape import BatchPlan
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.train import trainer
 from ingot.train.optim import optimizers as stochastic
 from ingot.train.optim.optimizers import Noise, make_optimizer, round_to_bf16
 from ingot.train.setup import check_formats, check_memory, computing_type
@@ -38,6 +39,7 @@ from tests.small import small_recipe
 from tests.train.test_step import distance, global_batch
 
 SLOW = "no instructions for bf16"
+FAST = "much faster in bf16"
 HERE = Mesh(Ranks(), torch.device("cpu"))
 KNOBS: dict[str, AdamW | SGD] = {
     "adamw": AdamW(lr=1e-3),
@@ -409,3 +411,35 @@ def test_a_processor_without_instructions_for_bf16_is_warned_of(
     assert (SLOW in capsys.readouterr().err) is slow
     train(small_recipe(root, train__steps=1), fresh=True)
     assert SLOW not in capsys.readouterr().err
+
+
+def test_a_processor_that_is_fast_in_bf16_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    recipe = small_recipe(root, train__steps=1)
+    train(recipe)
+    assert FAST not in capsys.readouterr().err, "small models gain little"
+    monkeypatch.setattr(trainer, "LARGE", 0)
+    train(recipe, fresh=True)
+    assert FAST in capsys.readouterr().err
+    train(small_recipe(root, train__steps=1, precision__compute="fp32"), fresh=True)
+    assert FAST not in capsys.readouterr().err, "who has chosen is not told"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "device", "millions", "told"),
+    [
+        ({}, "cuda", 100.0, True),
+        ({}, "cuda", 5.0, False),
+        ({}, "cpu", 100.0, False),
+        ({"train__compile": False}, "cuda", 100.0, False),
+        ({"train__compile": True}, "cuda", 100.0, False),
+    ],
+)
+def test_a_gpu_whose_layers_are_not_compiled_is_told_of(
+    knobs: dict[str, Any], device: str, millions: float, told: bool, root: Path
+) -> None:
+    recipe = small_recipe(root, **knobs)
+    said = trainer.advice_on_compute(recipe, "bf16", torch.device(device), millions)
+    assert ("train.compile=true" in (said or "")) is told

@@ -88,7 +88,7 @@ def test_a_run_gone_on_with_is_the_run(
     other = recipe(copy_of(root, tmp_path / "other"))
     train(whole)
     stop_after(other, 3, monkeypatch)
-    with pytest.raises(WrongInput, match=r"model\.quantize\.double True -> False"):
+    with pytest.raises(WrongInput, match=r"model\.quantize\.double true -> false"):
         train(recipe(tmp_path / "other", model__quantize="nf4"))
     train(other)
     assert losses(other)[-2:] == losses(whole)[-2:]

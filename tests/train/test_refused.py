@@ -22,6 +22,7 @@ from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.markers import changed
 from tests.models.tiny import make_reference
 from tests.small import copy_of, small_recipe
+from tests.train.test_run import stop_after
 
 
 def refused(recipe: Recipe) -> str:
@@ -45,6 +46,30 @@ def distilling(root: Path, folder: Path | str, **knobs: Any) -> Recipe:
     recipe = small_recipe(root, objective={"kind": "distill", "teacher": str(folder)}, **knobs)
     changed(recipe.folder.columns, "manifest.json", objective="distill")
     return recipe
+
+
+@pytest.mark.parametrize("knob", ["model.source", "objective.teacher"])
+def test_weights_that_were_trained_again_meanwhile_make_another_training(
+    knob: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = teacher(root, "learnt-from")
+
+    def recipe(steps: int) -> Recipe:
+        knobs: dict[str, Any] = {"train__steps": steps, "checkpoint__every": 2}
+        if knob == "objective.teacher":
+            return distilling(root, folder, **knobs)
+        return small_recipe(root, **knobs, model__source=str(folder), model__config={})
+
+    stop_after(recipe(8), 5, monkeypatch)
+    train(recipe(8))  # a training whose models are as they were goes on
+    weights = folder / "model.safetensors"
+    tensors = {name: tensor + 1e-3 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    train(recipe(8))
+    assert (root / "runs/small/earlier").exists(), "not trained again"
+    stop_after(recipe(9), 5, monkeypatch)
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, weights)
+    assert f"the weights of {knob} " in refused(recipe(9))
 
 
 def test_a_teacher_must_speak_the_students_language(root: Path, tmp_path: Path) -> None:

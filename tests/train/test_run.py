@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,16 +23,20 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.data.batches.rows import open_rows
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.train import step as step_module
 from ingot.train.resume import set_aside
 from ingot.train.trainer import train
 from tests import forks
 from tests.ranks import run_ranks
-from tests.small import small_recipe
+from tests.small import small_recipe, write_documents
 
 CLOCKS = {
     "t_wall",
     "train/tokens_per_s",
+    "train/tokens_per_step",
     "train/examples_per_s",
     "train/mfu",
     "validation/seconds",
@@ -361,20 +366,6 @@ def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
     assert process.communicate(timeout=60)[1].count(f"going on after step {found.step:,}") == 1
 
 
-def test_a_signal_before_the_first_step_says_that_nothing_was_saved(root: Path) -> None:
-    recipe = small_recipe(root)
-    process = start_training(recipe, root)
-    assert process.stderr is not None
-    os.set_blocking(process.stderr.fileno(), True)
-    time.sleep(0.1)
-    # Before signals are noted the interpreter's own answer stands: either way nothing is saved and
-    # the code says which signal.
-    process.send_signal(signal.SIGTERM)
-    _, messages = process.communicate(timeout=60)
-    assert process.returncode in (-15, 143), messages
-    assert newest_valid(recipe.folder.checkpoints) is None
-
-
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -448,3 +439,26 @@ def test_lineage_names_where_the_model_came_from(root: Path) -> None:
     assert lineage["step"] == 6
     assert lineage["base"] is None
     assert lineage["export_type"] == "bf16"
+
+
+def test_how_often_each_weighted_source_is_seen_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("few", 20), ("many", 60)):
+        write_documents(tmp_path / name, count)
+    sources = [{"source": str(tmp_path / name)} for name in ("few", "many")]
+    weighted = [{**sources[0], "weight": 3}, sources[1]]
+    told = []
+    for mixture in (sources, weighted):
+        recipe = small_recipe(tmp_path, data__train=mixture, train__steps=50)
+        ingest(recipe)
+        prepare(recipe)
+        stop_after(recipe, 0, monkeypatch)
+        told.append(capsys.readouterr().err)
+    few, many = re.findall(r"(\S+) (\d+\.\d)% \(([\d.]+) passes\)", told[1])
+    assert few[:2] == (str(tmp_path / "few"), "75.0")
+    assert many[:2] == (str(tmp_path / "many"), "25.0")
+    rows = open_rows(recipe.folder.columns, "train", 32, pad_last=False).sizes
+    for (_, share, passes), size in zip((few, many), rows, strict=True):
+        assert abs(float(passes) * size - 200 * float(share) / 100) < 8, "samples of the source"
+    assert "by weight" not in told[0]

@@ -189,6 +189,7 @@ def _metrics(recipe: Recipe) -> list[dict[str, Any]]:
     clocks = {
         "t_wall",
         "train/tokens_per_s",
+        "train/tokens_per_step",
         "train/examples_per_s",
         "train/mfu",
         "validation/seconds",

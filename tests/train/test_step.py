@@ -333,6 +333,23 @@ def test_the_rate_is_that_of_the_step_wherever_training_begins() -> None:
     assert [(info.step, info.lr) for info in watching.told] == [(4, 0.4), (5, 0.5)]
 
 
+def counted(world: int) -> step.BatchCounts:
+    """The counts of a step whose batch is dealt to ranks that pad it."""
+    whole = global_batch(0)
+    whole.segments[:, 20:] = 0
+    with running_mesh() as mesh:
+        mine = rows_of(whole, mesh.rank * ROWS // world, ROWS // world, 5)
+        return step.global_counts(CrossEntropy(), mine, mesh)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tokens_of_a_step_are_those_of_text_however_it_is_dealt(world: int) -> None:
+    """A batch of 5 rows has padding within its rows and, as its last, whole rows of it."""
+    for counts in run_ranks(world, counted, world):
+        assert counts.tokens == ROWS * 20
+        assert counts.positions == 10 * TIME, "two batches of 5 rows"
+
+
 def test_a_batch_without_a_target_is_no_step() -> None:
     batch = global_batch(0)
     batch.labels.fill_(-100)

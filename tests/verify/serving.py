@@ -15,6 +15,7 @@ import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
+from ingot.models.device import Compute
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
@@ -23,13 +24,13 @@ from ingot.serve.server import create_app
 
 
 @contextlib.contextmanager
-def served_here(folder: Path) -> Iterator[str]:
+def served_here(folder: Path, compute: Compute) -> Iterator[str]:
     """In place of `ingot.verify.export.server.server`; what a process would say before it ends is raised
     as that does.
     """
     settings = Serve(port=0)
     try:
-        loaded = load(folder)
+        loaded = load(folder, compute=compute)
     except WrongInput as error:
         raise Failed(f"the server ended before it listened (exit 2): error: {error}") from None
     metrics = ServerMetrics()

@@ -18,6 +18,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.hostmemory import HostMemory
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
+from ingot.data.columns.manifest import prepared_for
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.parallel.mesh import running_mesh
 from ingot.train.setup import make_setup
 from ingot.verify import bench_row
@@ -34,7 +37,7 @@ from ingot.verify.bench import (
 )
 from ingot.verify.bench_row import measure_row
 from tests.ranks import run_ranks
-from tests.small import small_recipe
+from tests.small import small_recipe, write_documents
 
 ROW = {"status": "measured", "compute": "fp32"}
 
@@ -188,7 +191,8 @@ def test_a_bench_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
         raise Stop
 
     pid = tmp_path / "pid"
-    script = f"echo $$ > {pid}.new; mv {pid}.new {pid}; kill -ALRM $PPID; exec sleep 60"
+    # Not while it is being started: then it ends with us.
+    script = f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1; kill -ALRM $PPID; exec sleep 60"
     before = signal.signal(signal.SIGALRM, stop)
     began = time.monotonic()
     try:
@@ -286,6 +290,26 @@ def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
     assert row["process_memory_bytes"] > 50_000_000
     assert row["gpu"] is row["gpu_memory"] is None
     assert "large matrix products" in FORMULA
+
+
+def test_padding_is_no_token(tmp_path: Path) -> None:
+    """One document a row: what is told a second is the text, and what was computed the rest too."""
+    write_documents(tmp_path / "text")
+    recipe = small_recipe(tmp_path, data__pack="none", data__seq_len=256, train__global_batch=64)
+    ingest(recipe)
+    prepare(recipe)
+    row = measured(recipe, tmp_path / "row.json")
+    prepared = prepared_for(recipe)
+    text = 64 * prepared.total("train", "tokens") / prepared.total("train", "documents")
+    assert row["tokens_per_step"] == pytest.approx(text, rel=0.1)
+    assert row["tokens_per_step"] < row["positions_per_step"] / 2
+    assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["seconds_per_step"])
+    assert row["share_of_peak"] == pytest.approx(
+        row["positions_per_step"]
+        / row["seconds_per_step"]
+        * row["flops_per_token"]
+        / row["peak_flops"]
+    )
 
 
 def _tiny_config(recipe: Recipe) -> dict[str, Any]:

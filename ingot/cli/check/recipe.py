@@ -26,7 +26,9 @@ from ingot.cli.check.training import (
 )
 from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import SourceSettings
 from ingot.config.values import Findings, Values
+from ingot.data.sources.find import find_source
 from ingot.launch.job import launcher_of
 from ingot.launch.run_job import job_of
 from ingot.launch.staging import unreachable_inputs
@@ -157,6 +159,10 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
         need(found, "py3langid", "data.clean.languages", "pip install 'ingot[languages]'")
     if recipe.at("prepare").launch.kind != "local":
         return
+    for number, source in enumerate(recipe.data.clean.against):
+        if not SourceSettings(source=source).scheme:
+            knob = f"data.clean.contamination.against.{number}"
+            found.ask(find_source, SourceSettings(source=source), knob, at=knob)
     if engine.kind == "spark":
         need(found, "pyspark", "data.engine.kind spark", "pip install 'ingot[spark]'")
         if shutil.which("java") is None:

@@ -42,6 +42,7 @@ from ingot.config.shape import (
     check_routers,
 )
 from ingot.config.values import Findings
+from ingot.data.batches.spans import hiding_of
 from ingot.tokenizers.chats.templates import find_template, for_recipe, with_template
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -135,10 +136,13 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    """The recipe's tokenizer; raises if it is invalid, or has no template for chats."""
+    """The recipe's tokenizer; raises if it is invalid, or has no template for chats, or nothing to
+    hide tokens behind.
+    """
     tokenizer = for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe, ask=True)))
     if recipe.documents in CHAT_TEMPLATED:
         _ = tokenizer.chat_format
+    hiding_of(recipe, tokenizer)
     return tokenizer
 
 

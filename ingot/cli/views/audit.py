@@ -5,8 +5,8 @@ them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -28,18 +28,20 @@ from ingot.tokenizers.tokenizer import Tokenizer
 BEGIN, END = "⟦", "⟧"
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class AuditedExample:
     """One chat, document or side of a preference. `turns`: the number of assistant turns that are
-    trained.
+    trained; `silent`: of those that say and call nothing.
     """
 
     ids: Ids
     mask: Mask
     turns: int = 0
     side: str = ""
+    silent: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,36 @@ class Audit:
             int(((example.ids == token) & (example.mask == 1)).sum()) for example in self.examples
         )
 
+    def cut(self, seq_len: int, truncate: str) -> Audit:
+        """What of the examples is in no row, as they are longer than `seq_len`."""
+        gone = [(one, _gone(one, seq_len, truncate)) for one in self.examples]
+        return Audit([replace(one, ids=one.ids[at], mask=one.mask[at]) for one, at in gone])
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(example.ids) for example in self.examples)
+
+    @property
+    def trained(self) -> int:
+        """The tokens of them that are trained."""
+        return sum(int(example.mask.sum()) for example in self.examples)
+
     def without_targets(self, seq_len: int | None = None) -> int:
         """Number of examples without a trained token when truncated to `seq_len`; the first token
         is never predicted.
         """
         return sum(not example.mask[1:seq_len].any() for example in self.examples)
+
+
+def _gone(example: AuditedExample, seq_len: int, truncate: str) -> Places:
+    """The places of the tokens that `data.truncate` takes from an example."""
+    places, over = np.arange(len(example.ids)), max(0, len(example.ids) - seq_len)
+    if truncate == "drop":
+        return places if over else places[:0]
+    if truncate == "left" and example.side:  # the prompt goes first, then the answer's end
+        prompt = max(0, int(np.argmax(example.mask)) - 1)
+        return np.roll(places, -min(over, prompt))[len(places) - over :]
+    return places[:over] if truncate == "left" else places[seq_len:]
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,13 @@ def _audited(tokenizer: Tokenizer, records: Sequence[Sequence[_Audited]]) -> Aud
     turns = [_turns(one.chat.messages[one.first :]) for one in chats]
     return Audit(
         [
-            AuditedExample(ids, trained, turns[chat] if chat != before else 0, chats[chat].side)
+            AuditedExample(
+                ids,
+                trained,
+                len(turns[chat]) if chat != before else 0,
+                chats[chat].side,
+                sum(map(_is_silent, turns[chat])) if chat != before else 0,
+            )
             for ids, trained, chat, before in zip(
                 *_cut(found.lengths, found.ids, found.mask), of, [-1, *of[:-1]], strict=True
             )
@@ -150,9 +183,15 @@ def _together(audits: Sequence[Audit]) -> Audit:
     )
 
 
-def _turns(messages: Messages) -> int:
-    """The number of assistant messages."""
-    return sum(message["role"] == "assistant" for message in messages)
+def _turns(messages: Messages) -> Messages:
+    """The assistant messages."""
+    return [message for message in messages if message["role"] == "assistant"]
+
+
+def _is_silent(message: Mapping[str, Any]) -> bool:
+    """Whether all that a message teaches is to end at once."""
+    said = (message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking"))
+    return not any(text.strip() if isinstance(text, str) else text for text in said)
 
 
 def audit_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Audit:
@@ -217,9 +256,8 @@ def table(
     of preferences or rated `answers`. `truncate`: what `prepare` does with long ones.
     """
     made, chats = Table("what", "found", title="audit", title_justify="left"), what != "documents"
-    examples, tokens = audit.examples, sum(len(example.ids) for example in audit.examples)
-    trained = sum(int(example.mask.sum()) for example in examples)
-    made.add_row("looked at", f"{len(examples) - audit.added:,} {what}, {tokens:,} tokens")
+    examples, cut = audit.examples, audit.cut(seq_len, truncate) if chats else Audit([])
+    made.add_row("looked at", f"{len(examples) - audit.added:,} {what}, {audit.tokens:,} tokens")
     if audit.added:
         made.add_row(
             "cut after an earlier answer",
@@ -228,8 +266,16 @@ def table(
     made.add_row("tokenizer", Text(f"{tokenizer.identity()}, {tokenizer.where}"))
     made.add_row("template", tokenizer.template_identity or "none")
     made.add_row("BOS at the beginning", _bos(audit, tokenizer))
-    made.add_row(*(_end_of_turn if chats else _end_of_document)(audit, tokenizer))
-    made.add_row("trained", f"{trained / max(1, tokens):.1%} of the tokens")
+    made.add_row(
+        *(_end_of_turn(audit, tokenizer, cut) if chats else _end_of_document(audit, tokenizer))
+    )
+    if silent := sum(example.silent for example in examples):
+        told = f"{silent:,}: these teach to say nothing; take them out of the chats"
+        made.add_row("empty assistant turns", Text(told, "yellow"))
+    share = (audit.trained - cut.trained) / max(1, audit.tokens - cut.tokens)
+    told = f"; {cut.tokens:,} tokens are cut away, {cut.trained:,} of them to be trained"
+    told = told if cut.tokens else ""
+    made.add_row("trained", f"{share:.1%} of the tokens{told}")
     empty, long = (
         audit.without_targets(),
         [example for example in examples if len(example.ids) > seq_len],
@@ -277,7 +323,7 @@ def ending_in_eos(audit: Audit, tokenizer: Tokenizer) -> int:
     )
 
 
-def _end_of_turn(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
+def _end_of_turn(audit: Audit, tokenizer: Tokenizer, cut: Audit) -> tuple[str, Text]:
     end, turns = end_of_turn(tokenizer), sum(example.turns for example in audit.examples)
     if end is None:
         return "end-of-turn token", Text(
@@ -285,59 +331,28 @@ def _end_of_turn(audit: Audit, tokenizer: Tokenizer) -> tuple[str, Text]:
             " does not learn to stop",
             "red",
         )
-    ended = audit.ended(tokenizer.special_ids[end])
-    told = f"{end} trained in {ended:,} of {turns:,} assistant turns"
+    ended, lost = (one.ended(tokenizer.special_ids[end]) for one in (audit, cut))
+    told = f"{end} trained in {ended - lost:,} of {turns:,} assistant turns"
+    told += f", {lost:,} are cut away" if lost else ""
     if tokenizer.special_ids[end] != tokenizer.special.eos:
         told += (
             f"; it is not the tokenizer's EOS ({tokenizer.named.get('eos_token', 'none')}), so"
             " generation must be told to stop at it"
         )
     return "end-of-turn token", Text(
-        told, "red" if ended < turns else "yellow" if "must be told" in told else "green"
+        told, "red" if ended < turns else "yellow" if lost or "must be told" in told else "green"
     )
 
 
-def audit_json(
-    audit: Audit, tokenizer: Tokenizer, seq_len: int, *, what: str, examples: int
-) -> dict[str, Any]:
-    """The first examples with what is trained of them, and what `table` tells as numbers."""
-    shown = audit.examples[: examples * (2 if what == "sides" else 1)]
-    return {
-        "examples": [
-            {
-                "side": example.side or None,
-                "ids": example.ids.tolist(),
-                "trained": example.mask.tolist(),
-                "runs": _runs(tokenizer, example),
-            }
-            for example in shown
-        ],
-        "audit": _counts(audit, tokenizer, seq_len, what),
-        **with_what(tokenizer),
-    }
-
-
-def _runs(tokenizer: Tokenizer, example: AuditedExample) -> list[dict[str, Any]]:
-    """Runs of tokens that are all trained or all not, special tokens visible."""
-    pairs = zip(example.ids.tolist(), example.mask.tolist(), strict=True)
-    return [
-        {
-            "text": tokenizer.decode([token for token, _ in run], skip_special=False),
-            "trained": bool(trained),
-        }
-        for trained, run in groupby(pairs, key=lambda pair: pair[1])
-    ]
-
-
-def _counts(audit: Audit, tokenizer: Tokenizer, seq_len: int, what: str) -> dict[str, Any]:
+def counts(audit: Audit, tokenizer: Tokenizer, seq_len: int, what: str) -> dict[str, Any]:
     """What the table of the audit tells."""
     examples, bos = audit.examples, tokenizer.special.bos
     told: dict[str, Any] = {
         "what": what,
         "examples": len(examples),
         "added": audit.added,
-        "tokens": sum(len(example.ids) for example in examples),
-        "trained_tokens": sum(int(example.mask.sum()) for example in examples),
+        "tokens": audit.tokens,
+        "trained_tokens": audit.trained,
         "leading_bos": None if bos is None else dict(sorted(audit.leading(bos).items())),
         "without_targets": audit.without_targets(),
         "seq_len": seq_len,
@@ -350,7 +365,11 @@ def _counts(audit: Audit, tokenizer: Tokenizer, seq_len: int, what: str) -> dict
     end = end_of_turn(tokenizer)
     trained = None if end is None else audit.ended(tokenizer.special_ids[end])
     turns = sum(example.turns for example in examples)
-    return {**told, "end_of_turn": {"token": end, "trained": trained, "turns": turns}}
+    silent = sum(example.silent for example in examples)
+    return {
+        **told,
+        "end_of_turn": {"token": end, "trained": trained, "turns": turns, "silent": silent},
+    }
 
 
 def with_what(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -35,11 +35,11 @@ SAMPLES = 3
 SAMPLE_TOKENS = 60
 
 
-def show_data(target: str, *, as_json: bool = False) -> int:
-    """Print counts, lengths, sources, dropped documents and samples of a run, given by folder or
-    recipe.
+def show_data(*target: str, as_json: bool = False) -> int:
+    """Print counts, lengths, sources, dropped documents and samples of a run, given as to
+    `run_folder`.
     """
-    run, out = run_folder(target), console()
+    run, out = run_folder(*target), console()
     raw = read_marker(run.raw, "manifest.json")
     if raw is None:
         raise WrongInput(f"{run.raw} holds no ingested documents; run `ingot ingest` first")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,15 @@ from ingot.cli.views.audit import (
     AuditedExample,
     audit_chats,
     audit_documents,
-    audit_json,
     audit_preferences,
     audit_rated,
+    counts,
     in_words,
     legend,
     table,
     with_what,
 )
+from ingot.cli.views.hidden import masked_json, show_masked, show_spans, spans_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, token_columns
@@ -210,12 +211,27 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES, *, as_json: bo
         )
     framed = recipe.documents in ("pair", "labelled")
     if as_json:
-        if framed:
+        if recipe.objective.spans is not None:
+            told = spans_json(recipe, tokenizer, texts, examples)
+        elif recipe.documents == "masked":
+            told = masked_json(recipe, tokenizer, texts, examples)
+        elif framed:
             told = _framed_json(recipe, tokenizer, texts, examples)
         else:
             audit, what = _audit(recipe, tokenizer, texts)
-            told = audit_json(audit, tokenizer, recipe.data.seq_len, what=what, examples=examples)
+            told = audit_json(
+                audit,
+                tokenizer,
+                recipe.data.seq_len,
+                what=what,
+                examples=examples,
+                truncate=recipe.data.truncate,
+            )
         print_json("show mask", **told)
+    elif recipe.objective.spans is not None:
+        show_spans(recipe, tokenizer, texts, examples, out)
+    elif recipe.documents == "masked":
+        show_masked(recipe, tokenizer, texts, examples, out)
     elif framed:
         show_framed(recipe, tokenizer, texts, examples, out)
     else:
@@ -244,6 +260,49 @@ def _show(
     )
     for reason, count in audit.refused.items():
         out.print(Text(f"{count:,} refused: {reason}", "red"), soft_wrap=True)
+
+
+def audit_json(
+    audit: Audit,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    what: str,
+    examples: int,
+    truncate: str = "right",
+) -> dict[str, Any]:
+    """The first examples with what is trained of them, and what `table` tells as numbers."""
+    shown = audit.examples[: examples * (2 if what == "sides" else 1)]
+    cut = audit.cut(seq_len, truncate) if what != "documents" else Audit([])
+    return {
+        "examples": [
+            {
+                "side": example.side or None,
+                "ids": example.ids.tolist(),
+                "trained": example.mask.tolist(),
+                "runs": _runs(tokenizer, example),
+            }
+            for example in shown
+        ],
+        "audit": {
+            **counts(audit, tokenizer, seq_len, what),
+            "cut_tokens": cut.tokens,
+            "cut_trained_tokens": cut.trained,
+        },
+        **with_what(tokenizer),
+    }
+
+
+def _runs(tokenizer: Tokenizer, example: AuditedExample) -> list[dict[str, Any]]:
+    """Runs of tokens that are all trained or all not, special tokens visible."""
+    pairs = zip(example.ids.tolist(), example.mask.tolist(), strict=True)
+    return [
+        {
+            "text": tokenizer.decode([token for token, _ in run], skip_special=False),
+            "trained": bool(trained),
+        }
+        for trained, run in groupby(pairs, key=lambda pair: pair[1])
+    ]
 
 
 def _audit(recipe: Recipe, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Audit, str]:

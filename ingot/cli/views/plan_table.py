@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ingot.base.progress import duration
 from ingot.cli.console import console
-from ingot.plan.assemble import COMPARED_WITH_GPU, RunPlan
+from ingot.plan.assemble import RunPlan
 from ingot.plan.checks.finding import figure
 from ingot.plan.choose import Choice
 from ingot.plan.ranges import Range
@@ -109,8 +109,8 @@ def _show_memory(plan: RunPlan, out: Console) -> None:
         f"while loading at most {_bytes(loading)}; a save takes {copy} of each node's own memory",
         soft_wrap=True,
     )
-    if plan.place.type != "cpu" and not COMPARED_WITH_GPU:
-        out.print("not yet compared with a GPU", style="yellow")
+    if plan.place.type != "cpu" and not plan.compared_with_gpu:
+        out.print("compared with one H200, not yet with this", style="yellow")
 
 
 def _memory(memory: Sequence[RankMemory], has: Range | None, unit: float, name: str) -> Table:

@@ -1,4 +1,4 @@
-"""`ingot adopt`: converts configuration files of eight projects to a recipe that loads, with a
+"""`ingot adopt`: converts configuration files of nine projects to a recipe that loads, with a
 list of what could not be converted.
 
 Each project has a file with a table (key -> knob and conversion) and code for keys that only have a

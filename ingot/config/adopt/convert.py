@@ -21,6 +21,7 @@ from ingot.config.adopt import (
     classifier,
     llama_env,
     llamafactory,
+    masking,
     megatron,
     t5_pipeline,
     torchtune,
@@ -41,6 +42,7 @@ PROJECTS: tuple[Project, ...] = (
     classifier.PROJECT,
     llama_env.PROJECT,
     megatron.PROJECT,
+    masking.PROJECT,
 )
 ENOUGH = 2
 """Number of known keys that identifies a project; fewer suffice if the files have fewer keys."""

@@ -14,6 +14,7 @@ from ingot.config.adopt.table import (
     KeyRow,
     hub_source,
     number,
+    single,
     text,
     texts,
     truth,
@@ -70,7 +71,7 @@ def grpo_rows(at: str, most: str | None = None) -> tuple[KeyRow, ...]:
     return (
         KeyRow(f"{at}num_generations", read=whole, default="8"),
         KeyRow(f"{at}max_completion_length", read=whole, default=most),
-        KeyRow(f"{at}loss_type"),
+        KeyRow(f"{at}loss_type", read=single),
         *(KeyRow(f"{at}{key}", read=how) for key, how in read.items()),
         *(KeyRow(f"{at}{key}", lost=why, idle=idle) for key, (why, idle) in lost.items()),
     )

@@ -215,19 +215,7 @@ def _data(sheet: GivenKeys, draft: Draft) -> None:
             sheet.where("--hf-tokenizer"),
         )
     if folder:
-        stem = f"{prefix}_text_document" if prefix else "*"
-        draft.put(
-            "data.train",
-            [{"source": f"megatron:{folder.rstrip('/')}/{stem}"}],
-            sheet.name("--dataset-dir"),
-            sheet.where("--dataset-dir"),
-        )
-        if not prefix:
-            draft.note(
-                "changed",
-                sheet.name("--dataset-dir"),
-                "all .bin and .idx of the folder are read; write the prefix of one for that alone",
-            )
+        _columns(sheet, draft, folder, prefix)
         if texts:
             draft.note(
                 "lost",
@@ -242,29 +230,39 @@ def _data(sheet: GivenKeys, draft: Draft) -> None:
                 f"{made} is written there and {folder} is read; {folder} is taken",
             )
     else:
-        draft.put_from(
-            sheet,
-            "--input-dir",
-            "data.train",
-            [
-                {
-                    "source": f"{texts.rstrip('/')}/*.jsonl" if texts else "data/*.jsonl",
-                    "text": "text",
-                }
-            ],
-        )
-        if not texts:
-            draft.note(
-                "fill",
-                "data.train",
-                "no file has --dataset-dir or --input-dir; data/*.jsonl stands for it",
-            )
+        _texts(sheet, draft, texts)
         if made or prefix:
             draft.note(
                 "lost",
                 "--output-dir, --data-prefix",
                 "`ingot prepare` writes the same .bin and .idx into the run folder",
             )
+
+
+def _columns(sheet: GivenKeys, draft: Draft, folder: str, prefix: str | None) -> None:
+    """Train on the .bin and .idx files of a folder."""
+    stem = f"{prefix}_text_document" if prefix else "*"
+    name = sheet.name("--dataset-dir")
+    source = f"megatron:{folder.rstrip('/')}/{stem}"
+    draft.put("data.train", [{"source": source}], name, sheet.where("--dataset-dir"))
+    if not prefix:
+        draft.note(
+            "changed",
+            name,
+            "all .bin and .idx of the folder are read; write the prefix of one for that alone",
+        )
+
+
+def _texts(sheet: GivenKeys, draft: Draft, folder: str | None) -> None:
+    """Train on the JSONL files of a folder."""
+    source = f"{folder.rstrip('/')}/*.jsonl" if folder else "data/*.jsonl"
+    draft.put_from(sheet, "--input-dir", "data.train", [{"source": source, "text": "text"}])
+    if not folder:
+        draft.note(
+            "fill",
+            "data.train",
+            "no file has --dataset-dir or --input-dir; data/*.jsonl stands for it",
+        )
 
 
 def _layout(sheet: GivenKeys, draft: Draft) -> None:

@@ -254,6 +254,14 @@ def text(given: Given) -> str:
     return given.strip()
 
 
+def single(given: Given) -> str:
+    """One value, or a list of one."""
+    found = (given,) if isinstance(given, str) else given
+    if len(found) != 1:
+        raise ValueError(f"one of {', '.join(found) or 'them'}, since losses are not added up")
+    return text(found[0])
+
+
 def whole(given: Given) -> int:
     value = number(given)
     if value != int(value) or abs(value) >= 2**53:

@@ -110,7 +110,9 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     rate = sheet.get("learning_rate") or RATES.get(kind, 1e-6)
     draft.put("train.optimizer.lr", rate, "learning_rate, or what the command has")
     if sheet.get("use_peft"):
-        build_adapter(sheet, draft, KEYS, rank=16, alpha=2.0)
+        # Answers to rewards are sampled without dropout, and trained without.
+        dropout = 0.0 if kind == "grpo" else 0.05
+        build_adapter(sheet, draft, KEYS, rank=16, alpha=2.0, dropout=dropout)
     for key, quantized in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if sheet.get(key):
             draft.put("model.quantize.kind", quantized, key)

@@ -170,12 +170,20 @@ def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
     draft.put("train.schedule.min_ratio", 0.0, "to zero there")
 
 
-def build_adapter(sheet: GivenKeys, draft: Draft, keys: TunerKeys, rank: int, alpha: float) -> None:
-    """An adapter; `rank` and `alpha` unless given."""
+def build_adapter(
+    sheet: GivenKeys,
+    draft: Draft,
+    keys: TunerKeys,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+) -> None:
+    """An adapter; `rank`, `alpha` (times the rank) and `dropout` unless given."""
     rank = sheet.get(keys.rank) or rank
     draft.put("model.lora.rank", rank, keys.rank)
     draft.put("model.lora.alpha", sheet.get("lora_alpha") or alpha * rank, "lora_alpha")
-    draft.put("model.lora.dropout", sheet.get("lora_dropout") or 0.0, "lora_dropout")
+    given = sheet.get("lora_dropout")
+    draft.put("model.lora.dropout", dropout if given is None else given, "lora_dropout")
     targets: Sequence[str] = sheet.get(keys.targets) or ()
     every = not targets or list(targets) in (["all"], ["all-linear"])
     draft.put("model.lora.targets", "all-linear" if every else list(targets), keys.targets)

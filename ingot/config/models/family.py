@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from ingot.base.errors import WrongInput
 from ingot.config.doors import FAMILIES
 from ingot.config.models.experts import ExpertKeys, ExpertsConfig, read_experts, sparse_layers
-from ingot.config.models.types import REFUSED_DECODERS
+from ingot.config.models.types import PROVED, REFUSED_DECODERS, check_own_code
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -117,16 +117,21 @@ def family_of(config: Mapping[str, Any], where: str = "model.config") -> FamilyM
     model_type = str(config.get("model_type") or "llama")
     family: FamilyMember | None = FAMILIES.find(model_type)
     if family is None:
-        known = FAMILIES.kinds()
         if lacking := REFUSED_DECODERS.get(model_type):
             raise WrongInput(
                 f"{where}: model_type `{model_type}` is not supported: {lacking} missing here; take"
                 " another model (`ingot show models`)"
             )
-        near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.0)[0]
+        check_own_code(config, where)
+        if model_type in PROVED["masked"]:
+            raise WrongInput(
+                f"{where}: model_type `{model_type}` is an encoder, which writes no text; train it"
+                " by objective.kind classify or mlm, or take a decoder (`ingot show models`)"
+            )
+        near = difflib.get_close_matches(model_type, FAMILIES.kinds(), n=1, cutoff=0.0)[0]
         raise WrongInput(
-            f"{where}: model_type `{model_type}` is not supported, only {', '.join(known)}"
-            f" (nearest: `{near}`); see `ingot show models`"
+            f"{where}: model_type `{model_type}` is not supported (nearest: `{near}`); `ingot show"
+            " models` names those that are"
         )
     return family
 

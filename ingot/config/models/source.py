@@ -16,12 +16,20 @@ from ingot.base.hub import fetch_model
 from ingot.base.runfolder import model_folder
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
-from ingot.config.models.types import PROVED, READS_LAST, UNFIT, HFKind, installed_types
+from ingot.config.models.types import (
+    PROVED,
+    READS_LAST,
+    SIDE_BY_SIDE,
+    UNFIT,
+    HFKind,
+    check_own_code,
+    installed_types,
+)
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import Documents
 from ingot.config.sections.training import ModelSettings
 
-ModelKind = Literal["decoder", "seq2seq", "encoder"]
+ModelKind = Literal["decoder", "seq2seq", "encoder", "masked"]
 
 KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "text": "decoder",
@@ -30,9 +38,16 @@ KIND_FOR_DOCUMENTS: dict[Documents, ModelKind] = {
     "rated": "decoder",
     "pair": "seq2seq",
     "labelled": "encoder",
+    "masked": "masked",
 }
 """The kind of model that gives each kind of document a probability."""
 
+WORDS: dict[HFKind, str] = {
+    "seq2seq": "a sequence-to-sequence model",
+    "encoder": "an encoder",
+    "masked": "a masked language model",
+}
+"""Each kind of transformers' models in words."""
 CONFIG, META = "config.json", "params.json"
 _MAY_BE_LEFT_OUT = (
     *("rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
@@ -43,7 +58,14 @@ _MAY_BE_LEFT_OUT = (
 
 def trained_kind(recipe: Recipe) -> ModelKind:
     """The kind of model that a recipe trains."""
-    return "encoder" if recipe.objective.scores_chats else KIND_FOR_DOCUMENTS[recipe.documents]
+    return "encoder" if recipe.objective.scores_chats else kind_that_reads(recipe)
+
+
+def kind_that_reads(recipe: Recipe) -> ModelKind:
+    """The kind of model that gives the recipe's documents a probability."""
+    if recipe.objective.spans is not None:
+        return "seq2seq"
+    return KIND_FOR_DOCUMENTS[recipe.documents]
 
 
 def check_trained_type(recipe: Recipe, values: Mapping[str, Any], where: str) -> None:
@@ -57,6 +79,11 @@ def check_trained_type(recipe: Recipe, values: Mapping[str, Any], where: str) ->
     if kind == "decoder":
         return
     model_type = check_model_type(values, kind, where, unproved=recipe.model.unproved)
+    if kind == "masked" and recipe.pack == "best_fit" and model_type not in SIDE_BY_SIDE:
+        raise WrongInput(
+            f"{where}: model_type `{model_type}` cannot keep several texts of a row apart, which"
+            f" data.pack=best_fit asks for; set data.pack to none ({', '.join(SIDE_BY_SIDE)} can)"
+        )
     if recipe.objective.scores_chats and model_type not in READS_LAST:
         raise WrongInput(
             f"{where}: model_type `{model_type}` has no score at a text's last token, which"
@@ -76,7 +103,7 @@ def check_model_type(
             and `unproved` (`model.unproved`) is not set, or its weights are quantised.
     """
     model_type = str(values.get("model_type"))
-    what = "a sequence-to-sequence model" if kind == "seq2seq" else "an encoder"
+    what = WORDS[kind]
     if reason := UNFIT[kind].get(model_type):
         raise WrongInput(
             f"{where}: model_type `{model_type}` is not supported as {what}: {reason}; take"
@@ -84,6 +111,7 @@ def check_model_type(
         )
     if model_type not in PROVED[kind]:
         if model_type not in installed_types(kind):
+            check_own_code(values, where)
             near = difflib.get_close_matches(model_type, PROVED[kind], n=1, cutoff=0.0)[0]
             raise WrongInput(
                 f"{where}: model_type `{model_type}` is not supported as {what} (nearest:"
@@ -109,6 +137,8 @@ def kind_of(config: Mapping[str, Any]) -> ModelKind:
         for name in config.get("architectures") or ()
     ):
         return "encoder"
+    if any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ()):
+        return "masked"
     return "seq2seq" if config.get("is_encoder_decoder") else "decoder"
 
 
@@ -236,7 +266,9 @@ def check_lengths(recipe: Recipe, positions: int, written: int | None = None) ->
     """
     longest = {"data.seq_len": (recipe.data.seq_len, positions)}
     if recipe.documents == "pair":
-        longest["data.target_len"] = recipe.data.target_len, written or positions
+        longest["data.target_len"] = recipe.target_len, written or positions
+    elif recipe.objective.spans is not None:
+        longest["data.seq_len"] = max(recipe.data.seq_len, recipe.target_len), positions
     for knob, (length, most) in longest.items():
         if length > most:
             raise WrongInput(

@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-HFKind = Literal["seq2seq", "encoder"]
+from ingot.base.errors import WrongInput
+
+HFKind = Literal["seq2seq", "encoder", "masked"]
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -33,6 +36,12 @@ PROVED: dict[HFKind, tuple[str, ...]] = {
         "olmo3 starcoder2 stablelm persimmon helium glm glm4 smollm3 seed_oss exaone4 "
         "ministral3 arcee diffllama biogpt ctrl openai-gpt modernbert-decoder nemotron"
     ),
+    "masked": _names(
+        "bert roberta xlm-roberta camembert distilbert electra deberta deberta-v2 "
+        "modernbert mpnet albert data2vec-text ernie eurobert gte ibert "
+        "jina_embeddings_v3 longformer megatron-bert mobilebert nomic_bert rembert "
+        "roberta-prelayernorm roformer xlm-roberta-xl"
+    ),
 }
 """Proved types: for each, a small random model gives the same loss, gradients, answers and export
 as in transformers, and padding changes nothing (tests/models/hf).
@@ -43,6 +52,8 @@ _SIGHT = "it reads pictures, pages or tables, and only text is trained"
 _PADDING = "its answer to a text changes with the padding beside it, so with the batch"
 _LENGTH = "its attention changes with the longest text of a batch"
 _TWO = "it has two vocabularies"
+_WRITES = "it is a sequence-to-sequence model, which objective.kind seq2seq trains"
+_PROTEINS = "it reads proteins, and only text is trained"
 
 UNFIT: dict[HFKind, dict[str, str]] = {
     "seq2seq": {
@@ -69,11 +80,21 @@ UNFIT: dict[HFKind, dict[str, str]] = {
             ),
             _SIGHT,
         ),
-        **dict.fromkeys(("esm", "esmc"), "it reads proteins, and only text is trained"),
+        **dict.fromkeys(("esm", "esmc"), _PROTEINS),
         **dict.fromkeys(
             ("canine", "convbert", "fnet", "funnel", "nystromformer", "t5gemma", "yoso"), _PADDING
         ),
         **dict.fromkeys(("big_bird", "bigbird_pegasus"), _LENGTH),
+        "mra": "its attention needs a CUDA kernel of its own, and is left out without it",
+        "xmod": "it wants a language with each text",
+    },
+    "masked": {
+        **dict.fromkeys(_names("layoutlm modernvbert neomme perceiver tapas ultravbert"), _SIGHT),
+        **dict.fromkeys(("esm", "esmc"), _PROTEINS),
+        **dict.fromkeys(("bart", "mbart", "mvp"), _WRITES),
+        **dict.fromkeys(("convbert", "fnet", "funnel", "nystromformer", "yoso"), _PADDING),
+        **dict.fromkeys(("big_bird", "reformer"), _LENGTH),
+        "luke": "it asks for entities beside tokens",
         "mra": "its attention needs a CUDA kernel of its own, and is left out without it",
         "xmod": "it wants a language with each text",
     },
@@ -95,6 +116,10 @@ BEHIND_PADDING = _names(
     "xlm-roberta-xl"
 )
 """Encoders whose position ids start after the one of padding."""
+SIDE_BY_SIDE = _names("bert roberta xlm-roberta camembert distilbert electra")
+"""Masked language models that take positions and a mask between any two tokens, so that several
+texts of a row do not see each other (tests/models/hf/test_side_by_side.py).
+"""
 ENDS_AT_EOS = ("bart", "mbart", "mvp", "plbart", "t5", "mt5", "umt5")
 """Classifiers that read a text's class at its last `eos`; every text of a batch must have one."""
 READS_LAST = _names(
@@ -111,13 +136,31 @@ WRAPS = ("mbart", "plbart")
 """Decoders whose input begins with the last token of the target, its language or `eos`."""
 
 
+_TASKS: dict[HFKind, str] = {
+    "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
+    "encoder": "SEQUENCE_CLASSIFICATION",
+    "masked": "MASKED_LM",
+}
+
+
+def check_own_code(config: Mapping[str, Any], where: str) -> None:
+    """Raise WrongInput if a model that cannot be built comes with code of its own (`auto_map`):
+    that is why, as with the first versions of many embedding models.
+    """
+    if isinstance(code := config.get("auto_map"), dict) and code:
+        raise WrongInput(
+            f"{where}: this model is computed by code of its own ({next(iter(code.values()))}),"
+            " which ingot does not run; take a version of it that transformers builds, or another"
+            " model (`ingot show models`)"
+        )
+
+
 @functools.cache
 def installed_types(kind: HFKind) -> dict[str, str]:
     """Every model type of this kind in the installed transformers, and its class; empty if
     transformers is not installed.
     """
-    task = "SEQ_TO_SEQ_CAUSAL_LM" if kind == "seq2seq" else "SEQUENCE_CLASSIFICATION"
-    return _tables().get(f"MODEL_FOR_{task}_MAPPING_NAMES", {})
+    return _tables().get(f"MODEL_FOR_{_TASKS[kind]}_MAPPING_NAMES", {})
 
 
 @functools.cache

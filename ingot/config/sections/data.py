@@ -19,7 +19,8 @@ from pydantic import (
 
 from ingot.config.doors import CLEANING
 from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
-from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
+from ingot.config.sections.engines import EngineSettings, LocalEngineSettings
+from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 
 MOST_STEPS = 200
 """What dropped a document is one byte of it."""
@@ -56,11 +57,12 @@ class SourceSettings(Section):
     columns: dict[str, str] = {}
     """Names of columns where they differ from the usual ones, such as `{instruction: question,
     output: answer}`; the usual ones are the layout's for chats and preferences, `source` and
-    `target` for pairs, `text` and `label` for labelled texts.
+    `target` for pairs, `text` and `label` for labelled texts, `text` for texts.
     """
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of this source in what is trained on, relative to the sum of all weights. With one
-    source, or all weights equal to 1, every source counts by its size.
+    source, or all weights equal to 1, every source counts by its size; otherwise sizes do not
+    count, and a small source is repeated: training says how often.
     """
     fraction: Share = 1.0
     """Use this share of the source's documents, chosen by a hash of the document's identity."""
@@ -127,6 +129,16 @@ class Contamination(Section):
     """How many different n-grams in common with the evaluation documents make a training document
     contaminated.
     """
+    against: list[str] = []
+    """Evaluation documents beside the held-out ones, such as the items of benchmarks: files,
+    folders or globs of JSONL, JSON, Parquet, CSV, TSV or Arrow, or `hf:NAME[:SUBSET]` (its
+    validation split). All texts of a record together are one document.
+    """
+
+    @model_serializer(mode="wrap")
+    def _without_against(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As before there was such a knob, so that what was cleaned earlier still counts."""
+        return {knob: value for knob, value in dump(self).items() if knob != "against" or value}
 
 
 class CleaningSettings(KindSettings):
@@ -165,12 +177,18 @@ class Clean(Section):
     fuzzy: Fuzzy | None = None
     """Drop near-duplicates; one of each cluster stays, the first. `{}` for the defaults."""
     contamination: Contamination | None = None
-    """Drop training documents that hold parts of the validation documents. `{}` for the defaults.
+    """Drop training documents that hold parts of the validation documents, or of the files of
+    `against`. `{}` for the defaults.
     """
     steps: list[Annotated[CleaningSettings, ByKind(CLEANING, "")]] = []
     """Steps of other packages, in this order, after the filters above and before duplicates: each
     has a `kind` and its own knobs.
     """
+
+    @property
+    def against(self) -> list[str]:
+        """The files of evaluation documents that are in no split."""
+        return [] if self.contamination is None else self.contamination.against
 
     @field_validator("steps")
     @classmethod
@@ -193,78 +211,8 @@ class Clean(Section):
         return self != Clean()
 
 
-class LocalEngineSettings(Section):
-    """Prepare with processes on this machine."""
-
-    kind: Literal["local"] = "local"
-    """Where `prepare` runs."""
-    workers: Annotated[int, Field(ge=0)] = 0
-    """Processes; 0 takes one per core. The output is the same for any number."""
-
-
-class SparkEngineSettings(Section):
-    """Prepare with the workers of Apache Spark, which see the run folder on a shared disk, or share
-    a bucket; needs `ingot[spark]` and Java.
-    """
-
-    kind: Literal["spark"]
-    """Where `prepare` runs."""
-    master: str | None = None
-    """Spark's master, such as `local[2]`; empty: as spark-submit or the environment says."""
-    partitions: Annotated[int, Field(ge=0)] = 0
-    """Partitions that the work is cut into; 0: as many as Spark runs at once. The output is the
-    same for any number.
-    """
-    conf: dict[str, str] = {}
-    """Spark's own settings, such as `{spark.executor.memory: 4g}`."""
-    shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """Address in a bucket by which workers get and hand over files where they see no shared disk:
-    the run's replica, such as `gs://BUCKET/ingot/runs/NAME`.
-    """
-
-
-class BeamEngineSettings(Section):
-    """Prepare with an Apache Beam runner, whose workers see the run folder on a shared disk, or
-    share a bucket.
-    """
-
-    kind: Literal["beam"]
-    """Where `prepare` runs."""
-    runner: str = "DirectRunner"
-    """Beam's runner."""
-    partitions: Annotated[int, Field(ge=0)] = 0
-    """Bundles that the work is cut into; 0: one for each task. The output is the same for any
-    number.
-    """
-    python: str | None = None
-    """Interpreter of the environment that apache-beam lives in (constraints-beam.txt), where
-    `prepare` then runs; empty: this one.
-    """
-    options: dict[str, str] = {}
-    """Beam's pipeline options by name, such as `{direct_num_workers: "2"}`."""
-    shared: Annotated[str, Field(pattern=r"^gs://[^/]+/.+")] | None = None
-    """Address in a bucket by which workers get and hand over files where they see no shared disk:
-    the run's replica, such as `gs://BUCKET/ingot/runs/NAME`.
-    """
-
-
-def _engine_kind(value: Any) -> str:
-    return (
-        str(value.get("kind", "local"))
-        if isinstance(value, dict)
-        else str(getattr(value, "kind", value))
-    )
-
-
-EngineSettings = Annotated[
-    Annotated[LocalEngineSettings, Tag("local")]
-    | Annotated[SparkEngineSettings, Tag("spark")]
-    | Annotated[BeamEngineSettings, Tag("beam")],
-    Discriminator(_engine_kind),
-]
-
-
 Pack = Literal["cut", "best_fit", "none"]
+OnBad = Literal["skip", "skip_files", "stop"]
 
 
 class Data(Section):
@@ -290,7 +238,8 @@ class Data(Section):
     pack: Literal["auto", "cut", "best_fit", "none"] = "auto"
     """How documents become rows. `cut`: one stream, cut every `seq_len` tokens. `best_fit`: whole
     documents side by side with little padding, those that are too long split (for chats:
-    truncated). `none`: one document a row. `auto`: cut for texts, best_fit for chats, none else.
+    truncated; of masked texts pieces, for encoders that keep them apart). `none`: one document a
+    row. `auto`: cut for texts, best_fit for chats, none else.
     """
     truncate: Literal["right", "left", "drop"] = "right"
     """What is done with a document of messages that is longer than `seq_len`. `right`: its end is
@@ -306,8 +255,14 @@ class Data(Section):
     it afterwards, so that none must hold the whole corpus, but for the reference of `dpo`, which
     goes through all of it first. Texts that are cut into rows are then cut within each part.
     """
-    on_bad: Literal["skip", "stop"] = "skip"
-    """What happens at a line or file that cannot be read: counted, named and skipped, or stop."""
+    on_bad: OnBad = "skip"
+    """What happens at a record that cannot be read: counted, named and skipped, or stop. A file
+    that is damaged or cut short stops ingest, too; `skip_files` goes on with what was read of it.
+    """
+    max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The most that may be skipped: a share of each source's records, not counting empty texts, and
+    of the chats that the template refuses. More than that, and more than three, stops.
+    """
     fraction: Share = 1.0
     """Train on this share of the documents, chosen by a hash of the document's identity."""
     clean: Clean = Clean()
@@ -331,13 +286,20 @@ class Data(Section):
     @classmethod
     def _nothing_held_out(cls, given: Any) -> Any:
         """All ways to say so become the empty list."""
-        none = given is None or (
-            isinstance(given, dict)
+        is_share = isinstance(given, dict)
+        if given is None or (
+            is_share
             and {"fraction"} <= given.keys() <= {"fraction", "group"}
             and type(given["fraction"]) in (int, float)
             and given["fraction"] == 0
-        )
-        return [] if none else given
+        ):
+            return []
+        if is_share and "source" in given:
+            raise ValueError(
+                "data.validation is either a list of sources, `[{source: PATH}]`, or a share of the"
+                " documents, `{fraction: 0.01}`; give one of the two"
+            )
+        return given
 
     @property
     def holds_out(self) -> bool:
@@ -354,7 +316,7 @@ def truncations(documents: Documents) -> tuple[str, ...]:
     """What `truncate` may be: texts are split over rows and lose nothing, and only messages have a
     prompt.
     """
-    if documents == "text":
+    if documents in PLAIN:
         return ("right",)
     return ("right", "left", "drop") if documents in CHAT_TEMPLATED else ("right", "drop")
 
@@ -366,6 +328,7 @@ COLUMNS: dict[Documents, tuple[str, ...]] = {
     "rated": ("answer", "answer_mask", "label"),
     "pair": ("source", "target"),
     "labelled": ("tokens", "label"),
+    "masked": ("body",),
 }
 """The columns that `prepare` writes for each kind of document; the first one is what the model
 reads.

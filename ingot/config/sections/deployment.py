@@ -24,6 +24,7 @@ GATED: dict[Judged, str] = {
     "preference": "loss/accuracy",
     "rated": "loss/accuracy",
     "labelled": "classification/accuracy",
+    "masked": "loss/loss",
     "answers": "reward/mean",
     "scores": "preference/accuracy",
 }
@@ -65,8 +66,8 @@ class MetricGate(GateSettings):
     metric: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be
     better. Empty: `loss/bits_per_byte`, for preferences `loss/accuracy`, for classifiers
-    `classification/accuracy`, for training on rewards `reward/mean`, for reward models
-    `preference/accuracy`.
+    `classification/accuracy`, for masked language models `loss/loss`, for training on rewards
+    `reward/mean`, for reward models `preference/accuracy`.
     """
     direction: Literal["lower", "higher"] | None = None
     """Which way is better; the metric's own direction when empty."""
@@ -156,14 +157,23 @@ class Serve(Section):
     """Most tokens that one request may generate."""
     max_queue: Positive = 64
     """Requests that may wait; more get 429."""
-    max_batch: Positive = 32
+    max_batch: Positive = 64
     """Requests that are decoded together: more of them share the reading of the weights, and each
     takes the memory of its keys and values.
     """
+    finish_s: Annotated[float, Field(ge=0)] = 10.0
+    """Seconds that running requests get to finish when ingot's own server is stopped by SIGTERM or
+    Ctrl-C; it takes no new ones meanwhile, and those that are not done then get 503. What stops it
+    must wait longer than that: `docker stop` kills after 10 seconds, Kubernetes after 30.
+    """
+    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    """What answers are computed in. `auto`: bf16 where an accelerator has it, and on a CPU with AMX
+    for ingot's own decoders of 20 million weights and more that are stored in bf16; else float32,
+    whose answers hardly depend on the processor.
+    """
     pack: bool = True
-    """On an x86 CPU, keep a decoder's weights packed as float16 where that changes none of them, as
-    for models that were exported in bf16: half the memory and half the time for a token. The
-    computation stays in float32.
+    """On an x86 CPU, keep a decoder's weights packed where that changes none of them, as for models
+    that were exported in bf16: half the memory and half the time for a token.
     """
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 512
     """Memory (10^6 bytes) in which ingot's own decoders keep what they computed of prompts. One

@@ -28,8 +28,10 @@ class TaskSettings(KindSettings):
 
     needs_rows: ClassVar[bool] = False
     """Whether it is measured on the prepared validation rows."""
-    model_kinds: ClassVar[tuple[Literal["decoder", "seq2seq", "encoder"], ...]] = ()
-    """The kinds of model (`decoder`, `seq2seq`, `encoder`) that it can measure; empty: all."""
+    model_kinds: ClassVar[tuple[Literal["decoder", "seq2seq", "encoder", "masked"], ...]] = ()
+    """The kinds of model (`decoder`, `seq2seq`, `encoder`, `masked`) that it can measure; empty:
+    all.
+    """
     item_columns: ClassVar[tuple[str, ...]] = ()
     """The columns that the records of `sources` must have; empty: that is not known beforehand."""
     package: ClassVar[tuple[str, str] | None] = None
@@ -61,8 +63,8 @@ class TaskSettings(KindSettings):
 
 
 class LossTask(TaskSettings):
-    """Loss, perplexity and bits per byte on the validation documents; for preference pairs also how
-    often the chosen answer is the likelier one.
+    """Loss, perplexity and bits per byte on the validation documents, of texts also for each of
+    several sources; for preference pairs also how often the chosen answer is the likelier one.
     """
 
     implementation = "ingot.evaluate.tasks.loss:open_loss"

@@ -127,9 +127,7 @@ class Recompute(Section):
 
 
 class Offload(Section):
-    """What waits in the host's memory while it is not needed. Not proved: it has run on CPUs
-    only.
-    """
+    """What waits in the host's memory while it is not needed."""
 
     activations: bool = False
     """What backward needs of each layer."""

@@ -8,9 +8,15 @@ from pydantic import Field, field_validator
 
 from ingot.config.doors import OBJECTIVES
 from ingot.config.section import ByKind, KindSettings, Share
+from ingot.config.spans import SpanLengths
 
-Documents = Literal["text", "chat", "preference", "rated", "pair", "labelled"]
-"""What kind of document an objective trains on."""
+Documents = Literal["text", "chat", "preference", "rated", "pair", "labelled", "masked"]
+"""What kind of document an objective trains on. `masked`: texts as `text` has them, of which the
+model is asked for the tokens that are hidden from it: by an encoder each in its place, by an
+encoder-decoder in spans.
+"""
+PLAIN: tuple[Documents, ...] = ("text", "masked")
+"""Kinds of documents that are texts and nothing else."""
 CHAT_TEMPLATED: tuple[Documents, ...] = ("chat", "preference", "rated")
 """Kinds of documents that are messages, which a chat template writes down."""
 TWO_ROWS: tuple[Documents, ...] = ("preference", "rated")
@@ -63,7 +69,9 @@ class ObjectiveSettings(KindSettings):
     @property
     def native(self) -> bool:
         """Whether a native decoder is trained; else it is a model of transformers'."""
-        return self.training_documents not in ("pair", "labelled") and not self.scores_chats
+        return self.training_documents not in ("pair", "labelled", "masked") and not (
+            self.scores_chats
+        )
 
     @property
     def judged(self) -> Judged:
@@ -88,6 +96,13 @@ class ObjectiveSettings(KindSettings):
     def source_prefix(self) -> str:
         """What stands before the source of every pair."""
         return ""
+
+    @property
+    def spans(self) -> SpanLengths | None:
+        """How much is hidden of texts whose hidden spans an encoder-decoder learns to write; None
+        for all else.
+        """
+        return None
 
     @property
     def class_names(self) -> list[str]:

@@ -41,6 +41,7 @@ class Batch:
     nothing.
     count: how many targets the batch stands for, where `values` are given and the objective does
     not count them itself.
+    text: how many tokens are no padding, where segments do not tell; else None.
     """
 
     tokens: torch.Tensor
@@ -51,6 +52,12 @@ class Batch:
     ratings: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     values: torch.Tensor | None = None
     count: int = 0
+    text: int | None = None
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of text, without padding; of pairs those of both sides. Asked on the host."""
+        return int((self.segments > 0).sum()) if self.text is None else self.text
 
     @property
     def single_documents(self) -> bool:
@@ -144,9 +151,10 @@ class Loader:
     def _make(self, i: int) -> list[Batch]:
         first = i * self._plan.global_batch + self._rank * self._plan.per_rank
         indices = self._order.rows(first, self._plan.per_rank)
-        return list(
-            fixed_batches(self._rows, indices.tolist(), self._plan.micro_batch, self._memory)
-        )
+        samples = range(first, first + self._plan.per_rank)
+        places = [self._order.place(sample) for sample in samples]
+        size = self._plan.micro_batch
+        return list(fixed_batches(self._rows, indices.tolist(), size, self._memory, places))
 
     def close(self) -> None:
         """Stop prefetching."""
@@ -225,17 +233,24 @@ def fixed_batches(
     indices: Iterable[int],
     micro_batch: int,
     memory: BatchBuffers | None = None,
+    places: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """Batches of exactly `micro_batch` rows in the order of `indices`; the last one is padded with
-    dummy rows.
+    dummy rows. `places`: where each stands in the sequence of training samples (`Samples.fields`).
     """
     if isinstance(rows, Samples):
+        done = 0
         for some in _runs(indices, micro_batch):
+            own = None if places is None else places[done : done + len(some)]
+            done += len(some)
             tokens, labels, positions, segments = (
-                torch.from_numpy(values) for values in rows.fields(some, micro_batch)
+                torch.from_numpy(values) for values in rows.fields(some, micro_batch, own)
             )
             numbers, ratings = _numbers(some, micro_batch), rows.ratings(some, micro_batch)
-            yield Batch(tokens, labels, positions, segments, numbers, torch.from_numpy(ratings))
+            batch = Batch(tokens, labels, positions, segments, numbers, torch.from_numpy(ratings))
+            if rows.writes:
+                batch = replace(batch, text=batch.text_tokens + int((labels != IGNORE).sum()))
+            yield batch
         return
     memory = BatchBuffers() if memory is None else memory
     at_once = max(1, AT_ONCE_TOKENS // (micro_batch * rows.seq_len)) * micro_batch

@@ -155,6 +155,12 @@ class SampleOrder:
         below = [_below(samples, self._offset, edge) for edge in self._edges[source : source + 2]]
         return below[1] - below[0]
 
+    def passes(self, samples: int) -> list[float]:
+        """How many times over the first `samples` samples take the rows of each weighted source;
+        one number where there are no weights.
+        """
+        return [self.drawn(source, samples) / size for source, size in enumerate(self._sizes)]
+
     def _sources(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
         """The source of each sample."""
         if len(self._sizes) == 1:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ingot.base.errors import WrongInput
+from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import bin_path, token_dtype
 from ingot.data.columns.manifest import MASK, ColumnPart, PreparedData, read_prepared
@@ -49,6 +50,7 @@ def open_rows(
     weights: Sequence[float] | None = None,
     target_len: int = 128,
     by_part: bool = False,
+    hiding: Hiding | None = None,
 ) -> Rows | Samples:
     """The rows of a split: `Rows` for texts and chats, `Samples` for other kinds. The cost does not
     depend on the data's size: file sizes are checked, nothing is read.
@@ -62,6 +64,7 @@ def open_rows(
         weights: the `weight` of each source in the current recipe; None: as at `prepare`.
         by_part: with `cut`, let no row span two parts; the incomplete last row of a part is
             dropped.
+        hiding: what is hidden of masked texts.
 
     Raises:
         WrongInput: the columns are missing or damaged, rows were not planned, or there is not one
@@ -71,7 +74,14 @@ def open_rows(
     rows: Rows | Samples
     if prepared.documents in ONE_PER_ROW:
         rows = Samples(
-            columns, prepared, split, seq_len, pack=pack, weights=weights, target_len=target_len
+            columns,
+            prepared,
+            split,
+            seq_len,
+            pack=pack,
+            weights=weights,
+            target_len=target_len,
+            hiding=hiding,
         )
         if not len(rows):
             of = f"{columns}: of {rows.documents:,} {split} documents"

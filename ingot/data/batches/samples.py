@@ -1,5 +1,5 @@
-"""Samples of preferences, rated answers, pairs and labelled texts, made from prepared columns on
-demand: one record each.
+"""Samples of preferences, rated answers, pairs, labelled texts and masked texts, made from prepared
+columns on demand: one record, or one piece of a masked text, each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
+from ingot.data.batches.hiding import Hiding
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import LABEL, MASK, ColumnPart, PreparedData
 from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles
@@ -28,18 +29,23 @@ little padding.
 GOLDEN = 0.381966
 """A share that is far from all small fractions."""
 SIDES = ("chosen", "rejected")
+(BODY,) = COLUMNS["masked"]
 
 
 class SampleArrays(NamedTuple):
     """Some samples, int64. tokens, positions, segments: [R, S], where S is the length of the
     longest, rounded up.
 
-    segments: 1 where there is a token, 0 where there is padding; positions: count from 0; both and
-    tokens are 0 in padding.
+    segments: 1 where there is a token, 0 where there is padding; where a row has several pieces of
+    masked texts, their numbers from 1. positions: count from 0 in each; both and tokens are 0 in
+    padding.
     labels: of preferences the next token where it is trained, else -100, [R, S]; of pairs the
-    target, not shifted, -100 behind its end, [R, T]; of labelled texts the class, [R]. A preference
-    is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one. So is a rated answer:
-    2i is itself, 2i + 1 its prompt with the answer of another record (`_SampleSource.other`).
+    target, not shifted, -100 behind its end, [R, T]; of labelled texts the class, [R]; of masked
+    texts the tokens that are asked for, not shifted, else -100, [R, S], or the hidden spans as the
+    target of a pair, [R, T].
+    A preference is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one. So is a
+    rated answer: 2i is itself, 2i + 1 its prompt with the answer of another record
+    (`_SampleSource.other`).
     """
 
     tokens: Ids
@@ -65,12 +71,14 @@ class Samples(PreparedSplit):
         pack: str,
         weights: Sequence[float] | None = None,
         target_len: int,
+        hiding: Hiding | None = None,
     ) -> None:
-        self.kind, self.target_len = prepared.documents, target_len
+        self.kind, self.target_len, self._hiding = prepared.documents, target_len, hiding
+        self.writes = self.kind == "pair" or (hiding is not None and hiding.writes)
         own = target_len if self.kind == "pair" else None
         table = table_name(pack, seq_len, own)
         super().__init__(columns, prepared, split, seq_len, table, weights)
-        if pack.partition("-")[0] != "none":
+        if pack.partition("-")[0] != "none" and self.kind != "masked":
             raise WrongInput(
                 f"{columns} holds a {self.kind} in each record, which data.pack={pack} cannot put"
                 " side by side; set it to none"
@@ -84,14 +92,23 @@ class Samples(PreparedSplit):
         self._sized(packed.rows[split])
         self.left_out = self.tokens - packed.counts[split].tokens
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
+    def fields(
+        self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
+    ) -> SampleArrays:
         """The samples `ids`, then dummy samples up to `count`: padding only, labels -100.
+
+        Args:
+            places: where each stands in the sequence of training samples, which decides about the
+                tokens that are hidden; None for held-out ones, in which they are always the same.
 
         Raises:
             IndexError: an id is beyond the last sample.
             WrongInput: a part is not the one that was prepared.
         """
         count = len(ids) if count is None else count
+        if self.kind == "masked":
+            rows = [source.pieces(number) for source, number in map(self._at, ids)]
+            return self._masked(rows, count, places)
         found = [self._record(i) for i in ids]
         if self.kind == "preference":
             sides = [(record[name], record[f"{name}_{MASK}"]) for record in found for name in SIDES]
@@ -124,6 +141,30 @@ class Samples(PreparedSplit):
             labels[: len(found)] = [int(record[LABEL][0]) for record in found]
         return _fields(tokens, labels, live)
 
+    def _masked(
+        self, found: Sequence[Sequence[Ids]], count: int, places: Sequence[int] | None
+    ) -> SampleArrays:
+        """Rows of pieces of texts, each in its frame, with a part of them hidden."""
+        hiding = self._hiding
+        if hiding is None:
+            raise ValueError("masked texts were opened without what says what is hidden of them")
+        at = [None] * len(found) if places is None else places
+        rows = [
+            [hiding.sample(body, place, number) for number, body in enumerate(bodies)]
+            for bodies, place in zip(found, at, strict=True)
+        ]
+        most = hiding.most_labels(self.seq_len)
+        labels, _ = padded([_joined(row, 1) for row in rows], count, most, IGNORE)
+        tokens, live = padded([_joined(row, 0) for row in rows], count, self.seq_len, 0)
+        if all(len(row) == 1 for row in rows):
+            return _fields(tokens, labels, live)
+        sizes = [[len(tokens) for tokens, _ in row] for row in rows]
+        numbers = [np.repeat(np.arange(len(row)) + 1, row) for row in sizes]
+        places_in = [np.concatenate([np.arange(size) for size in row]) for row in sizes]
+        segments, _ = padded(numbers, count, self.seq_len, 0)
+        positions, _ = padded(places_in, count, self.seq_len, 0)
+        return SampleArrays(tokens, labels, positions, segments)
+
     def ratings(self, ids: Sequence[int], count: int) -> Ids:
         """Of the rated answers `ids` 1 where one is good, else 0; then 0 up to `count`. Of other
         kinds of samples there is none, `[0]`.
@@ -142,12 +183,27 @@ class Samples(PreparedSplit):
         np.copyto(labels[:, :-1], tokens[:, 1:], where=mask[:, 1:] == 1)
         return _fields(tokens, labels, live)
 
-    def _record(self, i: int, *, other: bool = False) -> dict[str, Ids]:
+    def documents_of(self, count: int) -> Ids:
+        """The number of the document that each of the first `count` samples is of or a piece of,
+        from 0 in the order of the samples, `[count]`.
+        """
+        records = [self._at(i) for i in range(count)]
+        found = [source.record_of(number) for source, number in records]
+        new = [
+            index == 0 or (one, records[index][0]) != (found[index - 1], records[index - 1][0])
+            for index, one in enumerate(found)
+        ]
+        return np.cumsum(new, dtype=np.int64) - 1
+
+    def _at(self, i: int) -> tuple[_SampleSource, int]:
+        """The source of sample `i`, and its row there."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         source = bisect.bisect_right(self._ends, i)
-        number = i - (self._ends[source] - self.sizes[source])
-        found = self._sources[source]
+        return self._sources[source], i - (self._ends[source] - self.sizes[source])
+
+    def _record(self, i: int, *, other: bool = False) -> dict[str, Ids]:
+        found, number = self._at(i)
         return found.record(found.other(number) if other else number, COLUMNS[self.kind])
 
 
@@ -169,6 +225,12 @@ class _SampleSource(PartReader):
         first, size = self._ends[index] - self._sizes[index], self._sizes[index]
         return first + (number - first + max(1, round(GOLDEN * size))) % size
 
+    def record_of(self, number: int) -> tuple[int, int]:
+        """The part and the record that row `number` is of."""
+        index = bisect.bisect_right(self._ends, number)
+        table = self.column(self._table, index)
+        return index, int(table[number - (self._ends[index] - self._sizes[index])][0])
+
     def record(self, number: int, names: Sequence[str]) -> dict[str, Ids]:
         """The columns `names` of the record that is row `number` of this source."""
         index = bisect.bisect_right(self._ends, number)
@@ -184,6 +246,20 @@ class _SampleSource(PartReader):
             if 0 <= piece[0] < len(column)
         }
         if len(found) < len(names) or any(not len(values) for values in found.values()):
+            raise self._damaged(table, number)
+        return found
+
+    def pieces(self, number: int) -> list[Ids]:
+        """The pieces of masked texts that are row `number` of this source."""
+        index = bisect.bisect_right(self._ends, number)
+        table, column = self.column(self._table, index), self.column(BODY, index)
+        planned = table[number - (self._ends[index] - self._sizes[index])].tolist()
+        found = [
+            column[record][begin : begin + size]
+            for record, begin, size in zip(planned[::3], planned[1::3], planned[2::3], strict=False)
+            if 0 <= record < len(column)
+        ]
+        if not found or 3 * len(found) < len(planned) or not all(map(len, found)):
             raise self._damaged(table, number)
         return found
 
@@ -203,6 +279,11 @@ def mismatched(ids: Ids, mask: Ids, other: Ids, other_mask: Ids) -> tuple[Ids, I
         np.concatenate((ids[:begin], other[from_there:])),
         np.concatenate((mask[:begin], other_mask[from_there:])),
     )
+
+
+def _joined(row: Sequence[tuple[Ids, Ids]], part: int) -> Ids:
+    """The tokens (0) or the labels (1) of a row, piece behind piece."""
+    return np.concatenate([piece[part] for piece in row])
 
 
 def _truncated(ids: Ids, most: int, closing: int) -> Ids:

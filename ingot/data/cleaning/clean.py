@@ -8,6 +8,7 @@ intermediate files of the stages are removed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import shutil
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ingot.base.storage import disk_errors
 from ingot.config.doors import CLEANING
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Clean
+from ingot.data.cleaning.arrays import Hashes
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.corpus import Corpus
 from ingot.data.cleaning.exchange import HashBucket, NamedTask, TaskFigures, boot_id, run
@@ -34,7 +36,14 @@ from ingot.data.cleaning.report import (
     examples,
     merged,
 )
-from ingot.data.cleaning.steps.contamination import EvaluationNgrams, MergeNgrams, SearchNgrams
+from ingot.data.cleaning.steps.contamination import (
+    ContaminationStage,
+    EvaluationNgrams,
+    MergeNgrams,
+    SearchNgrams,
+    read_against,
+    write_against,
+)
 from ingot.data.cleaning.steps.exact_duplicates import ExactDuplicateStage, SurveyStage
 from ingot.data.cleaning.steps.filters import DocumentFilters
 from ingot.data.cleaning.steps.near_duplicates import (
@@ -71,7 +80,9 @@ def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
     knobs, folder = recipe.data.clean, (recipe.folder.data / "clean").absolute()
     if not knobs.wanted:
         return CleaningResult.nothing()
-    filters, inputs = DocumentFilters.of(knobs), _inputs(knobs, raw, Shares.of(recipe.data))
+    against = read_against(knobs) if knobs.against else None
+    filters = DocumentFilters.of(knobs)
+    inputs = _inputs(knobs, raw, Shares.of(recipe.data), against)
     if not _dropping(knobs):
         return CleaningResult(
             None,
@@ -95,7 +106,8 @@ def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).unlink(missing_ok=True)
         _sweep(folder, fates.name, stages.name)
-    report, files = _Cleaning.of(recipe, raw, engine, fates, stages).all(filters)
+    cleaning = _Cleaning.of(recipe, raw, engine, fates, stages, against)
+    report, files = cleaning.all(filters)
     write_marker(
         folder, MARKER, {"kind": "clean", "inputs": inputs, "report": asdict(report)}, files
     )
@@ -107,19 +119,20 @@ def _dropping(knobs: Clean) -> bool:
     return knobs.model_copy(update={"normalize": "none"}).wanted
 
 
-def _inputs(knobs: Clean, raw: RawData, shares: Shares) -> str:
+def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) -> str:
     """Fingerprint of everything that determines which documents are kept and in which files that is
     recorded.
     """
+    asked = knobs.model_dump(mode="json")
+    if against is not None:  # by its content, since files of the same name may be others
+        asked["contamination"]["against"] = hashlib.sha256(against.tobytes()).hexdigest()
     versions = {"fold": fold_identity()}
     if knobs.languages:
         versions["py3langid"] = importlib.metadata.version("py3langid")
     for step in knobs.steps:
         versions[step.kind] = CLEANING.package_of(step.kind) or ""
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
-    return fingerprint(
-        [CODE, knobs.model_dump(mode="json"), raw.identity, shares.identity(), versions, cuts]
-    )
+    return fingerprint([CODE, asked, raw.identity, shares.identity(), versions, cuts])
 
 
 def _sweep(folder: Path, *keep: str) -> None:
@@ -144,9 +157,19 @@ class _Cleaning:
     corpus: Corpus
     tasks: list[RawRange]
     documents: int
+    against: Hashes | None
+    """N-grams of evaluation documents that are in no split."""
 
     @classmethod
-    def of(cls, recipe: Recipe, raw: RawData, engine: Engine, out: Path, folder: Path) -> _Cleaning:
+    def of(
+        cls,
+        recipe: Recipe,
+        raw: RawData,
+        engine: Engine,
+        out: Path,
+        folder: Path,
+        against: Hashes | None,
+    ) -> _Cleaning:
         documents = {
             split: sum(source.documents for source in sources)
             for split, sources in raw.splits.items()
@@ -160,7 +183,8 @@ class _Cleaning:
             fold_identity(),
         )
         tasks = [task for task in ranges(raw) if task.kind != "tokens"]
-        return cls(recipe.data.clean, raw, engine, out, corpus, tasks, sum(documents.values()))
+        total = sum(documents.values())
+        return cls(recipe.data.clean, raw, engine, out, corpus, tasks, total, against)
 
     def all(self, filters: DocumentFilters) -> tuple[CleaningReport, list[FileEntry]]:
         """Run every step that the recipe asks for, then write the report and the files that record
@@ -259,7 +283,10 @@ class _Cleaning:
             if task.split == "validation" or corpus.shares.validation is not None
         ]
         self._run("contamination: evaluation", EvaluationNgrams(corpus, knobs, after), holding)
-        size = sum(task.bytes for task in holding)
+        size, told = sum(task.bytes for task in holding), "n-grams of validation documents"
+        if self.against is not None:
+            write_against(ContaminationStage(corpus, knobs, after).folder, self.against)
+            size, told = size + self.against.nbytes, "n-grams of evaluation documents"
         merged_grams = self._run(
             "contamination: n-grams",
             MergeNgrams(corpus, knobs, after, 1 + size // 10**9),
@@ -271,7 +298,7 @@ class _Cleaning:
             SearchNgrams(corpus, knobs, after),
             [task for task in self.tasks if task.split == "train"],
         )
-        return {"n-grams of validation documents": merged_grams[0]["grams"]}
+        return {told: merged_grams[0]["grams"]}
 
     def _seal(self, steps: tuple[str, ...]) -> tuple[list[TaskFigures], list[FileEntry]]:
         others = tuple(step.name for step in self.knobs.steps)

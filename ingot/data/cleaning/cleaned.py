@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import PLAIN, Documents
 from ingot.data.cleaning.corpus import KEPT
 from ingot.data.cleaning.folding import check_fold
 from ingot.data.cleaning.report import CleaningReport, fates_file
@@ -96,7 +96,7 @@ def normalize_stored(documents: Documents, stored: pa.Array, form: str) -> pa.Ar
     Raises:
         WrongInput: as `plain_texts`.
     """
-    if documents == "text":
+    if documents in PLAIN:
         return normalize(stored, form)
     if form == "none" or normalize(stored, form).equals(stored):
         return stored

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import PLAIN, Documents
 from ingot.data.cleaning.arrays import Columns, Flags, Indices, between, joined, sorted_by
 from ingot.data.cleaning.exchange import files, read_rows
 from ingot.data.cleaning.folding import check_fold
@@ -209,6 +209,6 @@ def plain_texts(documents: Documents, stored: pa.Array) -> pa.Array:
     """
     return (
         stored
-        if documents == "text"
+        if documents in PLAIN
         else pa.array([plain_text(documents, text) for text in stored.to_pylist()], pa.string())
     )

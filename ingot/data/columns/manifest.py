@@ -92,6 +92,8 @@ class PreparedData:
     sets: dict[Split, str]
     closing: int = 0
     """How many ids the tokenizer appends to a framed text; they are kept when it is truncated."""
+    opening: int = 0
+    """How many ids it puts before one."""
     prefix: str = ""
     """The prefix of every pair's source."""
     labels: list[str] = field(default_factory=list)
@@ -108,6 +110,11 @@ class PreparedData:
     def documents(self) -> Documents:
         """The kind of document; texts if the columns match no kind."""
         return next((kind for kind, names in COLUMNS.items() if names == self.names), "text")
+
+    @property
+    def framing(self) -> int:
+        """How many ids the tokenizer puts around a text."""
+        return self.opening + self.closing
 
     def total(self, split: Split, what: str) -> int:
         """Sum of `documents`, `records`, `tokens` or `bytes` over the sources of a split."""
@@ -165,7 +172,9 @@ def read_prepared(folder: Path) -> PreparedData:
         name: marker[name]
         for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")
     }
-    fields |= {name: marker[name] for name in ("closing", "prefix", "labels") if name in marker}
+    fields |= {
+        name: marker[name] for name in ("closing", "opening", "prefix", "labels") if name in marker
+    }
     return PreparedData(splits=splits, **fields)
 
 

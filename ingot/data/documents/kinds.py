@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
+from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.messages import (
     ColumnNames,
@@ -23,9 +23,16 @@ from ingot.data.documents.messages import (
 )
 from ingot.data.documents.preferences import from_preference, to_preference
 from ingot.data.documents.rated import from_rated, to_rated
-from ingot.data.documents.records import BadRecord, ParsedDocument, checked, missing_column
+from ingot.data.documents.records import (
+    BadRecord,
+    ParsedDocument,
+    checked,
+    missing_column,
+    not_an_object,
+)
 from ingot.tokenizers.chats.chat import Messages
 
+TEXT = frozenset({"text"})
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
 CHATS = {"chat": to_chat, "preference": to_preference, "rated": to_rated}
@@ -146,6 +153,7 @@ PLURALS: dict[Documents, str] = {
     "rated": "rated answers",
     "pair": "pairs",
     "labelled": "labelled texts",
+    "masked": "texts",
 }
 
 
@@ -166,6 +174,11 @@ class DocumentExtractor:
     def for_source(
         cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()
     ) -> DocumentExtractor:
+        """Raises WrongInput if `columns` of a source of plain texts renames another column."""
+        if documents in PLAIN:
+            check_columns(TEXT, tuple(source.columns), "a text")
+            column = source.columns.get("text", source.text)
+            return cls(column, documents, names=source.names)
         own = (
             {"text": source.text}
             if documents == "labelled" or (source.layout == "hh" and documents == "chat")
@@ -178,7 +191,7 @@ class DocumentExtractor:
     @property
     def takes_records(self) -> bool:
         """Whether a document is made of a whole record rather than of one text column."""
-        return self.documents != "text"
+        return self.documents not in PLAIN
 
     @property
     def exact_numbers(self) -> bool:
@@ -206,7 +219,7 @@ class DocumentExtractor:
     def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         """The document of one record, which may be any JSON value."""
         if not isinstance(record, dict):
-            return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
+            return not_an_object(row, record)
         if self.exact_numbers:
             to_chats = CHATS[self.documents]
             return to_chats(row, record, self.layout, self.columns)
@@ -265,7 +278,7 @@ def said(documents: Documents, stored: str) -> list[str]:
     Raises:
         WrongInput: it is not what `ingest` stores for this kind.
     """
-    if documents == "text":
+    if documents in PLAIN:
         return [stored]
     if documents == "chat":
         return _contents(from_chat(stored).messages)
@@ -284,7 +297,7 @@ def plain_text(documents: Documents, stored: str) -> str:
     Raises:
         WrongInput: as `said`.
     """
-    return stored if documents == "text" else "\n".join(said(documents, stored))
+    return stored if documents in PLAIN else "\n".join(said(documents, stored))
 
 
 def with_texts(
@@ -297,7 +310,7 @@ def with_texts(
         WrongInput: as `said`.
     """
     texts = iter(change(said(documents, stored)))
-    if documents == "text":
+    if documents in PLAIN:
         return next(texts)
     value: dict[str, Any] = parse_json(stored)
     return compact_json(

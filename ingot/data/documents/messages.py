@@ -143,6 +143,8 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
         and len(turn) == 2
     ):
         return {"role": ROLES[role], "content": content}  # as nearly all messages
+    if role is None:
+        raise RecordError("unknown role", f"a message has no `{role_tag}`")
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise RecordError("unknown role", f"`{role_tag}` is {str(role)[:40]!r}")
     others = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ingot.config.sections.data import BeamEngineSettings as BeamKnobs
-from ingot.config.sections.data import LocalEngineSettings as LocalKnobs
-from ingot.config.sections.data import SparkEngineSettings as SparkKnobs
+from ingot.config.sections.engines import BeamEngineSettings as BeamKnobs
+from ingot.config.sections.engines import LocalEngineSettings as LocalKnobs
+from ingot.config.sections.engines import SparkEngineSettings as SparkKnobs
 from ingot.data.engines.beam import BeamEngine
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine

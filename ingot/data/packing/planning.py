@@ -1,21 +1,24 @@
 """Plans the rows of one part of columns: the packing stage that workers run.
 
 Rows of texts and chats are packed best fit decreasing within windows of records. Of preferences,
-pairs and labelled texts each row is one record, and records without a trained token are left out.
+pairs and labelled texts each row is one record, and records without a trained token are left out;
+of masked texts each row is a piece of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, entry_of
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
+from ingot.config.spans import LEAST_TOKENS, SpanLengths
 from ingot.data.columns.column import Column, ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import MASK, token_columns
 from ingot.data.engines.engine import Advance
@@ -143,8 +146,9 @@ class SingleRecordStage:
             for first in range(0, count, WINDOW):
                 last = min(first + WINDOW, count)
                 pieces, done = self._pieces(columns, first, last)
-                writer.append(pieces.ravel(), np.full(len(pieces), 3))
-                counts += done
+                order, sizes = self._rows(pieces)
+                writer.append(pieces[order].ravel(), sizes * 3)
+                counts += replace(done, rows=len(sizes))
                 advance(
                     sum(
                         (column.begin(last) - column.begin(first)) * column.dtype.itemsize
@@ -155,6 +159,10 @@ class SingleRecordStage:
             counts,
             [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
         )
+
+    def _rows(self, pieces: Ids) -> tuple[Ids, Ids]:
+        """The pieces in the order of rows, and how many each row has."""
+        return np.arange(len(pieces)), np.ones(len(pieces), np.int64)
 
     def _pieces(
         self, columns: dict[str, Column], first: int, last: int
@@ -206,6 +214,76 @@ class SingleRecordStage:
             prompt.append(first_set(columns[f"{name}_{MASK}"], begins, begins + sizes) - 1)
         found: Ids = np.minimum.reduce([np.maximum.reduce(over), *prompt]).clip(0)
         return found
+
+
+@dataclass(frozen=True)
+class PieceStage(SingleRecordStage):
+    """The stage for masked texts: a row is a piece of `least` to `seq_len` ids of a text, which has
+    as many of them as it needs; a shorter text has none. What frames a piece is not counted.
+    """
+
+    least: int = 1
+    packs: int | None = None
+    """What frames a piece, where several go into a row; None: each is a row."""
+
+    def _rows(self, pieces: Ids) -> tuple[Ids, Ids]:
+        if self.packs is None:
+            return super()._rows(pieces)
+        framing = self.packs
+        return _by_row(best_fit(pieces[:, 2] + framing, self.seq_len + framing))
+
+    def _pieces(
+        self, columns: dict[str, Column], first: int, last: int
+    ) -> tuple[Ids, PackingCounts]:
+        """(record, begin, ids) of the pieces of the records `first` to `last`, [P, 3], in order."""
+        (column,) = columns.values()
+        lengths = column.lengths(first, last).astype(np.int64)
+        number = -(-lengths // self.seq_len) * (lengths >= self.least)
+        pieces = _cut(lengths, number, self.seq_len, first)
+        # A last piece that is too short takes from the one before it, which is full.
+        lacking = np.maximum(self.least - pieces[:, 2], 0)
+        pieces[:, 1] -= lacking
+        pieces[:-1, 2] -= lacking[1:]
+        pieces[:, 2] += lacking
+        return pieces, PackingCounts(
+            rows=len(pieces),
+            tokens=int(pieces[:, 2].sum()),
+            split=int((number > 1).sum()),
+            untrained=int((number == 0).sum()),
+        )
+
+
+def longest_piece(seq_len: int, framing: int, how: str) -> int:
+    """How many ids of a text go into a row of `seq_len`, `framing` of which are around it."""
+    spans, room = SpanLengths.of_plan(how), seq_len - framing
+    return room if spans is None else spans.longest(room)
+
+
+def piece_stage(
+    folder: Path, table: str, documents: Documents, seq_len: int, framing: int, how: str
+) -> PieceStage:
+    """The stage for masked texts that `how` packs into rows of which the model reads `seq_len` ids,
+    `framing` of them around the text. Raises WrongInput if there is no room for a text.
+    """
+    longest = longest_piece(seq_len, framing, how)
+    least = 1 if SpanLengths.of_plan(how) is None else LEAST_TOKENS
+    if longest < 2 * least - 1:  # so that a full piece can leave `least` of its tokens to the next
+        raise WrongInput(
+            f"data.seq_len {seq_len} has no room for a token beside the {framing} that the"
+            " tokenizer puts around each text; raise it"
+        )
+    several = framing if how.startswith("best_fit") else None
+    return PieceStage(folder, table, documents, longest, None, least=least, packs=several)
+
+
+def _cut(lengths: Ids, number: Ids, most: int, first: int, skipped: Ids | int = 0) -> Ids:
+    """(record, begin, length), [P, 3], of `number` pieces of up to `most` ids of each record, one
+    after another, the first of them behind `skipped` ids; records are counted from `first`.
+    """
+    record = np.repeat(np.arange(len(lengths)), number)
+    piece = np.arange(len(record)) - np.repeat(np.cumsum(number) - number, number)
+    begin = piece * most + np.broadcast_to(skipped, lengths.shape)[record]
+    return np.stack((record + first, begin, np.minimum(lengths[record] - begin, most)), axis=1)
 
 
 @dataclass(frozen=True)
@@ -278,15 +356,7 @@ class PackStage:
                 too_long=int(too_long.sum()),
                 untrained=int((~before).sum()),
             )
-        record = np.repeat(np.arange(len(lengths)), number)
-        piece = np.arange(len(record)) - np.repeat(np.cumsum(number) - number, number)
-        begin = piece * self.seq_len + cut[record]
-        return (
-            np.stack(
-                (record + first, begin, np.minimum(lengths[record] - begin, self.seq_len)), axis=1
-            ),
-            counts,
-        )
+        return _cut(lengths, number, self.seq_len, first, cut), counts
 
 
 def best_fit(sizes: Ids, capacity: int) -> Ids:

@@ -15,14 +15,23 @@ from ingot.base.markers import fingerprint, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.base.storage import link_file
 from ingot.config.sections.objective import Documents
+from ingot.config.spans import LEAST_TOKENS, SpanLengths
 from ingot.data.columns.manifest import MASK, PreparedData, missing_files
 from ingot.data.engines.engine import Engine
 from ingot.data.engines.local import LocalEngine
-from ingot.data.packing.planning import PackingCounts, PackStage, SingleRecordStage, truncation
+from ingot.data.packing.planning import (
+    PackingCounts,
+    PackStage,
+    SingleRecordStage,
+    piece_stage,
+    truncation,
+)
 from ingot.data.splits import Split
 
-ONE_PER_ROW: tuple[Documents, ...] = ("preference", "rated", "pair", "labelled")
+WHOLE_RECORDS: tuple[Documents, ...] = ("preference", "rated", "pair", "labelled")
 """Kinds of documents with one record per row."""
+ONE_PER_ROW: tuple[Documents, ...] = (*WHOLE_RECORDS, "masked")
+"""These, and masked texts, of which each row is a piece of a record."""
 FEW_RECORDS = 20_000
 """So few are planned in less time than worker processes take to start."""
 PLAN = "pack-1"
@@ -68,7 +77,7 @@ class RowTables:
                 total.lost,
                 "records were left out: what remained of them has nothing that is trained",
             ),
-            (total.untrained, "records were left out: nothing in them is trained"),
+            (total.untrained, f"records were left out: {self._why_untrained}"),
         ):
             told += f"; {count:,} {words}" if count else ""
         return told
@@ -79,6 +88,12 @@ class RowTables:
         if self.documents in ONE_PER_ROW:
             return " at the beginning of their prompt" if left else ""
         return f" to their {'last' if left else 'first'} {self.seq_len:,} tokens"
+
+    @property
+    def _why_untrained(self) -> str:
+        if SpanLengths.of_plan(self.pack) is not None:
+            return f"they have fewer than {LEAST_TOKENS} tokens, of which one is hidden"
+        return "nothing in them is trained"
 
     @property
     def _rows(self) -> str:
@@ -93,6 +108,15 @@ class RowTables:
             )
         if self.documents == "labelled":
             return f"labelled texts of up to {self.seq_len:,} tokens"
+        if (spans := SpanLengths.of_plan(self.pack)) is not None:
+            return (
+                f"pieces of texts, of each {spans.noise_density:.0%} to be written and up to"
+                f" {self.seq_len:,} tokens to be read"
+            )
+        if self.documents == "masked" and self.pack == "best_fit":
+            return f"rows of up to {self.seq_len:,} tokens, of pieces with what frames them"
+        if self.documents == "masked":
+            return f"pieces of texts of up to {self.seq_len:,} tokens with what frames them"
         return f"rows of {self.seq_len:,} tokens, {self.padding:.2%} of it padding"
 
 
@@ -123,12 +147,7 @@ def pack(
     with contextlib.suppress(WrongInput):
         return read_packed(folder, prepared, seq_len, how, target_len)
     table, documents = table_name(how, seq_len, target_len), prepared.documents
-    picked = SingleRecordStage(folder, table, documents, seq_len, target_len, truncation(how))
-    work = (
-        picked
-        if documents in ONE_PER_ROW
-        else PackStage(folder, table, how, seq_len, MASK in prepared.names)
-    )
+    work = _stage(folder, prepared, seq_len, how, target_len)
     tasks = [
         (split, part.number)
         for split, sources in prepared.splits.items()
@@ -162,6 +181,18 @@ def pack(
     return packed
 
 
+def _stage(
+    folder: Path, prepared: PreparedData, seq_len: int, how: str, target_len: int | None
+) -> PackStage | SingleRecordStage:
+    """What plans the rows of this kind of documents. Raises WrongInput if a text has no room."""
+    table, documents = table_name(how, seq_len, target_len), prepared.documents
+    if documents == "masked":
+        return piece_stage(folder, table, documents, seq_len, prepared.framing, how)
+    if documents in ONE_PER_ROW:
+        return SingleRecordStage(folder, table, documents, seq_len, target_len, truncation(how))
+    return PackStage(folder, table, how, seq_len, MASK in prepared.names)
+
+
 def read_packed(
     folder: Path, prepared: PreparedData, seq_len: int, how: str, target_len: int | None = None
 ) -> RowTables:
@@ -175,7 +206,13 @@ def read_packed(
     if marker is None or (marker.get("data"), marker.get("plan")) != (_data(prepared), PLAN):
         of_targets = "" if target_len is None else f", data.target_len={target_len}"
         packed, _, cut = how.partition("-")
-        of_cut = f", data.truncate={cut}" if cut else ""
+        spans = SpanLengths.of_plan(how)
+        of_cut = f", data.truncate={cut}" if cut and spans is None else ""
+        if spans is not None:
+            of_cut = (
+                f", objective.noise_density={spans.noise_density},"
+                f" objective.mean_noise_span_length={spans.mean_noise_span_length}"
+            )
         raise WrongInput(
             f"{folder} holds no rows of data.seq_len={seq_len}{of_targets},"
             f" data.pack={packed}{of_cut}; run `ingot prepare` with this recipe"

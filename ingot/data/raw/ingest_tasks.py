@@ -17,6 +17,7 @@ from typing import IO
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.storage import is_remote, open_read
+from ingot.config.sections.data import OnBad
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.engines.engine import Advance
@@ -182,13 +183,13 @@ class IngestStage:
     """The stage: every task writes its parts into its own folder below `folder`."""
 
     folder: Path
-    stop: bool
+    on_bad: OnBad
 
     def open(self) -> Callable[[IngestTask, Advance], IngestedTask]:
         return self._do
 
     def _do(self, task: IngestTask, advance: Advance) -> IngestedTask:
-        reading = _TaskReader(task, advance, stop=self.stop)
+        reading = _TaskReader(task, advance, self.on_bad)
         own = f"{task.number:05d}"
         parts = [
             (replace(part, path=f"{own}/{part.path}"), replace(entry, path=f"{own}/{entry.path}"))
@@ -202,9 +203,11 @@ class IngestStage:
 class _TaskReader:
     """Reads the blocks of one task, counts bad records and reports progress."""
 
-    def __init__(self, task: IngestTask, advance: Advance, *, stop: bool) -> None:
+    def __init__(self, task: IngestTask, advance: Advance, on_bad: OnBad) -> None:
         self.tally = RecordTally()
-        self._task, self._advance, self._stop = task, advance, stop
+        self._task, self._advance, self._on_bad = task, advance, on_bad
+        self._lacking = ""
+        """The place of the first record without the text column."""
 
     def texts(self) -> Iterator[Text]:
         """(doc_id, text) of every good record kept by the source's `fraction`."""
@@ -247,7 +250,7 @@ class _TaskReader:
                     ) from error
                 if not isinstance(error, OSError):
                     raise
-                yield BadRecord(1, "unreadable file", str(error))
+                yield BadRecord(1, "unreadable file", str(error), ends_file=True)
         self._advance(max(piece.begin + piece.bytes - at, 0))
 
     def _parse(self, piece: FileBlock, stream: IO[bytes]) -> Iterator[ParsedDocument | BadRecord]:
@@ -261,16 +264,23 @@ class _TaskReader:
 
     def _count(self, bad: BadRecord, piece: FileBlock) -> None:
         tally, place = self.tally, f"{utf8_safe(piece.file.path)}:{bad.row}"
-        tally.keys = bad.keys or tally.keys
+        if bad.keys:
+            tally.keys, self._lacking = bad.keys, self._lacking or place
         tally.bad[bad.reason] += 1
         # Only the first task of a source knows that no good record came before.
         wrong_name = (
             self._task.first and not tally.good and tally.bad[bad.reason] == tally.bad.total()
         )
-        if bad.keys and wrong_name and (self._stop or tally.bad.total() >= UNDECIDED):
-            raise self._task.extractor.missing_error(place, bad.keys)
+        stops = self._on_bad == "stop"
+        if bad.keys and wrong_name and (stops or tally.bad.total() >= UNDECIDED):
+            raise self._task.extractor.missing_error(self._lacking, bad.keys)
         told = utf8_safe(f"{place}: {bad}")
-        if self._stop:
+        if bad.ends_file and self._on_bad != "skip_files":
+            raise WrongInput(
+                f"{told}; get the file whole, or set data.on_bad=skip_files to leave out what"
+                " cannot be read of it"
+            )
+        if stops:
             raise WrongInput(f"{told}; mend it, or set data.on_bad=skip")
         if len(tally.examples) < EXAMPLES:
             tally.examples.append(told)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import find_files, stamp
+from ingot.base.storage import find_files, is_remote, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
@@ -73,11 +73,29 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
                 f"{knob} {source.source}: no file is in this folder (hidden ones are not read); put"
                 " some there, or check the path"
             )
+        if is_remote(pattern):
+            raise WrongInput(
+                f"{knob} {source.source}: no such file{_why_absent(pattern)}; check the address,"
+                " and that it answers"
+            )
         raise WrongInput(
             f"{knob} {source.source}: no such file; check the path (relative ones start at"
             f" {Path.cwd()})"
         )
     return files
+
+
+def _why_absent(url: str) -> str:
+    """What a client says of an address for which it lists nothing: one that does not answer looks
+    like one without files.
+    """
+    try:
+        stamp(url)
+    except OSError as error:
+        return f" ({error.__cause__})" if error.__cause__ else ""
+    except Exception as error:  # each client has errors of its own
+        return f" ({error})"
+    return ""
 
 
 def _stamp(path: str) -> dict[str, Any]:

@@ -95,15 +95,13 @@ def json_list(
         try:
             value = text.take(decoder)
         except (ValueError, RecursionError) as error:
-            yield BadRecord(
-                row,
-                "broken JSON",
-                f"item {row}: {str(error)[:80]}; the rest of the file is not read",
-            )
+            detail = f"item {row}: {str(error)[:80]}"
+            yield BadRecord(row, "broken JSON", detail, ends_file=True)
             return
         yield extractor.extract(row, value)
     if text.open_lists > 0:
-        yield BadRecord(row + 1, "broken JSON", f"the list is not closed after item {row}")
+        detail = f"the list is not closed after item {row}"
+        yield BadRecord(row + 1, "broken JSON", detail, ends_file=True)
 
 
 class _Text:
@@ -242,7 +240,7 @@ def parse_file(
     except (*BROKEN, OSError) as error:
         if not is_broken(error):
             raise
-        yield BadRecord(row + 1, "broken compression", f"{error}; the rest of the file is not read")
+        yield BadRecord(row + 1, "broken compression", str(error), ends_file=True)
 
 
 def _streamed(

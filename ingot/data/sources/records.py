@@ -15,7 +15,7 @@ from ingot.base.storage import open_read
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
 from ingot.data.documents.kinds import DocumentExtractor
-from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.documents.records import BadRecord, ParsedDocument, not_an_object
 from ingot.data.sources.find import fetch_files, find_source, records_of
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
@@ -31,7 +31,7 @@ class _WholeRecords(DocumentExtractor):
 
     def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         if not isinstance(record, dict):
-            return BadRecord(row, "not a JSON object", f"it is {type(record).__name__}")
+            return not_an_object(row, record)
         return ParsedDocument(row, json.dumps(record, ensure_ascii=False, default=str))
 
 
@@ -89,6 +89,12 @@ def read_records(
     if not found:
         raise WrongInput(f"{knob} {source} holds no record; give items to evaluate on")
     return found
+
+
+def whole_records(source: str, knob: str, split: str = "validation") -> Iterator[TaskRecord]:
+    """All records of a source with all of their columns. Raises as `read_records` does."""
+    for place, values in _read(source, knob, split):
+        yield TaskRecord(place, values)
 
 
 def _named_columns(

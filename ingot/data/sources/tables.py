@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast
 from ingot.base.errors import WrongInput
 from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
-from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +42,7 @@ def delimited(
     )
     header = list(extractor.names) if extractor.names else next(reader, None)
     if header is None:
-        yield BadRecord(1, "empty text", "no header line")
+        yield BadRecord(1, EMPTY, "no header line")
         return
     if len(header) == 1 and ";" in header[0] and kind == "csv":
         raise WrongInput(
@@ -153,9 +153,7 @@ def _rows(
             yield from batch_documents(batch, row, extractor)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        yield BadRecord(
-            row + 1, f"broken {name}", f"{str(error)[:120]}; the rest of the file is not read"
-        )
+        yield BadRecord(row + 1, f"broken {name}", str(error)[:120], ends_file=True)
 
 
 def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> list[str]:

@@ -23,7 +23,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.config.sections.data import SourceSettings
-from ingot.data.documents.records import BadRecord, ParsedDocument, checked
+from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument, checked
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile, cache_folder, recall, remember
 
@@ -174,11 +174,8 @@ def pages(chunks: Iterable[bytes], *, whole: bool = True) -> Iterator[ParsedDocu
             if _text(element, "ns") in ("", "0") and element.find("{*}redirect") is None:
                 yield _article(row, element, functools.partial(plain, dropped=dropped))
     except (ParseError, ValueError) as error:
-        yield BadRecord(
-            row + 1,
-            "broken XML",
-            f"after page {row}: {str(error)[:120]}; the rest of the file is not read",
-        )
+        detail = f"after page {row}: {str(error)[:120]}"
+        yield BadRecord(row + 1, "broken XML", detail, ends_file=True)
 
 
 def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
@@ -241,7 +238,7 @@ def _article(row: int, page: Element, plain: Callable[[str], str]) -> ParsedDocu
         text = plain(wikitext)
     except (RecursionError, ValueError) as error:
         return BadRecord(row, "broken wikitext", f"{title}: {str(error)[:80]}")
-    return checked(row, f"{title}\n\n{text}") if text else BadRecord(row, "empty text", title)
+    return checked(row, f"{title}\n\n{text}") if text else BadRecord(row, EMPTY, title)
 
 
 def _text(element: Element, path: str) -> str:

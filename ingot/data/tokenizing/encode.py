@@ -4,7 +4,8 @@ A record is the same row of every column of its kind of document. Texts: BOS if 
 one, the text, EOS. Chats: the chat as rendered by its template, and a mask of the trained tokens;
 several such records where the template writes an answer otherwise once others follow.
 Preferences: two such chats, of which only the answers are trained. Pairs: source and target, each
-framed as the tokenizer frames a text. Labelled texts: the framed text, and the label. Existing
+framed as the tokenizer frames a text. Labelled texts: the framed text, and the label. Masked texts:
+the text alone, since each of its pieces gets a frame of its own. Existing
 Megatron columns: their ids unchanged.
 """
 
@@ -45,6 +46,7 @@ RECORDS: dict[Documents, str] = {
     "rated": "rated-3",
     "pair": "pair-1",
     "labelled": "labelled-1",
+    "masked": "masked-1",
 }
 
 EncodeBatch = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]
@@ -194,12 +196,19 @@ def _labelled(
     )
 
 
+def _masked(
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], prefix: str
+) -> EncodedColumns:
+    return [_framed(encode_batch, texts, [], [])], sum(map(_bytes_of, texts))
+
+
 _ENCODE: dict[Documents, Callable[[Tokenizer, EncodeBatch, Sequence[str], str], EncodedColumns]] = {
     "text": _texts,
     "preference": _preferences,
     "rated": _rated,
     "pair": _pairs,
     "labelled": _labelled,
+    "masked": _masked,
 }
 
 
@@ -267,7 +276,7 @@ def _framed(
 def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> dict[str, Any]:
     """What determines the records beside the documents."""
     about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
-    if documents in ("pair", "labelled"):
+    if documents in ("pair", "labelled", "masked"):
         about["frame"] = tokenizer.frame
     if documents == "pair" and tokenizer.target_frame != tokenizer.frame:
         about["target_frame"] = tokenizer.target_frame

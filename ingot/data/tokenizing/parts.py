@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ingot.base.progress import Progress, say
 from ingot.config.recipe import Recipe
-from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.columns.manifest import prefix_of
 from ingot.data.documents.kinds import PLURALS, plain_text
+from ingot.data.documents.records import refuse_many
 from ingot.data.engines.engine import Engine
 from ingot.data.raw.ranges import ranges
 from ingot.data.raw.store import RawData
@@ -67,6 +67,7 @@ def tokenise(
     }
     missing = [task for task in tasks if task not in kept]
     if not missing:
+        _tell_refused(recipe, list(kept.values()))
         return [kept[task] for task in tasks]
     if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
@@ -81,7 +82,7 @@ def tokenise(
         prefix,
         shares,
         cleaned,
-        recipe.data.on_bad == "skip",
+        recipe.data.on_bad != "stop",
         inputs,
         0 if tried_here else max(TRIED_AGAIN // len(missing), LEAST_TRIED),
     )
@@ -98,18 +99,26 @@ def tokenise(
             f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
             " was made again with the reference"
         )
-    _tell(documents, new)
     by_range = kept | {made.range: made for made in new}
+    _tell_refused(recipe, list(by_range.values()))
+    _tell(new)
     return [by_range[task] for task in tasks]
 
 
-def _tell(documents: Documents, new: Sequence[TokenisedRange]) -> None:
+def _tell_refused(recipe: Recipe, made: Sequence[TokenisedRange]) -> None:
+    """Say what the template refuses; raises WrongInput if `data.max_skipped` does not allow it."""
+    refused, kind = sum(one.refused for one in made), PLURALS[recipe.documents]
+    if not refused:
+        return
+    total = refused + sum(part.documents for one in made for part in one.parts.values())
+    example = next(one.refusal for one in made if one.refusal)
+    told = f"the template refuses {refused:,} of {total:,} {kind} ({example})"
+    refuse_many(told, refused, total, recipe.data.max_skipped)
+    say(f"{refused:,} {kind} are left out, the template refuses them, such as {example}")
+
+
+def _tell(new: Sequence[TokenisedRange]) -> None:
     """Say what of the chats just tokenised is not as somebody may expect."""
-    if refused := sum(one.refused for one in new):
-        say(
-            f"{refused:,} {PLURALS[documents]} are left out, the template refuses them, such as"
-            f" {next(one.refusal for one in new if one.refusal)}"
-        )
     if added := sum(part.added for one in new for part in one.parts.values()):
         say(
             f"{added:,} chats cut after an earlier answer are texts of their own: the template"

@@ -67,8 +67,15 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
         **({"template_kwargs": kwargs} if (kwargs := recipe.tokenizer.template_kwargs) else {}),
+        **{what: True for what, asked in hides(recipe).items() if asked},
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
+
+
+def hides(recipe: Recipe) -> dict[str, bool]:
+    """What a tokenizer that is trained for a recipe is to hide, as `train_bpe` is told."""
+    spans = recipe.objective.spans is not None
+    return {"masks": recipe.documents == "masked" and not spans, "spans": spans}
 
 
 def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
@@ -79,6 +86,7 @@ def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
             _shown(_texts(recipe, raw, cleaned), progress),
             recipe.tokenizer.vocab_size,
             required_tokens(recipe.tokenizer.template),
+            **hides(recipe),
         )
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(

@@ -20,7 +20,7 @@ from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.generation import generate_answers
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
-from ingot.evaluate.metrics import ratio_interval
+from ingot.evaluate.metrics import Interval, mapped, ratio_interval
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
@@ -243,11 +243,9 @@ def report(name: str, results: Mapping[str, Any]) -> TaskResult:
                 int(results["n-samples"].get(part, {}).get("effective", 0))
                 for part in results.get("group_subtasks", {}).get(task, ())
             )
-            low, high = sample_interval(float(value), [sample.get(metric) for sample in own])
             metrics[full] = Metric(
                 float(value),
-                low,
-                high,
+                *sample_interval(float(value), [sample.get(metric) for sample in own]),
                 "lower" if higher.get(metric) is False else "higher",
                 count,
                 on,
@@ -269,9 +267,9 @@ def _hashes(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]:
+def sample_interval(value: float, samples: Sequence[Any]) -> Interval:
     """The interval of a metric that is a mean over samples or derived from the ratio of two sums
-    over them; for any other, the value itself.
+    over them; not known for any other.
     """
     if samples and all(isinstance(sample, bool | int | float) for sample in samples):
         numbers = np.array(samples, np.float64)
@@ -284,13 +282,13 @@ def sample_interval(value: float, samples: Sequence[Any]) -> tuple[float, float]
     ):
         above, below = np.array(samples, np.float64).T
         if below.sum() > 0:
-            low, high = ratio_interval(-above, below)
+            interval = ratio_interval(-above, below)
             rate = float(-above.sum() / below.sum())
             if math.isclose(rate / math.log(2), value, rel_tol=RELATIVE_TOLERANCE):
-                return low / math.log(2), high / math.log(2)
+                return mapped(interval, lambda rate: rate / math.log(2))
             if rate < 700 and math.isclose(math.exp(rate), value, rel_tol=RELATIVE_TOLERANCE):
-                return math.exp(low), math.exp(min(high, 700.0))
-    return value, value
+                return mapped(interval, lambda rate: math.exp(min(rate, 700.0)))
+    return None, None
 
 
 def _example(task: str, sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +12,21 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
-from ingot.config.models.source import KIND_FOR_DOCUMENTS
+from ingot.config.models.source import kind_that_reads
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
+from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
-from ingot.data.columns.manifest import PreparedData, prepared_for
-from ingot.evaluate.corpus import document_bytes, open_columns, target_bytes
+from ingot.data.batches.spans import hiding_of
+from ingot.data.columns.column import Column
+from ingot.data.columns.manifest import PreparedData, PreparedSource, prepared_for, set_identity
+from ingot.evaluate.corpus import (
+    document_bytes,
+    open_columns,
+    source_of_documents,
+    target_bytes,
+)
 from ingot.evaluate.distribute import Floats
 from ingot.evaluate.loss import (
     SampleLosses,
@@ -25,15 +35,18 @@ from ingot.evaluate.loss import (
     sample_losses,
     score_rows,
 )
-from ingot.evaluate.metrics import loss_metrics, mean_metric, sum_metrics
+from ingot.evaluate.metrics import loss_metrics, mean_metric, ratio_interval, sum_metrics
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.tokenizers.tokenizer import Tokenizer
 
+MAX_NAME = 40
+"""Characters of a source's name in a metric."""
+
 
 def open_held_out(
-    recipe: Recipe, where: str, positions: int
+    recipe: Recipe, where: str, positions: int, hiding: Hiding | None = None
 ) -> tuple[PreparedData, Rows | Samples]:
-    """Open the prepared validation rows.
+    """Open the prepared validation rows; `hiding`: what is hidden of masked texts.
 
     Raises:
         WrongInput: they do not exist, or are longer than the model's positions.
@@ -52,6 +65,7 @@ def open_held_out(
         pack=recipe.held_out_row_plan,
         pad_last=True,
         target_len=data.target_len,
+        hiding=hiding,
     )
     return prepared, rows
 
@@ -68,9 +82,10 @@ def open_loss(
     recipe = info.recipe
     info.require_kind(
         f"evaluate.tasks, {task.name}: the loss of {recipe.documents} documents",
-        KIND_FOR_DOCUMENTS[recipe.documents],
+        kind_that_reads(recipe),
     )
-    prepared, rows = open_held_out(recipe, info.where, info.positions)
+    hiding = hiding_of(recipe, info.tokenizer)
+    prepared, rows = open_held_out(recipe, info.where, info.positions, hiding)
     count = min(len(rows), max_documents or len(rows))
     if isinstance(rows, Rows):
         return OpenRowLossTask(task, rows, prepared, info.tokenizer, count)
@@ -124,12 +139,11 @@ class OpenRowLossTask:
         return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
+        columns, all_of_them = list[Column](), self.count == len(self.rows)
         if recipe.documents == "text":
             losses = losses.whole()
             columns = open_columns(recipe.folder.columns, self.prepared, "validation")
-            total = (
-                self.prepared.total("validation", "bytes") if self.count == len(self.rows) else None
-            )
+            total = self.prepared.total("validation", "bytes") if all_of_them else None
             sizes = document_bytes(columns, self.tokenizer, total, int(losses.ends_document.sum()))
         else:
             # Rows hold whole documents: each segment is one.
@@ -143,7 +157,41 @@ class OpenRowLossTask:
             np.bincount(losses.documents, values, len(sizes)).astype(np.float64)
             for values in (losses.nll, losses.targets)
         )
+        if columns and all_of_them:
+            metrics |= _of_each_source(self.task.name, self.prepared, columns, nats, sizes)
         return TaskResult(metrics, _examples(nats, targets, sizes))
+
+
+def _of_each_source(
+    name: str, prepared: PreparedData, columns: Sequence[Column], nats: Floats, sizes: Floats
+) -> dict[str, Metric]:
+    """`NAME/bits_per_byte/SOURCE` of each source of texts, where there are several: what is learnt
+    of one may be forgotten of another, which their sum does not show.
+    """
+    sources = prepared.splits["validation"]
+    of, found = source_of_documents(columns, sources), dict[str, Metric]()
+    for number, (source, called) in enumerate(zip(sources, source_names(sources), strict=True)):
+        bits, size = nats[of == number] / math.log(2), sizes[of == number]
+        if len(sources) > 1 and size.sum():
+            found[f"{name}/bits_per_byte/{called}"] = Metric(
+                float(bits.sum() / size.sum()),
+                *ratio_interval(bits, size),
+                direction="lower",
+                n=len(size),
+                set_fingerprint=set_identity([source]),
+            )
+    return found
+
+
+def source_names(sources: Sequence[PreparedSource]) -> list[str]:
+    """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
+    1, where that is long or not of one source alone.
+    """
+    last = [source.source.rstrip("/").rpartition("/")[2] for source in sources]
+    return [
+        name if len(name) <= MAX_NAME and last.count(name) == 1 else str(number)
+        for number, name in enumerate(last, start=1)
+    ]
 
 
 def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, Any]]:
@@ -156,8 +204,8 @@ def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class OpenSampleLossTask:
-    """The loss on preferences, rated answers, pairs and labelled texts, each of which is a
-    sample.
+    """The loss on preferences, rated answers, pairs and labelled texts, each of which is a sample,
+    and on masked texts, whose pieces are.
     """
 
     task: LossTask
@@ -175,6 +223,8 @@ class OpenSampleLossTask:
                 {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)},
                 _label_examples(sums),
             )
+        if recipe.documents == "masked":
+            return self._masked(sums, on, recipe)
         if recipe.documents == "rated":
             return self._rated(sums, on)
         metrics = sum_metrics(
@@ -190,6 +240,25 @@ class OpenSampleLossTask:
         return TaskResult(
             {**metrics, **_preference_metrics(name, sums, on)}, _preference_examples(sums)
         )
+
+    def _masked(self, sums: SampleLosses, on: str, recipe: Recipe) -> TaskResult:
+        """The loss of hidden tokens and its exponential, comparable where the same are hidden in
+        the same pieces. There are no bits per byte: nothing is told of the tokens that are seen.
+        """
+        of = self.rows.documents_of(self.count)
+        nats, targets = (
+            np.bincount(of, values).astype(np.float64) for values in (sums.nats, sums.targets)
+        )
+        knobs = recipe.objective.model_dump(mode="json")
+        same = fingerprint({"documents": on, "seq_len": recipe.data.seq_len, "objective": knobs})
+        metrics = sum_metrics(
+            self.task.name, nats, targets, None, documents=same, tokenizer=self.prepared.tokenizer
+        )
+        examples = [
+            {"document": number, "nats": float(nll), "targets": int(count)}
+            for number, (nll, count) in enumerate(zip(nats, targets, strict=True))
+        ]
+        return TaskResult(metrics, examples)
 
     def _rated(self, sums: SampleLosses, on: str) -> TaskResult:
         """The loss of good answers, and how often one of them is likelier per token than a bad one

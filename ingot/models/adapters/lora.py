@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ingot.base.errors import WrongInput
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.layer import LoRALinear, LoRASize, LoRAState
+from ingot.models.hf.models import MaskedLM
 from ingot.models.hf.tensor_names import (
     LINEAR_FROM_META,
     LORA_A,
@@ -145,10 +146,15 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
     vocabulary projection and `head_modules`.
     """
     kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
+    inner = hf_module(model)
+    # That of a masked language model has other names, and its weights are the embedding's.
+    projection = model.projection if isinstance(model, MaskedLM) else None
     return [
         name
-        for name, module in hf_module(model).named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[0] not in kept
+        for name, module in inner.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.split(".")[0] not in kept
+        and module is not projection
     ]
 
 

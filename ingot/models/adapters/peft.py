@@ -14,7 +14,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.storage import atomic_folder
+from ingot.config.models.source import ModelKind
 from ingot.models.adapters.fused import (
     Product,
     join_products,
@@ -50,8 +50,13 @@ from ingot.models.parameters import local_tensor, shard_slices
 
 WEIGHTS = "adapter_model.safetensors"
 
-TASKS = {"decoder": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "encoder": "SEQ_CLS"}
-"""PEFT's task type of each kind of model."""
+TASKS = {
+    "decoder": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "encoder": "SEQ_CLS",
+    "masked": None,
+}
+"""PEFT's task type of each kind of model; it has none for masked language models."""
 ALL_LINEAR = "all-linear"
 _USUAL_HEADS = {
     "classifier",
@@ -71,9 +76,7 @@ def class_count(folder: Path) -> int | None:
     return last[0].shape[0] if last and read_adapter_config(folder).heads else None
 
 
-def save_adapter(
-    model: nn.Module, folder: Path, *, base: str, kind: Literal["decoder", "seq2seq", "encoder"]
-) -> dict[str, str]:
+def save_adapter(model: nn.Module, folder: Path, *, base: str, kind: ModelKind) -> dict[str, str]:
     """Write the adapter of a model atomically, and return the hashes of its tensors. `base` is the
     model that it was trained on: a folder, or a name on the hub.
     """

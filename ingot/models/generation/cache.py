@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ingot.models.device import mapping_blocks
 from ingot.models.native.attention import attend
 
 LEAST_LENGTH = 32
+OWN_BYTES = 2**20
+"""From this size on keys and values are mapped alone, so that those that they outgrow are the
+system's again.
+"""
 QUERIES = 128
 """Queries of a block that attends together."""
 
@@ -64,12 +69,14 @@ class KVCache:
         old = self._stores[layer]
         if old is None or old[0].shape[0] < self._rows or old[0].shape[2] < self._length:
             # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
-            made = tuple(like.new_zeros(self._rows, heads, self._length, size) for _ in range(2))
+            shape = self._rows, heads, self._length, size
+            with mapping_blocks(OWN_BYTES):  # smaller ones before it would stay as holes
+                made = like.new_zeros(shape), like.new_zeros(shape)
             if old is not None:
                 rows, _, length, _ = old[0].shape
                 for new, had in zip(made, old, strict=True):
                     new[:rows, :, :length] = had
-            old = self._stores[layer] = (made[0], made[1])
+            old = self._stores[layer] = made
         return old
 
     def release(self) -> None:
@@ -174,14 +181,16 @@ class CacheWindow:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Store new keys and values `[B, K, T, E]`, and attend with q `[B, H, T, E]` over all that
-        each query sees; `[B, H, T, E]`.
+        each query sees, computing in the type of q; `[B, H, T, E]`.
         """
         stores = self._cache.store(layer, k)
         for store, new in zip(stores, (k, v), strict=True):
             store[self._place] = new if self._together else new.transpose(1, 2)
-        keys, values = (store[self._here] for store in stores)
+        views = self._views[self._cache.windows[layer]]
+        end = views[-1].stored.stop
+        keys, values = (store[self._here, :, :end].to(q.dtype) for store in stores)
         mixed = []
-        for view in self._views[self._cache.windows[layer]]:
+        for view in views:
             part, k, v = q[:, :, view.queries], keys[:, :, view.stored], values[:, :, view.stored]
             mixed.append(
                 functional.scaled_dot_product_attention(

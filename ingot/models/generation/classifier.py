@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ingot.models.generation.request import CompletionChunk, DecoderLimits, Request
 from ingot.models.generation.seq2seq import check_text
@@ -31,16 +32,23 @@ def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]
     """Class probabilities of each text (framed ids), computed in one batch; of a model with one
     output its score.
     """
-    device = next(model.parameters()).device
+    logits = model.logits(*padded_texts(texts, next(model.parameters()).device))
+    scores: list[list[float]] = (logits if model.config.scores else logits.softmax(-1)).tolist()
+    return scores
+
+
+def padded_texts(
+    texts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions and segments `[B, S]` of texts that are computed in one batch; segments are
+    0 on padding.
+    """
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
     segments = torch.tensor(
         [[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device
     )
-    positions = torch.arange(longest, device=device).expand(len(texts), longest)
-    logits = model.logits(tokens, positions, segments)
-    scores: list[list[float]] = (logits if model.config.scores else logits.softmax(-1)).tolist()
-    return scores
+    return tokens, torch.arange(longest, device=device).expand(tokens.shape), segments
 
 
 class TextJob:

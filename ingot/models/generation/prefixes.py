@@ -15,8 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ingot.base.hostmemory import host_memory
+
 BLOCK = 32
 """Tokens of a block: what requests share is a multiple of it."""
+SPARE_BYTES = 512_000_000
+"""With less free memory than this nothing is kept."""
+
+
+def memory_is_short() -> bool:
+    """Whether this machine, or the container, has hardly any memory left."""
+    return host_memory().free < SPARE_BYTES
 
 
 @dataclass(eq=False)

@@ -141,7 +141,8 @@ def check_request(request: Request, config: DecoderLimits) -> None:
             " shorten it"
         )
     check_ids(request.prompt, config)
-    check_ids([*request.stop_ids, *(token for token, _ in request.sampling.logit_bias)], config)
+    check_ids(request.stop_ids, config, "stop_token_ids: token")
+    check_ids([token for token, _ in request.sampling.logit_bias], config, "logit_bias: token")
     if request.max_tokens < 1:
         raise WrongInput(f"max_tokens is {request.max_tokens}; ask for at least 1")
     if request.min_tokens > request.max_tokens:
@@ -151,12 +152,12 @@ def check_request(request: Request, config: DecoderLimits) -> None:
         )
 
 
-def check_ids(ids: Sequence[int], config: DecoderLimits) -> None:
-    """Raises WrongInput for ids that the model does not have."""
+def check_ids(ids: Sequence[int], config: DecoderLimits, what: str = "token") -> None:
+    """Raises WrongInput for ids that the model does not have; `what` they are."""
     worst = next((token for token in ids if not 0 <= token < config.vocab_size), None)
     if worst is not None:
         raise WrongInput(
-            f"token {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
+            f"{what} {worst} is not in the vocabulary of {config.vocab_size:,} tokens; give ids of"
             " this model's tokenizer"
         )
 

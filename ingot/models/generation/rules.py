@@ -46,7 +46,7 @@ class LogitsRules:
             logits[list(self._bias)] += logits.new_tensor(list(self._bias.values()))
         sampling = self._sampling
         if (by := sampling.repetition_penalty) != 1:
-            seen = torch.tensor(list(self._seen), device=logits.device)
+            seen = torch.tensor(list(self._seen), dtype=torch.long, device=logits.device)
             before = logits[seen]
             logits[seen] = torch.where(before > 0, before / by, before * by)
         if self._written and (sampling.frequency_penalty or sampling.presence_penalty):

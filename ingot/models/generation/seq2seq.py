@@ -224,7 +224,7 @@ def _answer(
 def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
     """Raises WrongInput if the model cannot serve the request."""
     check_text(request.prompt, config)
-    check_ids([token for token, _ in request.sampling.logit_bias], config)
+    check_ids([token for token, _ in request.sampling.logit_bias], config, "logit_bias: token")
     if not 1 <= request.max_tokens <= config.target_positions:
         raise WrongInput(
             f"max_tokens is {request.max_tokens}, but the model writes from 1 to"

@@ -8,7 +8,7 @@ batches by transformers (`answer_batch`), between two tokens of the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -69,14 +69,22 @@ class Seq2SeqGenerator(DecodingLoop):
     Args:
         eos: tokens that end a text; the model's own if empty.
         decode, max_rows: as in `DecodingLoop`.
+        decode_for: how the answer to a source becomes text, if it depends on that.
     """
 
     def __init__(
-        self, model: Seq2Seq, *, decode: Decode, eos: Collection[int] = (), max_rows: int = 8
+        self,
+        model: Seq2Seq,
+        *,
+        decode: Decode,
+        eos: Collection[int] = (),
+        max_rows: int = 8,
+        decode_for: Callable[[Sequence[int]], Decode] | None = None,
     ) -> None:
         limits = _TargetLimits(model.config.vocab_size, model.config.target_positions)
         super().__init__(limits, eos=ends_of(model, eos), decode=decode, max_rows=max_rows)
-        self._model, self._text = model, decode
+        self._model = model
+        self._decode_for = decode_for or (lambda source: decode)
         self._compute = CrossStep(model)
         self._reset()
 
@@ -89,7 +97,7 @@ class Seq2SeqGenerator(DecodingLoop):
         """Queue a request. Raises WrongInput if the model cannot serve it."""
         asked = request if isinstance(request, Seq2SeqRequest) else Seq2SeqRequest(**vars(request))
         check_seq2seq_request(asked, self._model.config)
-        job = Seq2SeqJob(asked, self._text, self._eos)
+        job = Seq2SeqJob(asked, self._decode_for(asked.prompt), self._eos)
         self._pending.append(job)
         return job
 
@@ -196,7 +204,8 @@ class Seq2SeqGenerator(DecodingLoop):
 
     def _piece(self, asked: Seq2SeqRequest, answer: Seq2SeqAnswer) -> CompletionChunk:
         # An incomplete character at the end is left out, as where texts are streamed.
-        text = self._text(answer.ids).rstrip(REPLACEMENT) if answer.finish != "error" else ""
+        decode = self._decode_for(asked.prompt)
+        text = decode(answer.ids).rstrip(REPLACEMENT) if answer.finish != "error" else ""
         places = [place for stop in asked.stop if (place := text.find(stop)) >= 0]
         if places:
             return CompletionChunk(text[: min(places)], (), answer.generated, "stop")

@@ -1,5 +1,5 @@
-"""Configurations of transformers' sequence-to-sequence models and encoders, read from a Hugging
-Face `config.json`.
+"""Configurations of transformers' sequence-to-sequence models, encoders and masked language models,
+read from a Hugging Face `config.json`.
 
 The only file that imports transformers for these, and only once such a model is used.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.config.models.source import check_model_type
+from ingot.config.models.source import WORDS, ModelKind, check_model_type
 from ingot.config.models.types import (
     BEHIND_PADDING,
     ENDS_AT_EOS,
@@ -29,6 +29,14 @@ RELATIVE_POSITIONS = 8192
 """Maximum length in tokens for models such as T5 that use relative positions and have no limit of
 their own; attention grows with the square of the length.
 """
+
+
+AUTO: dict[ModelKind, str] = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "encoder": "AutoModelForSequenceClassification",
+    "masked": "AutoModelForMaskedLM",
+}
+"""transformers' class that makes each kind of model."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,14 @@ class HFConfig:
     needs a `pad_token_id` that no text ends with.
     """
 
+    asked_share: float = 0.15
+    """The share of the tokens that a masked language model is asked for in training; a plan, which
+    has no tokens, counts so many logits.
+    """
+
+    side_by_side: bool = False
+    """Whether rows may hold several texts, each with a segment and positions of its own."""
+
     @property
     def scores(self) -> bool:
         """Whether the model gives a text one number, rather than probabilities of classes."""
@@ -90,12 +106,7 @@ class HFConfig:
         generator.
         """
         library = _library()
-        auto = (
-            library.AutoModelForSequenceClassification
-            if self.kind == "encoder"
-            else library.AutoModelForSeq2SeqLM
-        )
-        model = auto.from_config(
+        model = getattr(library, AUTO[self.kind]).from_config(
             _parsed(self.source, "model.config"), dtype=torch.float32, trust_remote_code=False
         )
         if self.model_type in RELATIVE:
@@ -113,6 +124,10 @@ def _train_lean(model: Any) -> None:
         functions.register(NAME, partial(attend_relative, functions()["sdpa"]))
         masks.register(NAME, masks()["sdpa"])
         model.set_attn_implementation(NAME)
+        for module in model.modules():
+            # transformers 5.17 leaves the copies that encoder and decoder have.
+            if hasattr(module, "config"):
+                module.config._attn_implementation = NAME
 
 
 def read_hf_config(
@@ -131,7 +146,10 @@ def read_hf_config(
     """
     model_type = check_model_type(values, kind, where, unproved=unproved)
     source = {**values, "architectures": [installed_types(kind)[model_type]]}
-    source |= {"is_encoder_decoder": True} if kind == "seq2seq" else _classes(values, labels)
+    if kind == "seq2seq":
+        source["is_encoder_decoder"] = True
+    elif kind == "encoder":
+        source |= _classes(values, labels)
     if model_type == "marian" and source.get("share_encoder_decoder_embeddings", True):
         source["decoder_vocab_size"] = source.get("vocab_size")
     if model_type in RELATIVE and source.get("decoder_start_token_id") is None:
@@ -207,7 +225,7 @@ def _check(parsed: Any, where: str, kind: HFKind) -> None:
     for name in needed:
         value = getattr(parsed, name, None)
         if value is None:
-            what = "a sequence-to-sequence model" if kind == "seq2seq" else "a classifier of texts"
+            what = "a classifier of texts" if kind == "encoder" else WORDS[kind]
             raise WrongInput(
                 f"{where}: {name} is missing, which {what} needs; set model.config.{name}"
             )

@@ -19,31 +19,45 @@ from ingot.config.models.source import CONFIG
 from ingot.config.models.types import HFKind
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import stored_shapes, stored_tensors
-from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq
 from ingot.models.hf.tensor_names import current_name
 
 GENERATION = "generation_config.json"
-# Heads for other tasks in pretrained encoders, and the pooler, which some classifiers lack.
-OTHER_HEADS = (
+# The heads of masked language models.
+MASKED_HEADS = (
     "cls",
     "lm_head",
     "vocab_transform",
     "vocab_layer_norm",
     "vocab_projector",
-    "discriminator_predictions",
     "generator_predictions",
     "generator_lm_head",
     "lm_predictions",
-    "mask_predictions",
     "decoder",
-    "pooler",
+    "predictions",
+)
+# Heads for other tasks in pretrained encoders, and the pooler, which some classifiers lack.
+OTHER_HEADS = (*MASKED_HEADS, "discriminator_predictions", "mask_predictions", "pooler")
+# The same beside the head of masked language models, by the beginnings of their names.
+OTHER_PARTS = (
+    "pooler.",
+    "cls.seq_relationship.",
+    "sop_classifier.",
+    "classifier.",
+    "dense.",
+    "pre_classifier.",
+    "qa_outputs.",
+    "discriminator_predictions.",
+    "mask_predictions.",
 )
 
-UNREAD = {
-    "xlnet": r"\.(mask_emb|r_s_bias|seg_embed)$",  # for masked tokens and for pairs of texts
-    "led": r"_global\.(weight|bias)$",  # for tokens with global attention, which are not used here
+_GLOBAL = r"_global\.(weight|bias)$"  # for tokens with global attention, which are not used here
+UNREAD: dict[tuple[HFKind, str], str] = {
+    ("encoder", "xlnet"): r"\.(mask_emb|r_s_bias|seg_embed)$",  # for masked tokens, pairs of texts
+    ("seq2seq", "led"): _GLOBAL,
+    ("masked", "longformer"): _GLOBAL,
 }
-"""Regular expressions of parameters that only unsupported inputs use, by model type."""
+"""Regular expressions of parameters that only unsupported inputs use, by kind and model type."""
 
 
 def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
@@ -62,11 +76,15 @@ def init_hf_model(config: HFConfig, seed: int, device: torch.device) -> HFModel:
     if shared is not None and shared.weight is not inner.model.encoder.embed_tokens.weight:
         shared.weight.requires_grad_(False)
     _set_start(config, inner)
-    unread = UNREAD.get(config.model_type, "(?!)")
+    unread = UNREAD.get((config.kind, config.model_type), "(?!)")
     for name, parameter in inner.named_parameters():
         if re.search(unread, name):
             parameter.requires_grad_(False)
-    wrappers: dict[HFKind, type[Seq2Seq] | type[Encoder]] = {"seq2seq": Seq2Seq, "encoder": Encoder}
+    wrappers: dict[HFKind, type[HFModel]] = {
+        "seq2seq": Seq2Seq,
+        "encoder": Encoder,
+        "masked": MaskedLM,
+    }
     return wrappers[config.kind](config, inner).to(device)
 
 
@@ -81,8 +99,9 @@ def load_hf_model(
 ) -> HFModel:
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
-    A pretrained encoder has no head for our classes yet: it is initialised from `seed`, and a line
-    is printed. `seed` None makes that an error. `check` False accepts changes since the export.
+    A pretrained encoder has no head for our classes yet, and some have none for masked tokens: it
+    is initialised from `seed`, and a line is printed. `seed` None makes that an error. `check`
+    False accepts changes since the export.
 
     Raises:
         WrongInput: damaged files, tensors that do not fit (all are named, and nothing is loaded),
@@ -129,14 +148,18 @@ def load_hf_model(
 
 
 def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to export, under transformers' names: tied ones once, under the first name;
-    computed ones not at all.
+    """The tensors to export, under transformers' names: tied ones once, under the name that
+    transformers ties the others to, which models with another head have too; computed ones not at
+    all.
     """
     left_out = re.compile(
         "|".join(getattr(model.inner, "_keys_to_ignore_on_save", None) or ["(?!)"])
     )
-    seen: set[int] = set()
-    for name, tensor in _places(model).items():
+    seen, places = set[int](), _places(model)
+    tied: Mapping[str, str] = getattr(model.inner, "all_tied_weights_keys", None) or {}
+    for name, tensor in places.items():
+        if places.get(tied.get(name, "")) is tensor:
+            continue
         if id(tensor) not in seen and not left_out.search(name):
             yield name, tensor.detach()
         seen.add(id(tensor))
@@ -212,9 +235,9 @@ def _check(
 
 def _new_head(model: HFModel, name: str, have: set[str]) -> bool:
     """Whether a missing tensor belongs to a part that a pretrained encoder lacks completely: the
-    classifier, or the pooler under it.
+    classifier, the pooler under it, or the head for masked tokens.
     """
-    if model.config.kind != "encoder":
+    if model.config.kind == "seq2seq":
         return False
     prefix = f"{model.inner.base_model_prefix}."
     part = name.split(".")[0] if not name.startswith(prefix) else f"{prefix}pooler"
@@ -222,10 +245,10 @@ def _new_head(model: HFModel, name: str, have: set[str]) -> bool:
 
 
 def _other_head(model: HFModel, name: str) -> bool:
-    return (
-        model.config.kind == "encoder"
-        and name.removeprefix(f"{model.inner.base_model_prefix}.").split(".")[0] in OTHER_HEADS
-    )
+    own = name.removeprefix(f"{model.inner.base_model_prefix}.")
+    if model.config.kind == "masked":
+        return own.startswith(OTHER_PARTS)
+    return model.config.kind == "encoder" and own.split(".")[0] in OTHER_HEADS
 
 
 def _pattern(model: HFModel, attribute: str) -> re.Pattern[str]:

@@ -1,15 +1,18 @@
-"""transformers' sequence-to-sequence models and encoders behind the interface of decoders. Supports
-one process or data parallelism only.
+"""transformers' sequence-to-sequence models, encoders and masked language models behind the
+interface of decoders. Supports one process or data parallelism only.
 
 Shapes: B batch, S source, T target, D model, V vocabulary, C classes.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ingot.config.models.types import (
     ENDS_AT_EOS,
@@ -118,23 +121,13 @@ class Seq2Seq(nn.Module):
         ).clone()  # not a view, or hooks on this tensor's gradient would be lost
 
 
-class Encoder(nn.Module):
-    """A classifier of texts. The classes take the place of the objective's vocabulary."""
+class TextReader(nn.Module):
+    """What reads texts and writes none: a classifier or a masked language model."""
 
     def __init__(self, config: HFConfig, inner: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.inner: Any = inner
-
-    def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Float32 `[B, C]`; for rows without any token they are finite but meaningless."""
-        if self.config.reads_last_place:
-            hidden, mask = self.hidden(tokens, positions, segments)
-            ends = (mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
-            scores: Tensor = self.inner.score(hidden.gather(1, ends)[:, 0])
-            return scores.float()
-        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
-        return logits.float()
 
     def hidden(
         self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None
@@ -160,8 +153,25 @@ class Encoder(nn.Module):
             width = tokens.shape[1]
             places = torch.arange(width, device=tokens.device) + mask.sum(dim=1, keepdim=True)
             tokens, mask = (part.gather(1, places % width) for part in (tokens, mask))
+        if self.config.side_by_side and segments is not None:
+            # [B, 1, S, S]: padding sees padding, so that no softmax is over nothing.
+            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
         inputs = {"input_ids": tokens, "attention_mask": mask}
         return {**inputs, "position_ids": counted} if kind in POSITIONED else inputs
+
+
+class Encoder(TextReader):
+    """A classifier of texts. The classes take the place of the objective's vocabulary."""
+
+    def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Float32 `[B, C]`; for rows without any token they are finite but meaningless."""
+        if self.config.reads_last_place:
+            hidden, mask = self.hidden(tokens, positions, segments)
+            ends = (mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            scores: Tensor = self.inner.score(hidden.gather(1, ends)[:, 0])
+            return scores.float()
+        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
+        return logits.float()
 
     def forward(
         self,
@@ -186,7 +196,78 @@ class Encoder(nn.Module):
         return torch.where(labels != IGNORE, values, 0.0)
 
 
-HFModel = Seq2Seq | Encoder
+class MaskedLM(TextReader):
+    """A masked language model: at each token, what stands there given the tokens on both sides."""
+
+    def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Float32 `[B, S, V]`, of every token."""
+        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
+        return logits.float()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        labels: Tensor,
+        token: TokenFunction,
+        extras: Tensor | None = None,
+    ) -> Tensor:
+        """The objective's value for each token, float32 `[B, S]`; 0 where the label is -100.
+
+        tokens, positions `[B, S]` int64, positions from 0. `segments` `[B, S]` is 0 on padding,
+        None if there is none. labels `[B, S]`: the token that stands there, not shifted. The head
+        is computed of labelled tokens alone, a sixth of them.
+        """
+        flat = labels.flatten()
+        asked = self._asked(flat)
+        logits = self.logits_at(tokens, positions, segments, asked)
+        values = apply_head(
+            logits,
+            lambda chosen: chosen,
+            logits.shape[-1],
+            flat[asked],
+            token,
+            None if extras is None else extras.flatten(0, 1)[asked],
+        )
+        return values.new_zeros(flat.shape).index_put((asked,), values).view(labels.shape)
+
+    @property
+    def projection(self) -> Any:
+        """The layer that ends in the vocabulary."""
+        return self.inner.get_output_embeddings()
+
+    def logits_at(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, asked: Tensor
+    ) -> Tensor:
+        """Logits `[N, V]` at the places `asked` `[N]` of the flattened batch."""
+        hook = self.inner.base_model.register_forward_hook(partial(_only, asked))
+        try:
+            logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits[0]
+        finally:
+            hook.remove()
+        return logits
+
+    def _asked(self, labels: Tensor) -> Tensor:
+        """The places of the labels `[N]` that are not -100. In a plan, where these are unknown, as
+        many as are usual; of a batch without any the first place, since each weight needs a
+        gradient, which other ranks wait for.
+        """
+        if isinstance(labels, FakeTensor):
+            return torch.arange(
+                math.ceil(len(labels) * self.config.asked_share), device=labels.device
+            )
+        found = (labels != IGNORE).nonzero()[:, 0]
+        return found if len(found) else found.new_zeros(1)
+
+
+def _only(asked: Tensor, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A hook that leaves of the last layer's states `[B, S, D]` those at `asked`, `[1, N, D]`."""
+    output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[asked][None]
+    return output
+
+
+HFModel = Seq2Seq | Encoder | MaskedLM
 
 
 def _mask(tokens: Tensor, segments: Tensor | None) -> Tensor:

@@ -34,15 +34,8 @@ def make_flex_attn_fns(
     for window in windows:
         if window not in attn_fns:
             rows = None if segments is None else len(segments)
-            mask = create_block_mask(
-                _visible(segments, window),
-                rows,
-                None,
-                length,
-                length,
-                device=str(device),
-                _compile=device.type == "cuda",
-            )
+            make = create_block_mask if device.type == "cpu" else _compiled_block_mask()
+            mask = make(_visible(segments, window), rows, None, length, length, str(device))
             attn_fns[window] = partial(_flex_attend, mask)
     return attn_fns
 
@@ -63,7 +56,11 @@ def _flex_attend(
     mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     """q `[B, H, T, E]`, k and v `[B, K, T, E]`, sinks `[H]` -> `[B, H, T, E]`."""
-    attention: Callable[..., Tensor] = _compiled() if q.device.type == "cuda" else flex_attention  # type: ignore[assignment]
+    attention: Callable[..., Tensor] = flex_attention
+    if q.device.type == "cuda":
+        # Not the kernel for few queries, which rows of fewer than 128 tokens would get: it is for
+        # generation, and has no configuration for those of grouped heads.
+        attention = partial(_compiled(), kernel_options={"BACKEND": "TRITON"})
     grouped = q.shape[1] != k.shape[1]
     if sinks is None:
         return attention(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -77,6 +74,13 @@ def _flex_attend(
 def _compiled() -> Callable[..., Tensor]:
     """Compiled once for all layers and masks: a mask is an argument of the kernel."""
     compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled
+
+
+@cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    """Once for all documents: compiled, it holds no mask of each token."""
+    compiled: Callable[..., BlockMask] = torch.compile(create_block_mask)
     return compiled
 
 

@@ -108,7 +108,7 @@ class DecoderConfig:
             WrongInput: another model type, a key or value that is not known, or a missing or
                 impossible value; `where` is the place that the message names.
         """
-        family = family_of({"model_type": str(config.get("model_type"))}, where)
+        family = family_of({**config, "model_type": str(config.get("model_type"))}, where)
         packed = family.experts is not None and family.experts.biased and is_mxfp4(config)
         if packed or scheme_of(config, where) is not None:
             # Such files are read as what they mean, and written without it.

@@ -343,7 +343,8 @@ class Decoder(nn.Module):
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def _view(self, logits: Tensor) -> LogitsView:
-        return self.vocabulary_head.view(self._capped(logits))
+        capped = logits if self.config.softcap is None else self._capped(logits.float())
+        return self.vocabulary_head.view(capped)
 
     def forward(
         self,
@@ -375,6 +376,7 @@ class Decoder(nn.Module):
             flat,
             self._view,
             weight,
+            many_logits=self.vocabulary_head.many_logits,
         )
         return values.view(
             labels.shape

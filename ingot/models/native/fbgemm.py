@@ -21,8 +21,12 @@ from torch import Tensor, nn
 
 from ingot.models.device import give_back_pages
 
-DEPTH, LANES = 512, 16
-"""Columns and rows of a block: in memory the numbers of `LANES` rows in a column are neighbours."""
+DEPTH = 512
+"""Columns of a block."""
+LANES = (32, 16)
+"""Rows of a block, whose numbers in a column are neighbours in memory: two registers, of AVX-512 or
+of AVX2.
+"""
 ALIGNMENT = 64
 """FBGEMM's; the C library's own notes are before the first multiple of it."""
 TRIES = 8
@@ -33,9 +37,11 @@ CHUNK_WEIGHTS = 2**17
 
 class Float16Matrix:
     """Weights `[O, D]` with a bias `[O]`, packed; made within `mapping_blocks`. `numbers`: the
-    float16 numbers in FBGEMM's own order, `[D * O]` with O rounded up to `LANES`, where they were
+    float16 numbers in FBGEMM's own order, `[D * O]` with O rounded up to `lanes`, where they were
     found; valid as long as `handle`.
     """
+
+    lanes = min(LANES)
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.shape = weight.shape
@@ -49,12 +55,16 @@ class Float16Matrix:
                 break
             elsewhere.append(self.handle)  # in memory that was free, which the next one cannot have
         del whole
-        self.numbers = self._found(blocks, weight.detach())
+        self.numbers: Tensor | None = None
+        for self.lanes in LANES:
+            self.numbers = self._found(blocks, weight.detach())
+            if self.numbers is not None:
+                break
 
     @property
     def lines(self) -> int:
-        """Groups of `LANES` rows."""
-        return -(-self.shape[0] // LANES)
+        """Groups of `lanes` rows."""
+        return -(-self.shape[0] // self.lanes)
 
     def rows(self, chosen: Tensor) -> Tensor:
         """Rows of the weights as float32: numbers `[...]` -> `[..., D]`. Raises ValueError where
@@ -62,29 +72,31 @@ class Float16Matrix:
         """
         if self.numbers is None:
             raise ValueError("FBGEMM's memory of this matrix is not known")
-        line, lane = chosen // LANES, chosen % LANES
+        line, lane = chosen // self.lanes, chosen % self.lanes
         return torch.cat([block[line, :, lane] for block in self._blocks(self.numbers)], -1).float()
 
     def _blocks(self, numbers: Tensor) -> list[Tensor]:
-        """Each `[O / LANES, up to DEPTH columns, LANES]`."""
+        """Each `[O / lanes, up to DEPTH columns, lanes]`."""
         columns = torch.arange(self.shape[1]).split(DEPTH)
-        parts = numbers.split([len(part) * self.lines * LANES for part in columns])
-        return [part.view(self.lines, -1, LANES) for part in parts]
+        parts = numbers.split([len(part) * self.lines * self.lanes for part in columns])
+        return [part.view(self.lines, -1, self.lanes) for part in parts]
 
     @property
     def _room(self) -> int:
         """Numbers that FBGEMM has room for."""
-        return self.lines * LANES * -(-self.shape[1] // DEPTH) * DEPTH
+        return self.lines * self.lanes * -(-self.shape[1] // DEPTH) * DEPTH
 
     def _fits(self, start: int, end: int) -> bool:
         return start + ALIGNMENT + 2 * self._room <= end
 
     def _found(self, blocks: list[tuple[int, int]], weight: Tensor) -> Tensor | None:
         """The numbers, where they are those of `weight`; what is behind them is given back."""
-        count, room = self.lines * LANES * self.shape[1], self._room
-        for start, _ in blocks:
+        count, room = self.lines * self.lanes * self.shape[1], self._room
+        for start, end in blocks:
             first = start + ALIGNMENT
-            if not _begins_with(first, weight[:LANES, :DEPTH].half()):
+            if not self._fits(start, end) or not _begins_with(
+                first, weight[: self.lanes, :DEPTH].half()
+            ):
                 continue
             memory = (ctypes.c_uint16 * room).from_address(first)
             found = torch.frombuffer(memory, dtype=torch.float16)
@@ -96,8 +108,9 @@ class Float16Matrix:
     def _holds(self, numbers: Tensor, weight: Tensor) -> bool:
         """Whether these are the numbers of `weight` as float16."""
         for block, part in zip(self._blocks(numbers), weight.split(DEPTH, dim=1), strict=True):
-            height = max(1, CHUNK_WEIGHTS // (LANES * DEPTH))
-            for lines, wanted in zip(block.split(height), part.split(height * LANES), strict=True):
+            height = max(1, CHUNK_WEIGHTS // (self.lanes * DEPTH))
+            rows = part.split(height * self.lanes)
+            for lines, wanted in zip(block.split(height), rows, strict=True):
                 held = lines.transpose(1, 2).flatten(0, 1)[: len(wanted)]
                 if not torch.equal(held, wanted.half()):
                     return False
@@ -105,7 +118,7 @@ class Float16Matrix:
 
 
 def _begins_with(address: int, corner: Tensor) -> bool:
-    """Whether memory begins with the first rows and columns of a matrix, `[LANES, up to DEPTH]`.
+    """Whether memory begins with the first rows and columns of a matrix, `[lanes, up to DEPTH]`.
     The system reads it, as another thread may have had the block and given it back.
     """
     wanted = corner.t().contiguous().numpy().tobytes()

@@ -7,7 +7,8 @@ only one chunk of them exists at a time, in forward and in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +23,20 @@ from ingot.models.device import kernel_type
 IGNORE = -100
 CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB in float32."""
-CPU_CHUNK_LOGITS = 2**24
+CPU_CHUNK_BYTES = 2**26
 """The same on a CPU where gradients are made in forward, and products of fewer tokens take no
 longer.
 """
+CHUNK_TOKENS = 64
+"""A chunk holds a multiple of so many tokens, on an accelerator of twice as many, or products in
+bf16 take a fifth longer.
+"""
 MOST_TARGETS = 0.75
 """Share of tokens with a label from which on all are computed."""
-PIECE_LOGITS = 2**20
-"""Logits that a CPU turns into values and gradients at once, so that they stay in its cache."""
+PIECE_LOGITS = 2**19
+"""Logits that each thread of a CPU turns into values and gradients at once, so that they stay in
+its cache.
+"""
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
@@ -40,7 +47,13 @@ class LogitsView:
     """
 
     def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
+        self._computed = logits
+        """In the type that they were computed in."""
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        narrow = self._computed.dtype.itemsize < 4
+        return self._computed.float() if narrow else self._computed
 
     def logsumexp(self) -> Tensor:
         """The log-sum-exp over the vocabulary, `[N]`."""
@@ -55,6 +68,9 @@ class LogitsView:
         logits divided by `temperature`.
         """
         logits = self._logits if temperature == 1 else self._logits / temperature
+        if kernel_type(logits.device) == "cpu" and not torch.compiler.is_compiling():
+            values: Tensor = _LogProbability.apply(logits, labels)  # type: ignore[no-untyped-call]
+            return values
         return -functional.cross_entropy(logits, labels, reduction="none")
 
     def logits(self) -> Tensor:
@@ -90,6 +106,14 @@ def summed_only(token: Method) -> Method:
     return token
 
 
+def by_log_probability(token: Method) -> Method:
+    """Marks a token function that asks a view for `log_probability` alone, without a temperature:
+    a `FusedView` then makes nothing of its logits, of which many can be held at once.
+    """
+    token.by_log_probability = True  # type: ignore[attr-defined]
+    return token
+
+
 Project = Callable[[Tensor], Tensor]
 """Hidden states `[N, D]` -> logits `[N, V]`."""
 
@@ -98,6 +122,10 @@ class VocabularyHead:
     """How the head is computed. This class is the head of one rank; `ingot.parallel` has a sharded
     one.
     """
+
+    view_type: type[LogitsView] = LogitsView
+    many_logits: int | None = None
+    """How many a chunk may have of which nothing but log-probabilities are asked."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Final hidden states as the head needs them: every token, all features."""
@@ -112,12 +140,23 @@ class VocabularyHead:
         return functional.linear(hidden, self.weight(weight))
 
     def view(self, logits: Tensor) -> LogitsView:
-        """Wrap the float32 logits of a chunk for an objective."""
-        return LogitsView(logits)
+        """Wrap the logits of a chunk for an objective."""
+        return self.view_type(logits)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Gather `[..., V]` from this rank's slice to the whole vocabulary."""
         return logits
+
+
+class _Computation(NamedTuple):
+    """How values are computed, as `apply_head` is told."""
+
+    project: Project
+    vocab_size: int
+    token: TokenFunction
+    view: Callable[[Tensor], LogitsView]
+    weight: Tensor | None
+    chunk_logits: int
 
 
 def apply_head(
@@ -129,6 +168,8 @@ def apply_head(
     extras: Tensor | None = None,
     view: Callable[[Tensor], LogitsView] = LogitsView,
     weight: Tensor | None = None,
+    *,
+    many_logits: int | None = None,
 ) -> Tensor:
     """The values `[N]` of the tokens whose final hidden states are `hidden` `[N, D]`; 0 where
     `labels` `[N]` is -100.
@@ -136,21 +177,16 @@ def apply_head(
     A single chunk keeps its logits for backward; with several, each chunk recomputes its own, so
     that memory does not grow with N. If `weight` `[V, D]` is given (`project` must then multiply by
     it) and the token function is marked `summed_only`, gradients are computed in forward and
-    nothing is computed twice. On a CPU tokens without a label cost nothing.
+    nothing is computed twice. On a CPU tokens without a label cost nothing. `many_logits`: how many
+    a chunk may have in training of which `token` asks nothing but log-probabilities.
     """
+    many = torch.is_grad_enabled() and getattr(token, "by_log_probability", False)
+    chunk = (many_logits if many else None) or CHUNK_LOGITS
+    by = _Computation(project, vocab_size, token, view, weight, chunk)
     kept = _targets(labels)
     if kept is None:
-        return _values(hidden, project, vocab_size, labels, token, extras, view, weight)
-    values = _values(
-        hidden[kept],
-        project,
-        vocab_size,
-        labels[kept],
-        token,
-        None if extras is None else extras[kept],
-        view,
-        weight,
-    )
+        return _values(by, hidden, labels, extras)
+    values = _values(by, hidden[kept], labels[kept], None if extras is None else extras[kept])
     return values.new_zeros(labels.shape).index_put((kept,), values)
 
 
@@ -168,32 +204,23 @@ def _targets(labels: Tensor) -> Tensor | None:
     return kept if len(kept) else kept.new_zeros(1)
 
 
-def _values(
-    hidden: Tensor,
-    project: Project,
-    vocab_size: int,
-    labels: Tensor,
-    token: TokenFunction,
-    extras: Tensor | None,
-    view: Callable[[Tensor], LogitsView],
-    weight: Tensor | None,
-) -> Tensor:
+def _values(by: _Computation, hidden: Tensor, labels: Tensor, extras: Tensor | None) -> Tensor:
     """`apply_head` of these tokens, whether they are targets or not."""
+    weight = by.weight
     if (
         weight is not None
-        and getattr(token, "summed", False)
+        and getattr(by.token, "summed", False)
         and torch.is_grad_enabled()
         and (hidden.requires_grad or weight.requires_grad)
     ):
-        made: Tensor = _apply_summed(hidden, weight, vocab_size, labels, token, extras, view)
-        return made
+        return _apply_summed(by, hidden, weight, labels, extras)
 
     def chunk_values(part: Tensor, part_labels: Tensor, part_extras: Tensor | None) -> Tensor:
         target = part_labels != IGNORE
-        values = token(view(project(part).float()), part_labels.clamp_min(0), part_extras)
+        values = by.token(by.view(by.project(part)), part_labels.clamp_min(0), part_extras)
         return torch.where(target, values, 0.0)
 
-    size = max(1, CHUNK_LOGITS // vocab_size)
+    size = max(1, by.chunk_logits // by.vocab_size)
     if hidden.shape[0] <= size:
         return chunk_values(hidden, labels, extras)
     values: list[Tensor] = []
@@ -210,34 +237,22 @@ def _values(
 
 
 def _apply_summed(
-    hidden: Tensor,
-    weight: Tensor,
-    vocab_size: int,
-    labels: Tensor,
-    token: TokenFunction,
-    extras: Tensor | None,
-    view: Callable[[Tensor], LogitsView],
+    by: _Computation, hidden: Tensor, weight: Tensor, labels: Tensor, extras: Tensor | None
 ) -> Tensor:
     """Excluded from compilation: the compiler cannot trace gradients taken in forward, and has
     nothing to gain here. Where nothing is compiled, the compiler is not even imported.
     """
     apply = _excluded if torch.compiler.is_compiling() else _summed
-    return apply(hidden, weight, vocab_size, labels, token, extras, view)
+    return apply(by, hidden, weight, labels, extras)
 
 
 def _summed(
-    hidden: Tensor,
-    weight: Tensor,
-    vocab_size: int,
-    labels: Tensor,
-    token: TokenFunction,
-    extras: Tensor | None,
-    view: Callable[[Tensor], LogitsView],
+    by: _Computation, hidden: Tensor, weight: Tensor, labels: Tensor, extras: Tensor | None
 ) -> Tensor:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (hidden, weight))
-    values: Tensor = _Summed.apply(hidden, weight, vocab_size, labels, token, extras, view)  # type: ignore[no-untyped-call]
+    values: Tensor = _Summed.apply(hidden, weight, by, labels, extras)  # type: ignore[no-untyped-call]
     return values
 
 
@@ -255,16 +270,11 @@ class _Summed(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        vocab_size: int,
+        by: _Computation,
         labels: Tensor,
-        token: TokenFunction,
         extras: Tensor | None,
-        view: Callable[[Tensor], LogitsView],
     ) -> Tensor:
-        size = piece = max(1, CHUNK_LOGITS // vocab_size)
-        if kernel_type(hidden.device) == "cpu":
-            size = max(1, min(CHUNK_LOGITS, CPU_CHUNK_LOGITS) // vocab_size)
-            piece = max(1, min(CHUNK_LOGITS, PIECE_LOGITS) // vocab_size)
+        size, piece = _sizes(hidden, by)
         count = hidden.shape[0]
         values = hidden.new_empty(count, dtype=torch.float32)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -277,9 +287,12 @@ class _Summed(torch.autograd.Function):
                     rows = slice(here, min(here + piece, first + len(part)))
                     some = logits[here - first : rows.stop - first]
                     values[rows], gradient = _values_and_gradient(
-                        some, labels[rows], token, None if extras is None else extras[rows], view
+                        by, some, labels[rows], None if extras is None else extras[rows]
                     )
-                    some.copy_(gradient)
+                    if len(some) == len(logits) and gradient.dtype == logits.dtype:
+                        logits = gradient
+                    else:
+                        some.copy_(gradient)
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[first : first + size])
                 if ctx.needs_input_grad[1]:
@@ -300,7 +313,22 @@ class _Summed(torch.autograd.Function):
         made: tuple[Tensor | None, ...] = ctx.saved_tensors
         if not _is_one(scale):
             made = tuple(None if one is None else one * scale.to(one.dtype) for one in made)
-        return *made, None, None, None, None, None
+        return *made, None, None, None
+
+
+def _sizes(hidden: Tensor, by: _Computation) -> tuple[int, int]:
+    """Tokens of a chunk, and of a piece of it."""
+    vocab_size = by.vocab_size
+    if kernel_type(hidden.device) != "cpu":
+        size = max(1, by.chunk_logits // vocab_size)
+        if size > 2 * CHUNK_TOKENS:
+            size -= size % (2 * CHUNK_TOKENS)
+        return size, size
+    size = min(CHUNK_LOGITS, CPU_CHUNK_BYTES // hidden.dtype.itemsize) // vocab_size
+    if size > CHUNK_TOKENS:
+        size -= size % CHUNK_TOKENS
+    piece = min(CHUNK_LOGITS, PIECE_LOGITS * torch.get_num_threads()) // vocab_size
+    return max(1, size), max(1, piece)
 
 
 def _is_one(scale: Tensor) -> bool:
@@ -312,19 +340,42 @@ def _is_one(scale: Tensor) -> bool:
     return isinstance(scale, FakeTensor) or scale.item() == 1
 
 
-def _values_and_gradient(
-    logits: Tensor,
-    labels: Tensor,
-    token: TokenFunction,
-    extras: Tensor | None,
-    view: Callable[[Tensor], LogitsView],
-) -> tuple[Tensor, Tensor]:
-    """For some tokens: values `[n]`, and the gradient of their sum with respect to `logits` `[n,
-    V]`, both float32.
+class _LogProbability(torch.autograd.Function):
+    """Cross-entropy's own kernels on a CPU take two exponentials of each logit, slow ones, where
+    this takes a fast one.
     """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        highest = logits.amax(-1, keepdim=True)
+        powers = (logits - highest).exp_()
+        total = powers.sum(-1, keepdim=True)
+        ctx.save_for_backward(powers, total, labels)
+        return (logits.gather(-1, labels[:, None]) - highest - total.log())[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        powers, total, labels = ctx.saved_tensors
+        of_values = gradient[:, None]
+        of_logits = powers * (-of_values / total)
+        return of_logits.scatter_add_(-1, labels[:, None], of_values), None
+
+
+def _values_and_gradient(
+    by: _Computation, logits: Tensor, labels: Tensor, extras: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """For some tokens: values `[n]`, float32, and the gradient of their sum with respect to
+    `logits` `[n, V]`; on an accelerator in their type.
+    """
+    leaf = logits.detach()
+    if kernel_type(logits.device) == "cpu":
+        # Rounded where it is written in their place.
+        leaf = leaf.float()
     with torch.enable_grad():
-        leaf = logits.detach().float().requires_grad_()
-        values = torch.where(labels != IGNORE, token(view(leaf), labels.clamp_min(0), extras), 0.0)
+        leaf.requires_grad_()
+        found = by.token(by.view(leaf), labels.clamp_min(0), extras)
+        values = torch.where(labels != IGNORE, found, 0.0)
         (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradient
 
@@ -333,9 +384,16 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, last: boo
     """`total` + `left` @ `right`, accumulated in float32 if their dtype is narrower; cast back to
     it after the last one.
     """
+    narrow = left.dtype.itemsize < 4
+    if narrow and left.device.type == "cuda" and not (total is None and last):
+        # Added by the product itself, which rounds nothing and takes two thirds of the time.
+        if total is None:
+            total = left.new_zeros(left.shape[0], right.shape[1], dtype=torch.float32)
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        return total.to(left.dtype) if last else total
     if total is None:
         product = left @ right
-        return product if last or left.dtype.itemsize >= 4 else product.float()
+        return product.float() if narrow and not last else product
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     total += left @ right

@@ -5,10 +5,15 @@ kernels rearrange it in every call. Here each matrix is stored once, as float16 
 FBGEMM reads it in; activations and sums stay float32. No weight is rounded by more than `TINY`: a
 model whose weights are not float16 numbers is left as it is. Weights stored as bfloat16 are between
 6e-5 and 65,504, and below that they are rounded by `TINY` at most.
+
+To compute in bf16, on a processor with AMX, the layers' matrices are packed by oneDNN instead. What
+enters a product and what leaves it is rounded, and attention of many queries; norms, rotations, the
+sum over the layers, logits and what the cache keeps stay float32.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -17,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.models.device import mapping_blocks, return_freed_memory
+from ingot.models.device import Compute, mapping_blocks, return_freed_memory
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import AttentionCache, Block, Decoder, FeedForward
 from ingot.models.native.fbgemm import CHUNK_WEIGHTS, Float16Matrix, PackedLinear
 from ingot.models.native.head import VocabularyHead
+from ingot.models.native.onednn import BFloat16Linear, multiplies_bfloat16
 from ingot.models.native.rope import Rope, Turns
 
 TINY = 2.0**-25
@@ -37,13 +43,20 @@ PART_WEIGHTS = 2**23
 """Weights of a vocabulary's head that are packed together, in which they are copied twice."""
 ENGINES = ("x86", "fbgemm")
 INSTRUCTIONS = ("AVX2", "AVX512")
+MANY_QUERIES = 64
+"""From so many on rounding them pays in attention."""
 
 
-def _pack(*linears: nn.Linear) -> PackedLinear:
-    """One product in place of several with the same input."""
-    weights: list[Tensor] = [linear.weight for linear in linears]
+def _pack(
+    compute: Compute, *linears: nn.Linear, out: torch.dtype = torch.float32
+) -> PackedLinear | BFloat16Linear:
+    """One product in place of several with the same input. In bf16 it gives `out`."""
+    weight = torch.cat([linear.weight for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return PackedLinear(Float16Matrix(torch.cat(weights), torch.cat(biases) if biases else None))
+    bias = torch.cat(biases) if biases else None
+    if compute == "bf16":
+        return BFloat16Linear(weight, bias, out)
+    return PackedLinear(Float16Matrix(weight, bias))
 
 
 class BeforeAttention(nn.Module):
@@ -51,10 +64,10 @@ class BeforeAttention(nn.Module):
     complex `[B, T, 1, R/2]`, give q `[B, H, T, E]`, k and v `[B, K, T, E]`.
 
     Rotated channels lie in adjacent pairs, which is the order of complex numbers; scores are the
-    same sums in another order.
+    same sums in another order. In bf16 many queries are given rounded.
     """
 
-    def __init__(self, block: Block, head_dim: int) -> None:
+    def __init__(self, block: Block, head_dim: int, compute: Compute) -> None:
         super().__init__()
         attention, rope = block.self_attn, block.rope
         assert rope is not None
@@ -68,7 +81,8 @@ class BeforeAttention(nn.Module):
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         self.head_dim = head_dim
         self.heads = [linear.out_features // head_dim for linear in linears]
-        self.qkv_proj = _pack(*linears)
+        self.qkv_proj = _pack(compute, *linears)
+        self.rounded_from = MANY_QUERIES if compute == "bf16" else sys.maxsize
 
     def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv_proj(self.norm(x)).view(x.shape[0], x.shape[1], -1, self.head_dim)
@@ -78,6 +92,8 @@ class BeforeAttention(nn.Module):
         size = 2 * rotation.shape[3]
         for part in (q, k):
             torch.view_as_complex(part[..., :size].unflatten(-1, [-1, 2])).mul_(rotation)
+        if x.shape[1] >= self.rounded_from:
+            q = q.to(torch.bfloat16)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -94,13 +110,13 @@ class AfterAttention(nn.Module):
     `[B, T, D]`.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, compute: Compute) -> None:
         super().__init__()
-        mlp = cast("FeedForward", block.mlp)
+        mlp, half = cast("FeedForward", block.mlp), torch.bfloat16
         self.norm = getattr(block, block.norms.before_mlp or "")
-        self.o_proj = _pack(block.self_attn.o_proj)
-        self.gate_up_proj = _pack(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = _pack(mlp.down_proj)
+        self.o_proj = _pack(compute, block.self_attn.o_proj, out=half)
+        self.gate_up_proj = _pack(compute, mlp.gate_proj, mlp.up_proj, out=half)
+        self.down_proj = _pack(compute, mlp.down_proj, out=half)
 
     def forward(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -130,12 +146,12 @@ class PackedBlock(nn.Module):
     between the small operators of a single token takes as long as these.
     """
 
-    def __init__(self, block: Block, head_dim: int, rotation: Rotation) -> None:
+    def __init__(self, block: Block, head_dim: int, rotation: Rotation, compute: Compute) -> None:
         super().__init__()
         self.number, self.window, self.rope = block.number, block.window, block.rope
         self._rotation = rotation
-        self.before = without_python(BeforeAttention(block, head_dim))
-        self.after = without_python(AfterAttention(block))
+        self.before = without_python(BeforeAttention(block, head_dim, compute))
+        self.after = without_python(AfterAttention(block, compute))
 
     def forward(
         self,
@@ -148,7 +164,7 @@ class PackedBlock(nn.Module):
         """As `Block.forward`."""
         q, k, v = self.before(x, self._rotation.of(turns))
         if attn_fn is not None:
-            mixed = attn_fn(q, k, v)
+            mixed = attn_fn(q, k.to(q.dtype), v.to(q.dtype))
         else:
             assert cache is not None
             mixed = cache.attend(self.number, q, k, v)
@@ -252,14 +268,18 @@ ReadLayer = Callable[[str, nn.Module], None]
 
 
 @torch.no_grad()
-def pack_weights(model: Decoder, read: ReadLayer | None = None) -> bool:
+def pack_weights(
+    model: Decoder, read: ReadLayer | None = None, *, compute: Compute = "fp32"
+) -> bool:
     """Replace the weights of `model`, in float32 or bfloat16, by packed ones, matrix by matrix; it
-    can then only generate, in float32. With `read` the layers are still on `meta`, and are read one
-    after the other.
+    can then only generate, computing in `compute`. With `read` the layers are still on `meta`, and
+    are read one after the other.
     Returns False where that would change weights, or where this processor or this build of torch
     has no such products. The model is then as it was; with `read` it is of no more use.
     """
-    if not _has_kernel() or not _are_halves(model):
+    if not _has_kernel() or (compute == "bf16" and not multiplies_bfloat16()):
+        return False
+    if not _are_halves(model):
         return False
     with mapping_blocks(OWN_BYTES):
         _pack_ends(model)
@@ -270,7 +290,7 @@ def pack_weights(model: Decoder, read: ReadLayer | None = None) -> bool:
                 read(name, model.model.layers.get_submodule(name))
                 if not _are_halves(model.model.layers.get_submodule(name)):
                     return False
-            _pack_layer(model, name, rotations)
+            _pack_layer(model, name, rotations, compute)
             return_freed_memory()
     return True
 
@@ -288,7 +308,9 @@ def _pack_ends(model: Decoder) -> None:
     return_freed_memory()
 
 
-def _pack_layer(model: Decoder, name: str, rotations: dict[Rope | None, Rotation]) -> None:
+def _pack_layer(
+    model: Decoder, name: str, rotations: dict[Rope | None, Rotation], compute: Compute
+) -> None:
     """Replace a layer, or in one that is not plain its linear layers."""
     layer = cast("Block", model.model.layers.get_submodule(name))
     whole = {id(weight) for weight in _matrices(layer)}
@@ -296,13 +318,13 @@ def _pack_layer(model: Decoder, name: str, rotations: dict[Rope | None, Rotation
         if id(parameter) not in whole:
             parameter.data = parameter.data.float()
     if is_plain(layer, model.config):
-        packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope])
+        packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope], compute)
         setattr(model.model.layers, name, packed)
         return
     for parent in list(layer.modules()):
         for leaf, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, leaf, _pack(child))
+                setattr(parent, leaf, _pack(compute, child))
 
 
 def _has_kernel() -> bool:

@@ -227,6 +227,28 @@ def judge_sampling(
     yield PlanFinding("not checked", "objective.sample_rows", message)
 
 
+def judge_offload(recipe: Recipe, place: PlannedPlace) -> Iterator[PlanFinding]:
+    """What a trace does not see of a device whose tensors are in the host's memory."""
+    offload = recipe.memory.offload
+    if place.type == "cpu":
+        return
+    chosen = {
+        "memory.offload.activations": offload.activations,
+        "memory.offload.weights": offload.weights,
+        "memory.offload.optimizer": bool(offload.optimizer),
+    }
+    knobs = [name for name, is_set in chosen.items() if is_set]
+    if knobs:
+        message = "what copies to the host and back take"
+        if offload.weights or offload.optimizer:
+            message += ", and the optimizer on its processor"
+        yield PlanFinding(
+            "not checked",
+            " and ".join(knobs),
+            f"{message}; seconds a step, and what follows from them, are without it",
+        )
+
+
 def judge_server(
     recipe: Recipe, config: Mapping[str, Any] | None, size: ModelSize | None
 ) -> PlanFinding:

@@ -16,9 +16,11 @@ from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import AdamSettings
+from ingot.data.splits import Shares
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
     judge_length,
+    judge_offload,
     judge_pauses,
     judge_place,
     judge_sampling,
@@ -44,7 +46,7 @@ def judge_unknown(lengths: Unknown) -> PlanFinding:
 def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
     """How documents fit into the rows."""
     name, own = next(iter(sample.columns.items()))
-    each = "document" if name == "tokens" else name
+    each = "document" if name in ("tokens", "body") else name
     yield PlanFinding(
         "known",
         "data",
@@ -52,6 +54,7 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         f" {own.high:,.0f} at 90 % and {own.longest:,} at most; {own.longer:.1%} are longer"
         f" than {own.limit:,}",
     )
+    yield from _judge_held_out(recipe, sample)
     if sample.unreadable > 0.0:
         yield PlanFinding(
             "warning" if sample.unreadable > MUCH_LOST else "known",
@@ -88,6 +91,25 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         else:
             message += "; lower data.seq_len, or set data.pack to best_fit" if much else ""
         yield PlanFinding("warning" if much else "known", "data.pack", message)
+
+
+def _judge_held_out(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
+    """Whether so few documents are likely to have one that is held out, without which `prepare`
+    stops. Which one is told by hashes of identities that only ingested documents have.
+    """
+    share = Shares.of(recipe.data).validation
+    if not sample.whole or share is None:
+        return
+    none = (1 - share) ** sample.documents
+    if none >= 0.5:
+        count = f"{sample.documents:,} document{'s' if sample.documents > 1 else ''}"
+        yield PlanFinding(
+            "warning",
+            "data.validation",
+            f"{share:g} of {count} is none with a probability of {none:.0%}, and `ingot prepare`"
+            " stops then; raise data.validation.fraction, give data.validation sources of its own,"
+            " or hold nothing out with data.validation=null",
+        )
 
 
 ABOVE, BELOW = 5.0, 20.0
@@ -152,7 +174,7 @@ def judge_rate(recipe: Recipe, size: ModelSize | None, *, random: bool) -> PlanF
 
 def _way(recipe: Recipe, *, random: bool) -> str:
     kind = recipe.objective.kind
-    if kind in ("seq2seq", "classify"):
+    if kind in ("seq2seq", "classify", "mlm"):
         return kind
     if recipe.model.lora is not None:
         return "lora_dpo" if kind == "dpo" else "lora"
@@ -188,6 +210,7 @@ def all_judgements(
     found += judge_tokenizer(recipe, random=random)
     found.append(judge_rate(recipe, size, random=random))
     found += [*judge_pauses(recipe, cost), *judge_place(recipe, place, cost)]
+    found += judge_offload(recipe, place)
     found += judge_sampling(recipe, config, size)
     found.append(judge_server(recipe, config, size))
     order = ("warning", "known", "not checked")

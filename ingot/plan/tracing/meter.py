@@ -339,7 +339,9 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
         return Operator("matmul", _name(inputs[-1]), flops, moved)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
-        return Operator("matmul", _name(inputs[-1]), flops, moved)
+        # What is added comes before the factors, scales of a product in float8 come after them.
+        factor = inputs[0] if packet is torch.ops.aten._scaled_mm else inputs[-1]
+        return Operator("matmul", _name(factor), flops, moved)
     return Operator(SLOWER.get(packet.__name__, "memory"), dtype, 0, moved)
 
 
@@ -393,8 +395,6 @@ def _group(args: tuple[Any, ...]) -> tuple[int, int]:
         if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
             return group_layout(dist.ProcessGroup.unbox(one))
     name = next((one for one in reversed(args) if isinstance(one, str)), None)
-    return (1, 1) if name is None else group_layout(_resolve(name))
-
-
-def _resolve(name: str) -> dist.ProcessGroup:
-    return torch._C._distributed_c10d._resolve_process_group(cast("Any", name))
+    if name is None:
+        return 1, 1
+    return group_layout(torch._C._distributed_c10d._resolve_process_group(cast("Any", name)))

@@ -4,12 +4,15 @@ is not there, while a step is traced.
 torch chooses among kernels by device, and cannot differentiate tensors of a device that is not
 there. A trace for CUDA therefore runs on the CPU, and what differs is replaced: a fused norm keeps
 its input and one number a token, and attention within documents or windows (flex attention,
-compiled) keeps what flash attention does.
+compiled) keeps what flash attention does. What is compiled keeps no number that can be had again
+from others that are kept: of a norm the input in its own type, of a feed-forward its two products
+and what they make; and kernels of the head read and write what they are given alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
@@ -28,10 +31,11 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Offload
 from ingot.data.batches.loader import Batch
 from ingot.models.hf import relative
-from ingot.models.native import head
+from ingot.models.native import fused_head, head
 from ingot.models.native.attention import AttnFn
-from ingot.models.native.decoder import Decoder, RMSNorm
+from ingot.models.native.decoder import Decoder, FeedForward, RMSNorm
 from ingot.models.parameters import local_tensor
+from ingot.models.quantized import dynamic_values
 from ingot.models.quantized_experts import ExpertMatrices
 from ingot.objectives.protocol import Objective
 from ingot.parallel.experts import RankExchange
@@ -39,9 +43,11 @@ from ingot.parallel.mesh import Mesh, make_mesh
 from ingot.parallel.offload import OffloadedTensor
 from ingot.parallel.pipeline import local_stages
 from ingot.plan.tracing.meter import Meter
-from ingot.plan.tracing.records import DISPATCH
+from ingot.plan.tracing.records import DISPATCH, Operator
 
 HOST = torch.device("cpu")
+CAST = "hp_tensor_to_float8_dynamic"
+"""What converts each operand in torchao's layers."""
 
 
 class LonelyMesh(Mesh):
@@ -84,6 +90,11 @@ class PlannedBatch(Batch):
         with _disable_current_modes():
             return super().single_documents
 
+    @property
+    def text_tokens(self) -> int:
+        with _disable_current_modes():
+            return super().text_tokens
+
 
 class CountingTargets:
     """An objective that counts its targets on the real batch, since that asks for contents."""
@@ -117,6 +128,7 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
     """
     with contextlib.ExitStack() as replaced:
         replace = partial(_replaced, replaced)
+        dynamic_values(HOST)  # made from numbers, and kept
         replace(ExpertMatrices, "sizes", _each_as_many)
         replaced.enter_context(counted_dispatches(lambda: meter.count(DISPATCH)))
         if dist.is_initialized():
@@ -231,22 +243,44 @@ def _replaced(until: contextlib.ExitStack, owner: object, name: str, value: obje
 
 
 @contextlib.contextmanager
-def as_on_cuda(model: nn.Module, mesh: Mesh, meter: Meter, offload: Offload) -> Iterator[None]:
+def as_on_cuda(model: nn.Module, mesh: Mesh, meter: Meter, recipe: Recipe) -> Iterator[None]:
     """Replace what a CUDA device computes with other kernels, in the model for good, and inside the
     block the pieces into which a CPU cuts the logits of a chunk, its attention with relative
     positions, and what it offloads.
     """
+    compiled = recipe.train.compile
+    norm = _compiled_norm if compiled else _fused_norm
     for stage in local_stages(model):
         if isinstance(stage, Decoder) and mesh.context.world == 1:
             stage.make_attn_fns = _flash_attn_fns
     for module in model.modules():
         if isinstance(module, RMSNorm) and "forward" not in vars(module):
-            module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+            module.forward = partial(norm, module)  # type: ignore[method-assign]
+        if compiled and isinstance(module, FeedForward):
+            module.forward = partial(_compiled_gate, module)  # type: ignore[method-assign]
     with contextlib.ExitStack() as replaced:
         _replaced(replaced, head, "PIECE_LOGITS", head.CHUNK_LOGITS)
+        _replaced(replaced, fused_head, "fused_kernels", lambda: (_likelihood, _of_logits))
+        float8 = sys.modules.get("torchao.float8.float8_linear")
+        if compiled and float8 is not None:
+            cast = _cast_at_once(meter, getattr(float8, CAST))
+            _replaced(replaced, float8, CAST, cast)
         _replaced(replaced, relative, "is_for_blocks", lambda *given: False)
-        replaced.enter_context(_apart_from_host(meter, offload))
+        replaced.enter_context(_apart_from_host(meter, recipe.memory.offload))
         yield
+
+
+def _cast_at_once(meter: Meter, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A conversion to float8, compiled: each number is read for the scale and to be converted."""
+
+    def cast(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        before = meter.operators.copy()
+        made = call(tensor, *args, **named)
+        meter.operators = before
+        meter.count(Operator("memory", "bfloat16", 0, (2 + 2 + 1) * tensor.numel()))
+        return made
+
+    return cast
 
 
 def _flash_attn_fns(
@@ -265,9 +299,58 @@ def _flash_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) 
     return out * (out[..., 0].float() - sinks.float()[:, None]).sigmoid()[..., None].to(out.dtype)
 
 
+def _likelihood(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads logits `[N, V]` and makes three numbers a token."""
+    highest = logits.amax(-1).float()
+    return highest, highest.neg(), highest.neg()
+
+
+def _of_logits(logits: Tensor, *others: Tensor) -> Tensor:
+    """Reads logits `[N, V]` and writes as many numbers."""
+    return logits.neg()
+
+
 def _fused_norm(norm: RMSNorm, x: Tensor) -> Tensor:
     made: Tensor = _FusedNorm.apply(x.float(), norm.weight.float())  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
+
+
+def _compiled_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    made: Tensor = _CompiledNorm.apply(x, norm.weight)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _CompiledNorm(torch.autograd.Function):
+    """Reads its input, and in backward the gradient, too; writes as much."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., 0], dtype=torch.float32))
+        return x.neg()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return x + gradient, torch.empty_like(weight)
+
+
+def _compiled_gate(part: FeedForward, x: Tensor) -> Tensor:
+    made: Tensor = part.down_proj(_CompiledGate.apply(part.gate_proj(x), part.up_proj(x)))  # type: ignore[no-untyped-call]
+    return made
+
+
+class _CompiledGate(torch.autograd.Function):
+    """The activation of one product times the other, read once, also in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return gradient * up, gradient * gate
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -166,8 +166,8 @@ def _trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(rounded=kind != "cpu", gloo=kind == "cpu")
     model = draft_model(plan, plan.model_spec, mesh, planned=True)
-    offload = plan.recipe.memory.offload
-    device = contextlib.nullcontext() if kind == "cpu" else as_on_cuda(model, mesh, meter, offload)
+    on_cpu = contextlib.nullcontext()
+    device = on_cpu if kind == "cpu" else as_on_cuda(model, mesh, meter, plan.recipe)
     with new_parameters(), without_contents(meter, crowding), device, fake, meter:
         _allocate(plan, model, mesh)
         masters = make_masters(model, mesh, plan.wrapping)

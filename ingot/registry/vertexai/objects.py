@@ -19,7 +19,7 @@ from ingot.base.remote.bucket import Bucket, crc32c
 from ingot.base.remote.service import Conflict, Missing
 from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
 from ingot.registry.local import MARKER
-from ingot.registry.versions import LiveChange
+from ingot.registry.versions import LiveChange, stale_decision
 
 SCHEMA = 1
 POINTER = "live.json"
@@ -82,13 +82,7 @@ def read_pointer(bucket: Bucket) -> LivePointer:
 def check_expected_live(name: str, live: int | None, instead_of: int | None) -> None:
     """Raises WrongInput unless version `instead_of` is live (None: none; -1: any)."""
     if instead_of not in (-1, live):
-        now, then = (
-            f"{name} v{version}" if version is not None else f"nothing as {name}"
-            for version in (live, instead_of)
-        )
-        raise WrongInput(
-            f"{now} went live while {then} was compared with the new model; run `ingot gate` again"
-        )
+        raise stale_decision(name, live, instead_of)
 
 
 def move_pointer(
@@ -174,9 +168,10 @@ def damaged_files(bucket: Bucket) -> list[str]:
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether the model in `folder` is a classifier."""
+    """Whether the model in `folder` is a classifier of texts, or of what is masked in them."""
     config = json.loads((folder / "config.json").read_bytes())
-    return any("Classification" in name for name in config.get("architectures") or [])
+    names = config.get("architectures") or []
+    return any("Classification" in name or name.endswith("ForMaskedLM") for name in names)
 
 
 def _is_whole(bucket: Bucket) -> bool:

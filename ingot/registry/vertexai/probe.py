@@ -136,7 +136,9 @@ def _predict(
 def _find_error(answers: list[Any], check: AnswerCheck) -> str | None:
     """What is wrong with the answers to one prompt; None where they are right."""
     answer = answers[0] if len(answers) == 1 else None
-    if check.classifies:
+    if check.classifies and isinstance(answer, dict) and "masks" in answer:
+        answer = answer.get("text")
+    elif check.classifies:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if (
             not isinstance(answer, dict)

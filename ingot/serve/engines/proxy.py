@@ -53,7 +53,7 @@ class EngineProxy:
         )
 
     async def predict(self, body: PredictBody) -> dict[str, Any]:
-        prompts = [item if isinstance(item, str) else item.prompt for item in body.instances]
+        prompts = [item.prompt for item in body.instances]
         self.bounds.check(prompts)
         # What was asked for, and what engines have other defaults of.
         sent = {"temperature", "top_p", "stop"} | body.parameters.model_fields_set

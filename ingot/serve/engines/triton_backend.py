@@ -26,7 +26,7 @@ from ingot.models.generation.request import CompletionChunk, Request
 from ingot.serve.http.bodies import PredictParameters
 from ingot.serve.http.errors import ApiError, validation_error
 from ingot.serve.native.engine import BatchWorker
-from ingot.serve.native.model import LoadedModel, load
+from ingot.serve.native.model import LoadedModel, load_in_a_thread
 
 PROMPT_TOKENS = 64
 # Tokens between two checks whether the client has disconnected.
@@ -55,9 +55,10 @@ class TritonBackend:
             key: value["string_value"]
             for key, value in json.loads(args["model_config"])["parameters"].items()
         }
-        self._loaded: LoadedModel = load(
+        self._loaded: LoadedModel = load_in_a_thread(
             Path(parameters["folder"]),
             any_template=parameters["any_template"] == "true",
+            compute=parameters["compute"],
             pack=parameters.get("pack") == "true",
         )
         self._worker: BatchWorker = self._loaded.worker(

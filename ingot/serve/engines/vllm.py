@@ -22,8 +22,9 @@ from ingot.base.processes import python_with_module
 from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
 from ingot.config.sections.deployment import Serve
-from ingot.config.serving import VLLM_MODULE, shell, vllm_arguments
-from ingot.models.hf.compressed import scheme_of
+from ingot.config.serving import VLLM_MODULE, VLLM_TYPES, shell, vllm_arguments
+from ingot.models.device import is_fast_in_bf16
+from ingot.models.hf.compressed import Scheme, scheme_of
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.bodies import PromptBounds
@@ -100,16 +101,25 @@ def render_vllm(folder: Path, settings: Serve, name: str) -> str:
     return shell(made.argv, {**made.environment, **keys}) + "\n"
 
 
+def _cpu_dtype(scheme: Scheme | None) -> str:
+    """What vLLM computes in on a CPU: it has products of four-bit matrices in bf16 alone, and with
+    AMX those of eight-bit inputs, too.
+    """
+    if scheme is None:
+        return "float32"
+    blocks = scheme.integer_inputs and is_fast_in_bf16(torch.device("cpu"))
+    return "bfloat16" if scheme.bits == 4 or blocks else "float32"
+
+
 def vllm_command(
     python: str, folder: Path, settings: Serve, name: str, host: str, port: int, key: str | None
 ) -> ServerCommand:
-    """The command line of vLLM. On a CPU it runs in float32, as our own server does, without
-    compiling first; in bf16 where matrices have four bits, whose products it has in no other type.
+    """The command line of vLLM. On a CPU it runs without compiling first, and unless
+    `serve.compute` says otherwise in float32 where it can.
     """
     accelerated = torch.accelerator.is_available()
     scheme = scheme_of(model_config(folder), str(folder))
-    on_cpu = "bfloat16" if scheme is not None and scheme.bits == 4 else "float32"
-    dtype = "auto" if accelerated else on_cpu
+    dtype = VLLM_TYPES.get(settings.compute, "auto" if accelerated else _cpu_dtype(scheme))
     more = (
         () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes()))
     )

@@ -267,10 +267,26 @@ class CompletionBody(OpenAIRequest):
         return self.prompt_logprobs
 
 
+def text_as(name: str) -> BeforeValidator:
+    """An instance that is a text alone is the object with it as the field `name`."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str | dict):
+            raise ValueError(f'give a text, or an object such as {{"{name}": "..."}}')
+        return {name: value} if isinstance(value, str) else value
+
+    return BeforeValidator(read)
+
+
 class PromptInstance(RequestBody):
     """One instance of a prediction request."""
 
     prompt: Text
+
+
+PromptInstances = Annotated[
+    list[Annotated[PromptInstance, text_as("prompt")]], Field(min_length=1), FailFast()
+]
 
 
 class PredictParameters(GenerationOptions):
@@ -282,7 +298,7 @@ class PredictParameters(GenerationOptions):
 class PredictBody(RequestBody):
     """Vertex AI's prediction request."""
 
-    instances: Annotated[list[Text | PromptInstance], Field(min_length=1), FailFast()]
+    instances: PromptInstances
     parameters: PredictParameters = PredictParameters()
 
 
@@ -295,7 +311,7 @@ class SummaryParameters(PredictParameters):
 class SummaryBody(RequestBody):
     """Vertex AI's prediction request to a sequence-to-sequence model."""
 
-    instances: Annotated[list[Text | PromptInstance], Field(min_length=1), FailFast()]
+    instances: PromptInstances
     parameters: SummaryParameters = SummaryParameters()
 
 

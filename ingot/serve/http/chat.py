@@ -8,7 +8,15 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, JsonValue, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 
 from ingot.serve.http.bodies import (
     MAX_LOGPROBS,
@@ -36,8 +44,10 @@ def _role(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Name a part that is not text, before parts are validated as text."""
-    parts = value if isinstance(value, list) else []
+    """Name what is not text, before parts are validated as text."""
+    if not isinstance(value, str | list):
+        raise ValueError("give a text, or a list of parts of type text")
+    parts = value if isinstance(clean_text(value), list) else []
     if len(parts) > MAX_PARTS:
         raise ValueError(f"has {len(parts):,} parts; send up to {MAX_PARTS}")
     for number, part in enumerate(parts):
@@ -115,7 +125,11 @@ class ChatMessage(RequestBody):
     """One turn of a chat."""
 
     role: Annotated[Text, BeforeValidator(_role)]
-    content: Annotated[Text | list[TextPart], BeforeValidator(_parts)] = ""
+    content: Annotated[
+        Annotated[str, Tag("Text")] | Annotated[list[TextPart], Tag("Parts")],
+        Discriminator(lambda content: "Text" if isinstance(content, str) else "Parts"),
+        BeforeValidator(_parts),
+    ] = ""
     name: Text | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS)] = NONE
     tool_call_id: Text | None = None
@@ -134,6 +148,8 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _belongs_to_the_role(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of the role {self.role} has no `content`; give its text")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("`tool_calls` belongs to messages of the role assistant; move it")
         if self.tool_call_id is not None and self.role != "tool":
@@ -162,6 +178,16 @@ class ChatMessage(RequestBody):
         return {"role": self.role, "content": content, **given, **self.thoughts}
 
 
+def _object_schema(value: Any) -> Any:
+    kind = value.get("type", "object") if isinstance(value, dict) else "object"
+    if kind != "object":
+        raise ValueError(
+            f"is of type {short(str(kind))!r:.60}, but the arguments of a function are an object;"
+            " give `type` object"
+        )
+    return value
+
+
 class FunctionBody(RequestBody):
     """A function that the model may call, with the JSON schema of its arguments. `strict`: calls
     are held to it also where the model chooses whether to call.
@@ -169,7 +195,7 @@ class FunctionBody(RequestBody):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_object_schema)] = None
     strict: bool = False
 
 
@@ -213,10 +239,18 @@ class ChatBody(OpenAIRequest):
     chat_template_kwargs: Annotated[dict[str, JsonValue], BeforeValidator(_kwargs)] = NO_KWARGS
 
     @model_validator(mode="after")
+    def _has_one_limit(self) -> ChatBody:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
+        return self
+
+    @model_validator(mode="after")
     def _tools_fit(self) -> ChatBody:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("two of `tools` have the same name; rename one")
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two of `tools` have the same name `{twice}`; rename one")
         if self.tool_choice in ("auto", "none"):
             wanted = None
         elif isinstance(self.tool_choice, NamedTool):
@@ -224,7 +258,8 @@ class ChatBody(OpenAIRequest):
         else:
             wanted = next(iter(names), "")
         if wanted is not None and wanted not in names:
-            raise ValueError("`tool_choice` asks for a tool that is not in `tools`; add it there")
+            named = f"the tool `{short(wanted)}`, which" if wanted else "a tool that"
+            raise ValueError(f"`tool_choice` asks for {named} is not in `tools`; add it there")
         if self.callable_tools() and self.response_format.type != "text":
             raise ValueError(
                 "`response_format` and `tools` exclude each other in one answer; leave one of them"

@@ -86,8 +86,7 @@ async def _embedded(
         lambda: [encode(text) if isinstance(text, str) else text for text in texts]
     )
     requests = [EmbeddingRequest(ids, 1, pooling=pooling) for ids in read]
-    for each in requests:
-        loaded.check(each)
+    service.check(requests)
     order = sorted(range(len(read)), key=lambda index: len(read[index]))
     vectors: dict[int, tuple[float, ...]] = {}
     for start in range(0, len(order), service.settings.max_batch):

@@ -17,6 +17,8 @@ from ingot.base.errors import WrongInput
 MAX_FAULTS, MAX_QUOTED = 4, 80
 # Upper bound for any error message: a chat template may quote the whole chat that it refuses.
 MAX_MESSAGE = 1200
+UNREADABLE = "There was an error parsing the body"
+"""What FastAPI says of a body in which no JSON can be looked for."""
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -86,6 +88,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.detail == UNREADABLE:
+            return ApiError(400, "the body is not JSON in UTF-8; mend it").response()
         message = (
             f"{short(request.method)} {short(request.url.path)}: {str(error.detail).lower()}; see"
             " GET /openapi.json for what is served"
@@ -97,11 +101,19 @@ def install_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "the server failed on this request; its log has the reason").response()
 
 
+def _place(parts: Sequence[str | int]) -> str:
+    """A field by its path; where it may be one of several objects, pydantic names ours, with a
+    capital letter, of which clients know nothing.
+    """
+    own = [part for part in parts[:-1] if not str(part)[:1].isupper()]
+    return short(".".join(short(str(part)) for part in (*own, *parts[-1:]) if part != "body"))
+
+
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """One 400 error for the validation errors of a body, each naming its field."""
     lines, param = [], None
     for error in errors[:MAX_FAULTS]:
-        place = short(".".join(short(str(part)) for part in error["loc"] if part != "body"))
+        place = _place(error["loc"])
         match error["type"]:
             case "json_invalid":
                 place, line = (

@@ -118,11 +118,9 @@ class LogprobFormatter:
         """
         before = self._tokenizer.decode(self._before, skip_special=False)
         both = self._tokenizer.decode([*self._before, token], skip_special=False)
-        return (
-            both[len(before) :]
-            if both.startswith(before)
-            else self._tokenizer.decode([token], skip_special=False)
-        )
+        added = both[len(before) :] if both.startswith(before) else ""
+        # A further byte of a character that is not whole yet adds nothing.
+        return added or self._tokenizer.decode([token], skip_special=False)
 
 
 def router(service: Service) -> APIRouter:
@@ -195,13 +193,17 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
 
     if body.stream:
         usage = body.stream_options.include_usage
-        return EventStream(ticket, lambda: _chunks(ticket, head, choice, prompts, usage, body.n))
+        unwritten = body.max_tokens == 0
+        return EventStream(
+            ticket,
+            lambda: _chunks(ticket, head, choice, prompts, usage, body.n, unwritten=unwritten),
+        )
     answers = await completions(ticket, request)
     return await json_answer(
         {
             **head,
             "choices": [await choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": _usage(prompts, answers),
+            "usage": _usage(prompts, answers, unwritten=body.max_tokens == 0),
         }
     )
 
@@ -322,6 +324,8 @@ async def _chunks(
     with_usage: bool,
     choices: int = 1,
     first: dict[str, Any] | None = None,
+    *,
+    unwritten: bool = False,
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream: one for each output of the `choices` of each prompt that is not
     empty, then the usage if requested.
@@ -340,7 +344,7 @@ async def _chunks(
                 yield {**head, "choices": [made]}
     if with_usage:
         ends = [replace(last[index], cached=cached[index]) for index in range(count)]
-        yield {**head, "choices": [], "usage": _usage(prompts, ends)}
+        yield {**head, "choices": [], "usage": _usage(prompts, ends, unwritten=unwritten)}
 
 
 def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -353,12 +357,16 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def _usage(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Completion | CompletionChunk]
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Completion | CompletionChunk],
+    *,
+    unwritten: bool = False,
 ) -> dict[str, Any]:
     """The usage of all choices of each prompt. `cached_tokens` are those that the first choice did
-    not have to read; the further ones find what it has read.
+    not have to read; the further ones find what it has read. `unwritten`: prompts were only read.
     """
-    read, written = sum(map(len, prompts)), sum(answer.generated for answer in answers)
+    read = sum(map(len, prompts))
+    written = 0 if unwritten else sum(answer.generated for answer in answers)
     firsts = answers[:: len(answers) // len(prompts)]
     return {
         "prompt_tokens": read,
@@ -370,7 +378,7 @@ def _usage(
 
 def _model(service: Service) -> dict[str, Any]:
     positions = service.loaded.model.config.max_position_embeddings
-    chat = service.loaded.kind == "decoder" and service.loaded.tokenizer.template is not None
-    about = {"owned_by": "ingot", "max_model_len": positions, "kind": service.loaded.kind}
-    about["chat"] = chat
+    kind, tasks = service.loaded.kind, service.loaded.tasks
+    about = {"owned_by": "ingot", "max_model_len": positions, "kind": kind}
+    about |= {"chat": "chat" in tasks, "tasks": tasks}
     return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

@@ -15,7 +15,10 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ingot.base.errors import WrongInput
+from ingot.config.models.source import WORDS
 from ingot.config.sections.deployment import Serve
+from ingot.models.generation.fillmask import MaskRequest
 from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.seq2seq import Seq2SeqRequest
@@ -61,7 +64,7 @@ class Service:
     def check_generates_text(self, asked: str | None) -> None:
         """As `check_model`, and raises ApiError 400 for a classifier, which generates no text."""
         self.check_model(asked)
-        if self.loaded.kind == "encoder":
+        if self.loaded.kind in ("encoder", "masked"):
             raise ApiError(
                 400,
                 f"model `{self.name}` is {self.encoder_kind} and writes no text; send texts as"
@@ -71,6 +74,8 @@ class Service:
     @property
     def encoder_kind(self) -> str:
         """An encoder in words."""
+        if self.loaded.kind == "masked":
+            return WORDS["masked"]
         return "a classifier" if self.loaded.labels else "an encoder without classes"
 
     def default_max_tokens(self, default: int) -> int | None:
@@ -146,15 +151,16 @@ class Service:
         strict = any(tool["function"]["strict"] for tool in tools)
         if not tools or not (body.must_call or strict):
             return await self.constraint(body.response_format)
+        schemas = functions_of(tools, strict=not body.must_call)
         grammar = call_grammar(
             self.tool_format,
-            functions_of(tools, strict=not body.must_call),
+            schemas,
             self.loaded.tokenizer.special_ids,
             text=not body.must_call,
             several=body.parallel_tool_calls and body.tool_choice in ("auto", "required"),
             named=self.tool_format.named and "[ARGS]" in (self.loaded.tokenizer.template or ""),
         )
-        return await asyncio.to_thread(self.grammars.calls, grammar)
+        return await asyncio.to_thread(self.grammars.calls, grammar, schemas)
 
     async def encode_chat(self, body: ChatBody) -> list[int]:
         """Token ids of a chat by the model's template. Raises as `encode` does, and WrongInput
@@ -239,7 +245,7 @@ class Service:
         ]
         if self.loaded.kind == "seq2seq":
             requests = [Seq2SeqRequest(**vars(request), beams=beams) for request in requests]
-        return self._queue(requests)
+        return self._queue(requests, choices)
 
     def submit_classification(self, texts: Sequence[list[int]]) -> Ticket:
         """Queue texts for classification. Raises as `submit` does."""
@@ -251,10 +257,34 @@ class Service:
             )
         return self._queue([GenerationRequest(text, 1) for text in texts])
 
-    def _queue(self, requests: Sequence[GenerationRequest]) -> Ticket:
-        for request in requests:
-            self.loaded.check(request)
+    def submit_masks(self, texts: Sequence[list[int]], top_k: int) -> Ticket:
+        """Queue texts whose masks are to be filled. Raises as `submit` does."""
+        mask = self.loaded.tokenizer.mask
+        told = top_k * sum(token == mask for ids in texts for token in ids)
+        if told > MAX_LOGPROBS_IN_ANSWER:
+            raise ApiError(
+                400,
+                f"the answer would hold {told:,} probabilities, at most"
+                f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `top_k`, or send texts in parts",
+                param="top_k",
+            )
+        return self._queue([MaskRequest(ids, 1, top_k=top_k) for ids in texts])
+
+    def _queue(self, requests: Sequence[GenerationRequest], choices: int = 1) -> Ticket:
+        self.check(requests, choices)
         return self.engine.submit(requests)
+
+    def check(self, requests: Sequence[GenerationRequest], choices: int = 1) -> None:
+        """Raises WrongInput where the model cannot serve a request: of several prompts, each with
+        `choices` requests, with the number of that one.
+        """
+        for place, request in enumerate(requests):
+            try:
+                self.loaded.check(request)
+            except WrongInput as error:
+                if len(requests) == choices:
+                    raise
+                raise WrongInput(f"prompt {place // choices}: {error}") from None
 
 
 async def json_answer(content: Mapping[str, Any]) -> Response:

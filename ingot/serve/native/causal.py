@@ -17,12 +17,25 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.content import check_content
+from ingot.config.models.family import is_native
 from ingot.config.models.source import model_config
+from ingot.config.models.types import check_own_code, installed_types
+from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.generation.crossrows import prepared
+from ingot.models.generation.generator import eos_ids
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
 from ingot.models.hf.config import read_hf_config
+from ingot.models.hf.models import TextReader
+from ingot.models.kinds import AnyModel
+from ingot.models.native.decoder import Decoder
+from ingot.serve.native.masks import fills_masks
+from ingot.tokenizers.tokenizer import Tokenizer
 
+# Suffixes of the names of transformers' causal model classes.
+CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
+# Those of encoders without classes.
+BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
 DEFAULT_POSITIONS = 8192
@@ -72,6 +85,24 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
     )
 
 
+def is_bare_encoder(folder: Path) -> bool:
+    """Whether a folder holds an encoder without classes, as sentence-transformers keep them."""
+    if is_adapter(folder):
+        return False
+    config = model_config(folder)
+    kind = config.get("model_type")
+    return (
+        not fills_masks(folder, config)
+        and any(
+            str(name).endswith(BARE_CLASSES) and not str(name).endswith(CAUSAL_CLASSES)
+            for name in config.get("architectures") or ()
+        )
+        and not is_native(kind)
+        and not config.get("is_encoder_decoder")
+        and kind in installed_types("encoder")
+    )
+
+
 def load_text_encoder(folder: Path, *, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """Load the encoder in `folder`, its heads left out. Raises as `load_causal_model` does."""
     read = read_hf_config(model_config(folder), "encoder", str(folder), unproved=True)
@@ -93,6 +124,7 @@ def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> 
             output_loading_info=True,
         )
     except Exception as error:  # each model class has exceptions of its own
+        check_own_code(model_config(folder), str(folder))
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(
             f"{folder} does not open in transformers as {what} ({reason}); give another"
@@ -101,6 +133,7 @@ def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> 
     # A pooler on top of an encoder is not read, and folders of masked models have none.
     missing = [name for name in info["missing_keys"] if "pooler" not in name]
     if wrong := sorted(map(str, [*missing, *info["mismatched_keys"]])):
+        check_own_code(model_config(folder), str(folder))
         raise WrongInput(
             f"{folder}: {', '.join(wrong[:4])} missing, or of another shape than its config.json"
             " says; fetch the model again"
@@ -209,3 +242,19 @@ def _library() -> Any:
     import transformers
 
     return transformers
+
+
+def answer_ends(
+    folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel
+) -> frozenset[int]:
+    """The tokens that end an answer."""
+    if isinstance(model, TextReader | TextEncoder):
+        return frozenset()
+    named = eos_ids(folder, tokenizer.special.eos)
+    if isinstance(model, Decoder | CausalModel):
+        return named
+    # Targets end as the tokenizer frames them. An id from the configuration may be an ordinary
+    # token of a tokenizer that was trained here.
+    special = set(tokenizer.special_ids.values())
+    ends = tokenizer.target_frame[1][-1:]
+    return frozenset([*(token for token in named if token in special), *ends])

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ingot.base.errors import WrongInput
 from ingot.models.generation.classifier import TextBatches
 from ingot.models.generation.request import CompletionChunk, Request
-from ingot.models.hf.models import Encoder
+from ingot.models.hf.models import TextReader
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.causal import CausalModel
@@ -91,7 +91,7 @@ def _json(path: Path) -> Any:
 
 def embeds(model: AnyModel | CausalModel) -> bool:
     """Whether the model's last hidden states belong to the tokens of one text."""
-    if isinstance(model, Encoder):
+    if isinstance(model, TextReader):
         return not getattr(model.inner.config, "is_encoder_decoder", False)
     return isinstance(model, Decoder | CausalModel)
 
@@ -103,7 +103,7 @@ def embed(
     """The vector of each text (framed ids), computed in one batch; padding is in none of them."""
     device = next(iter(model.parameters())).device
     longest = max(len(text) for text in texts)
-    # Some encoders count positions by their padding; `Encoder` puts its own.
+    # Some encoders count positions by their padding; `TextReader` puts its own.
     pad = model.inner.config.pad_token_id or 0 if isinstance(model, CausalModel) else 0
     tokens = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts])
     lengths = torch.tensor([len(text) for text in texts], device=device)
@@ -135,7 +135,7 @@ def _hidden(model: AnyModel | CausalModel, tokens: Tensor, mask: Tensor) -> tupl
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if isinstance(model, Decoder):
         return model.hidden(tokens, positions, None if bool(mask.all()) else mask), mask
-    if isinstance(model, Encoder):
+    if isinstance(model, TextReader):
         return model.hidden(tokens, positions, mask)
     assert isinstance(model, CausalModel)
     return model.inner.base_model(tokens, attention_mask=mask).last_hidden_state, mask

@@ -109,9 +109,17 @@ class JSONGrammars:
         )
         return self._matcher(grammar, "the schema of response_format")
 
-    def calls(self, grammar: str) -> JSONConstraint:
-        """For calls of tools by a grammar of `call_grammar`. Raises as `constraint` does."""
-        return self._matcher(grammar, "a schema in `tools`")
+    def calls(self, grammar: str, schemas: Mapping[str, Any]) -> JSONConstraint:
+        """For calls of tools by a grammar of `call_grammar` for these `schemas`. Raises as
+        `constraint` does.
+        """
+        try:
+            return self._matcher(grammar, "a schema in `tools`")
+        except WrongInput:
+            for name, schema in schemas.items():  # each by itself, to name the one that is wrong
+                alone = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+                self._matcher(alone, f"the schema of `parameters` of the tool `{name}`")
+            raise
 
     def _matcher(self, grammar: str, what: str) -> JSONConstraint:
         with self._lock:
@@ -215,6 +223,10 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "[]()|/.*+?" else letter for letter in text)
 
 
+TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}
+"""What says of a schema itself which type it has, or where that stands."""
+
+
 def functions_of(tools: Sequence[Mapping[str, Any]], *, strict: bool) -> dict[str, Any]:
     """The schema of each function's arguments; `strict`: any object where a function does not ask
     to be held to its own.
@@ -222,7 +234,9 @@ def functions_of(tools: Sequence[Mapping[str, Any]], *, strict: bool) -> dict[st
     schemas = {}
     for tool in tools:
         function = tool["function"]
-        own = function.get("parameters") or {"type": "object", "additionalProperties": False}
+        own = function.get("parameters") or {"additionalProperties": False}
+        if not own.keys() & TYPED:
+            own = {"type": "object", **own}  # without a type JSON of any would fit
         loose = strict and not function.get("strict")
         schemas[str(function["name"])] = {"type": "object"} if loose else own
     return schemas

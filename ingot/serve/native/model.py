@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,37 +17,36 @@ from typing import Any, Literal
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.base.hostmemory import host_memory
 from ingot.base.progress import say
 from ingot.config.models.content import read_lineage
 from ingot.config.models.family import is_native
-from ingot.config.models.source import CONFIG, ModelKind, model_config
-from ingot.config.models.types import installed_types
+from ingot.config.models.source import CONFIG, WORDS, ModelKind, model_config
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.device import pick_device, resolve_compute
+from ingot.models.device import Compute, pick_device
 from ingot.models.generation.classifier import Classifier
-from ingot.models.generation.generator import Generator, eos_ids
-from ingot.models.generation.prefixes import PrefixStore
+from ingot.models.generation.fillmask import MaskFiller
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.prefixes import PrefixStore, memory_is_short
 from ingot.models.generation.request import Request, check_request
-from ingot.models.generation.seq2seq import (
-    Seq2SeqRequest,
-    check_seq2seq_request,
-    check_text,
-)
+from ingot.models.generation.seq2seq import Seq2SeqRequest, check_seq2seq_request, check_text
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.models.hf.folder import check_template, holds_bf16, stored_shapes, weight_files
-from ingot.models.hf.models import Encoder, Seq2Seq
+from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq, TextReader
 from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.packed import pack_weights
 from ingot.models.packed_folder import open_packed
 from ingot.serve.native.causal import (
+    CAUSAL_CLASSES,
     CausalModel,
     TextEncoder,
     TransformersGenerator,
+    answer_ends,
+    is_bare_encoder,
     load_causal_model,
     load_text_encoder,
 )
+from ingot.serve.native.compute import ONE_THREAD_WEIGHTS, serving_compute
 from ingot.serve.native.embedding import (
     Embedder,
     EmbeddingRequest,
@@ -54,23 +55,14 @@ from ingot.serve.native.embedding import (
     embeds,
     read_pooling,
 )
+from ingot.serve.native.masks import encode_with_masks
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.sentinels import decoder_for, encode_with_sentinels
 from ingot.tokenizers.tokenizer import Tokenizer
 
-# Matrix products of models with fewer weights finish before a second thread wakes up; on a shared
-# machine, waiting for that thread takes many times longer than the product.
-ONE_THREAD_WEIGHTS = 20_000_000
-
-# Suffixes of the names of transformers' causal model classes.
-CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
-# Those of encoders without classes.
-BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
-
 MB = 1_000_000
-# With less free memory than this nothing is kept of earlier prompts.
-SPARE_BYTES = 512 * MB
 
 # The factor by which texts may be longer with tokenizers that drop characters: indented source code
 # is mostly spaces.
@@ -106,23 +98,6 @@ def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFo
     return CheckedFolder(folder, base, kind, tokenizer)
 
 
-def is_bare_encoder(folder: Path) -> bool:
-    """Whether a folder holds an encoder without classes, as sentence-transformers keep them."""
-    if is_adapter(folder):
-        return False
-    config = model_config(folder)
-    kind = config.get("model_type")
-    return (
-        any(
-            str(name).endswith(BARE_CLASSES) and not str(name).endswith(CAUSAL_CLASSES)
-            for name in config.get("architectures") or ()
-        )
-        and not is_native(kind)
-        and not config.get("is_encoder_decoder")
-        and kind in installed_types("encoder")
-    )
-
-
 def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
     """Raises WrongInput where the tokenizer has ids that the model does not have."""
     if checked.tokenizer.vocab_size > vocabulary:
@@ -141,7 +116,7 @@ def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = Fals
     """
     checked = check_model_folder(folder, any_template=any_template)
     if checked.kind != "decoder":
-        what = "a classifier" if checked.kind == "encoder" else "a sequence-to-sequence model"
+        what = "a classifier" if checked.kind == "encoder" else WORDS[checked.kind]
         raise WrongInput(
             f"{folder} is {what}, and serve.engine {engine} answers with decoders alone; set"
             " serve.engine=native"
@@ -178,7 +153,7 @@ class LoadedModel:
 
     `created`: when the folder was made, seconds since the epoch. `prefix` is put before every
     source of a sequence-to-sequence model, as in training. `packed`: see `pack_weights`. `base`:
-    as in `CheckedFolder`.
+    as in `CheckedFolder`. `compute`: what answers are computed in.
     """
 
     model: AnyModel | CausalModel
@@ -189,6 +164,7 @@ class LoadedModel:
     prefix: str = ""
     packed: bool = False
     base: Path | None = None
+    compute: Compute = "fp32"
 
     @functools.cached_property
     def most_characters(self) -> int:
@@ -201,6 +177,20 @@ class LoadedModel:
         return self.model.config.labels if isinstance(self.model, Encoder) else ()
 
     @property
+    def tasks(self) -> list[str]:
+        """What the model can be asked for, the usual first."""
+        if isinstance(self.model, MaskedLM):
+            asked = ["masks"]
+        elif isinstance(self.model, Encoder):
+            asked = ["score" if self.model.config.scores else "classes"]
+        elif isinstance(self.model, TextEncoder):
+            asked = []
+        else:
+            talks = self.kind == "decoder" and self.tokenizer.template is not None
+            asked = ["chat", "completions"] if talks else ["completions"]
+        return [*asked, *(["embeddings"] if embeds(self.model) else [])]
+
+    @property
     def target_positions(self) -> int:
         """How many tokens an answer of a sequence-to-sequence model may have."""
         assert isinstance(self.model, Seq2Seq)
@@ -210,32 +200,30 @@ class LoadedModel:
         """The generator of a decoder; for other kinds use `worker`."""
         assert isinstance(self.model, Decoder)
         kept = PrefixStore(prefix_cache_mb * MB, memory_is_short) if prefix_cache_mb else None
-        return Generator(
-            self.model,
-            eos=self.eos,
-            decode=self.tokenizer.decode,
-            max_rows=max_rows,
-            prefixes=kept,
-        )
+        eos, decode = self.eos, self.tokenizer.decode
+        return Generator(self.model, eos=eos, decode=decode, max_rows=max_rows, prefixes=kept)
 
     def worker(
         self, max_rows: int, prefix_cache_mb: int = 0
-    ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier | Embedder:
+    ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier | MaskFiller | Embedder:
         """The worker for this kind of model, with batches of up to `max_rows`. What prompts have in
         common is kept in `prefix_cache_mb`, where it is one of ingot's own decoders.
         """
+        eos, decode = self.eos, self.tokenizer.decode
         if isinstance(self.model, TextEncoder):
             return Embedder(self.model, max_rows=max_rows)
         if isinstance(self.model, CausalModel):
-            return TransformersGenerator(
-                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
-            )
+            return TransformersGenerator(self.model, eos=eos, decode=decode, max_rows=max_rows)
         if isinstance(self.model, Decoder):
             return self.generator(max_rows, prefix_cache_mb)
         if isinstance(self.model, Seq2Seq):
+            decode_for = functools.partial(decoder_for, self.tokenizer)
             return Seq2SeqGenerator(
-                self.model, eos=self.eos, decode=self.tokenizer.decode, max_rows=max_rows
+                self.model, eos=eos, decode=decode, max_rows=max_rows, decode_for=decode_for
             )
+        if isinstance(self.model, MaskedLM):
+            return MaskFiller(self.model, self.tokenizer.mask, max_rows=max_rows)
+        assert isinstance(self.model, Encoder)
         return Classifier(self.model, max_rows=max_rows)
 
     @property
@@ -261,7 +249,7 @@ class LoadedModel:
     def encode_to_embed(self, text: str) -> list[int]:
         """Token ids of a text as the model's own library frames it."""
         text = self.pooling.prefix + text
-        if isinstance(self.model, Encoder):
+        if isinstance(self.model, TextReader):
             return self.tokenizer.encode_framed(self.prefix + text)
         return self.tokenizer.encode_alone(text)
 
@@ -273,6 +261,10 @@ class LoadedModel:
             return self.tokenizer.encode_prompt(text)
         if self.scores_chats:
             return self.encode_whole_chat(Chat([{"role": "user", "content": text}]))
+        if self.kind == "masked":
+            return encode_with_masks(self.tokenizer, text)
+        if self.kind == "seq2seq":
+            return encode_with_sentinels(self.tokenizer, self.prefix + text)
         return self.tokenizer.encode_framed(self.prefix + text)
 
     def encode_whole_chat(self, chat: Chat) -> list[int]:
@@ -310,10 +302,11 @@ def load(
     *,
     any_template: bool = False,
     engine: InProcessEngine = "native",
+    compute: Compute | Literal["auto"] = "auto",
     pack: bool = False,
 ) -> LoadedModel:
-    """Load `folder` on this machine's accelerator, in bfloat16 where supported, else on the CPU in
-    float32.
+    """Load `folder` on this machine's accelerator, else on the CPU, to compute as `serving_compute`
+    says.
 
     `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
     models always through its `generate`. `pack`: see `pack_weights`; it takes a second or two per
@@ -326,19 +319,20 @@ def load(
     # The tokenizer is checked first, so that a missing one is an error before minutes of loading.
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
-    dtype = torch.bfloat16 if resolve_compute("auto", device) == "bf16" else torch.float32
     pack = pack and checked.kind == "decoder" and device.type == "cpu"
+    compute = serving_compute(compute, folder, device, pack=pack)
+    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     model: AnyModel | CausalModel | None = None
     if is_bare_encoder(checked.folder):
         model = load_text_encoder(folder, device=device, dtype=dtype)
     elif _by_transformers(checked, engine):
         model = load_causal_model(folder, device=device, dtype=dtype)
     elif pack and checked.base == folder and holds_bf16(folder):
-        model = open_packed(folder)
+        model = open_packed(folder, compute)
     packed = isinstance(model, Decoder)
     if model is None:
         model = open_model(folder, device=device, dtype=dtype)
-        packed = pack and isinstance(model, Decoder) and pack_weights(model)
+        packed = pack and isinstance(model, Decoder) and pack_weights(model, compute=compute)
     check_vocabulary(checked, model.config.vocab_size)
     counts = (
         map(math.prod, stored_shapes(checked.base).values())  # packed ones are no parameters
@@ -350,18 +344,36 @@ def load(
     return LoadedModel(
         model,
         checked.tokenizer,
-        _eos(checked.base, checked.tokenizer, model),
+        answer_ends(checked.base, checked.tokenizer, model),
         int((checked.base / CONFIG).stat().st_mtime),
         checked.kind,
         str((read_lineage(folder) or {}).get("prefix", "")),
         packed,
         checked.base,
+        compute,
     )
 
 
-def memory_is_short() -> bool:
-    """Whether this machine, or the container, has hardly any memory left."""
-    return host_memory().free < SPARE_BYTES
+def load_in_a_thread(folder: Path, **options: Any) -> LoadedModel:
+    """`load` in a thread that ends, for engines that answer in a thread of their own.
+
+    Each thread that has computed keeps helpers of its own. Where they and the engine's are more
+    than the cores, OpenMP lets none wait actively for work, so that every one of the hundreds of
+    small products of a token begins with a thread that has to wake up.
+    """
+    outcome: Future[LoadedModel] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(load(folder, **options))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    loader = threading.Thread(target=work, name="ingot-load", daemon=True)
+    loader.start()
+    loaded = outcome.result()  # a signal may end this wait
+    loader.join()
+    return loaded
 
 
 def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
@@ -383,17 +395,3 @@ def _by_transformers(checked: CheckedFolder, engine: InProcessEngine) -> bool:
         )
     check_decoder_folder(checked.folder, "transformers", any_template=True)
     return True
-
-
-def _eos(folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel) -> frozenset[int]:
-    """The tokens that end an answer."""
-    if isinstance(model, Encoder | TextEncoder):
-        return frozenset()
-    named = eos_ids(folder, tokenizer.special.eos)
-    if isinstance(model, Decoder | CausalModel):
-        return named
-    # Targets end as the tokenizer frames them. An id from the configuration may be an ordinary
-    # token of a tokenizer that was trained here.
-    special = set(tokenizer.special_ids.values())
-    ends = tokenizer.target_frame[1][-1:]
-    return frozenset([*(token for token in named if token in special), *ends])

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
 FOLDER = Path(__file__).parent
-FILES = ("base.css", "playground.css", "dom.js", "playground.js", "served.js")
+FILES = ("base.css", "playground.css", "dom.js", "playground.js", "tasks.js", "served.js")
 ROUTES = ("/", *(f"/playground/{name}" for name in FILES))
 """What a browser asks for before anybody can type an API key."""
 HEADERS = {

@@ -1,5 +1,6 @@
-// Chat and completion with one model or two beside each other.
+// One model or two beside each other, asked in the same words: chat, completion, or another task.
 import { copyFrom, fill, h, segmented } from "./dom.js";
+import { TASKS } from "./tasks.js";
 
 const KNOBS = [
   ["temperature", "temperature", { min: 0, max: 2, step: 0.1 }, 0.7],
@@ -10,7 +11,9 @@ const KNOBS = [
 const TRIES = {
   chat: ["Who are you?", "Explain gradient descent in two sentences.", "Write a haiku about copper."],
   completions: ["Once upon a time", "def main(", "The capital of France is"],
+  ...Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, task.tries])),
 };
+const NAMES = { chat: "Chat", completions: "Completion", ...Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, task.name])) };
 
 /** Shows the playground in `root`. `source` lists models and asks them. */
 export function mountPlayground(root, source) {
@@ -18,15 +21,16 @@ export function mountPlayground(root, source) {
   const panels = h("div", { class: "panels" });
   const shown = [];
   const box = h("textarea", { rows: 1, "aria-label": "Prompt", oninput: () => grow(box), onkeydown: (event) => {
-    if (event.key === "Enter" && !event.shiftKey && (state.mode === "chat" || event.ctrlKey || event.metaKey)) { event.preventDefault(); send(); }
+    if (event.key === "Enter" && !event.shiftKey && (["chat", "classes"].includes(state.mode) || event.ctrlKey || event.metaKey)) { event.preventDefault(); send(); }
   } });
   const go = h("button", { class: "main", type: "button", onclick: () => (state.running ? state.running.abort() : send()) }, "Send");
   const modes = h("div");
   const two = h("button", { type: "button", onclick: () => { shown.length === 1 ? addPanel() : dropPanel(); } }, "Two side by side");
   const knobs = h("div", { class: "card play-knobs", hidden: true }, knobFields());
+  const sampling = h("button", { type: "button", "aria-expanded": "false", onclick: () => { knobs.hidden = !knobs.hidden; sampling.setAttribute("aria-expanded", String(!knobs.hidden)); } }, "Sampling");
   const key = h("input", { type: "password", placeholder: "API key", "aria-label": "API key", hidden: true, autocomplete: "off", onchange: () => { state.key = key.value; load(); } });
   fill(root, h("div", { class: "play" },
-    h("div", { class: "play-bar" }, modes, h("button", { type: "button", "aria-expanded": "false", onclick: (event) => { knobs.hidden = !knobs.hidden; event.currentTarget.setAttribute("aria-expanded", String(!knobs.hidden)); } }, "Sampling"), two, key,
+    h("div", { class: "play-bar" }, modes, sampling, two, key,
       h("div", { class: "grow" }, h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asCurl()) }, "Copy as curl"), h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asPython()) }, "Copy as Python"), h("button", { class: "quiet", type: "button", onclick: clear }, "Clear"))),
     knobs, panels, h("div", { class: "card ask" }, box, go)));
 
@@ -39,9 +43,13 @@ export function mountPlayground(root, source) {
 
   function setMode(mode) {
     state.mode = mode;
-    fill(modes, segmented("Kind of request", [["chat", "Chat"], ["completions", "Completion"]], mode, (value) => { setMode(value); clear(); }));
-    box.placeholder = mode === "chat" ? "Say something" : "Text to go on from";
-    box.title = mode === "chat" ? "Enter sends, Shift+Enter is a new line" : "Ctrl+Enter sends";
+    // Servers of others do not say what their models answer.
+    const offered = (state.models[0]?.tasks ?? ["chat", "completions"]).filter((name) => NAMES[name]);
+    fill(modes, offered.length > 1 ? segmented("Kind of request", offered.map((name) => [name, NAMES[name]]), mode, (value) => { setMode(value); clear(); }) : null);
+    sampling.hidden = mode in TASKS;
+    knobs.hidden ||= sampling.hidden;
+    box.placeholder = TASKS[mode]?.placeholder ?? (mode === "chat" ? "Say something" : "Text to go on from");
+    box.title = ["chat", "classes"].includes(mode) ? "Enter sends, Shift+Enter is a new line" : "Ctrl+Enter sends";
     box.classList.toggle("raw", mode === "completions");
   }
 
@@ -61,8 +69,9 @@ export function mountPlayground(root, source) {
     two.hidden = state.models.length < 2 && !source.lookAt;
     shown.splice(0);
     fill(panels);
+    const [first] = state.models;
+    setMode(first.tasks?.[0] ?? (first.chat ? "chat" : "completions"));
     addPanel();
-    if (state.models[0].chat) setMode("chat");
   }
 
   function addPanel() {
@@ -108,6 +117,7 @@ export function mountPlayground(root, source) {
   }
 
   function request(panel, prompt) {
+    if (state.mode in TASKS) return TASKS[state.mode].body(prompt);
     const { temperature, top_p, max_tokens, seed } = state.knobs;
     const body = { model: panel.model.name, temperature, top_p, max_tokens };
     if (seed !== "") body.seed = seed;
@@ -133,7 +143,22 @@ export function mountPlayground(root, source) {
     go.textContent = "Send";
   }
 
+  /** What is no text: asked at once, shown whole. */
+  async function look(panel, prompt, signal) {
+    const task = TASKS[state.mode], began = performance.now();
+    fill(panel.foot);
+    try {
+      const response = await source.ask(panel.model, task.route, request(panel, prompt), state.key, signal);
+      if (!response.ok) throw new Error(await reason(response));
+      fill(panel.talk, h("div", { class: "turn user" }, prompt), task.show(await response.json(), prompt));
+      fill(panel.foot, h("span", {}, `${(performance.now() - began).toFixed(0)} ms`));
+    } catch (error) {
+      fill(panel.foot, error.name === "AbortError" ? "stopped" : h("span", { class: "error" }, error.message));
+    }
+  }
+
   async function answer(panel, prompt, signal) {
+    if (state.mode in TASKS) return look(panel, prompt, signal);
     const body = request(panel, prompt), began = performance.now();
     const out = h("div", { class: `turn assistant waiting ${state.mode === "chat" ? "" : "raw"}` });
     if (state.mode === "chat") {
@@ -173,16 +198,20 @@ export function mountPlayground(root, source) {
   }
 
   const last = () => { const panel = shown[0] ?? { model: { name: "model" }, turns: [] }; return request(panel, box.value || panel.turns.at(-2)?.content || TRIES[state.mode][0]); };
-  const path = () => (state.mode === "chat" ? "chat/completions" : "completions");
+  const path = () => pathOf(TASKS[state.mode]?.route ?? state.mode);
   const address = () => source.addressOf(shown[0]?.model ?? {}) ?? "http://127.0.0.1:8000";
 
   function asCurl() {
     const data = JSON.stringify(last(), null, 1).replace(/'/g, "'\\''");
-    return `curl ${address()}/v1/${path()} \\\n  -H 'Content-Type: application/json' \\\n${state.key ? "  -H \"Authorization: Bearer $API_KEY\" \\\n" : ""}  -d '${data}'`;
+    return `curl ${address()}${path()} \\\n  -H 'Content-Type: application/json' \\\n${state.key ? "  -H \"Authorization: Bearer $API_KEY\" \\\n" : ""}  -d '${data}'`;
   }
 
   function asPython() {
     const body = last();
+    if (state.mode in TASKS) {
+      const headers = state.key ? `, headers={"Authorization": f"Bearer {os.environ['API_KEY']}"}` : "";
+      return `${state.key ? "import os\n\n" : ""}import httpx\n\nanswer = httpx.post(\n    "${address()}${path()}",\n    json=${python(body)}${headers}\n)\nprint(answer.json())\n`;
+    }
     const call = state.mode === "chat" ? "client.chat.completions.create" : "client.completions.create";
     const given = Object.entries(body).map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
     const answer = state.mode === "chat" ? "answer.choices[0].message.content" : "answer.choices[0].text";
@@ -191,6 +220,11 @@ export function mountPlayground(root, source) {
 
   setMode("completions");
   load();
+}
+
+/** Where a kind of request goes. */
+export function pathOf(route) {
+  return { chat: "/v1/chat/completions", predict: "/predict" }[route] ?? `/v1/${route}`;
 }
 
 /** A value as Python writes it. */

@@ -1,6 +1,6 @@
 // The playground of `ingot serve`: the model of this server, and others by address where they allow
 // this origin (serve.cors).
-import { mountPlayground } from "./playground.js";
+import { mountPlayground, pathOf } from "./playground.js";
 
 const here = new URL(".", location.href).href.replace(/\/$/, "");
 document.getElementById("where").textContent = new URL(here).host;
@@ -11,7 +11,7 @@ async function lookAt(address, key) {
     const answer = await fetch(`${address}/v1/models`, { headers: key ? { Authorization: `Bearer ${key}` } : {} });
     if (answer.status === 401) return { ...about, needs_key: true };
     const [model] = (await answer.json()).data;
-    return { ...about, name: model.id, kind: model.kind, chat: model.chat };
+    return { ...about, name: model.id, kind: model.kind, chat: model.chat, tasks: model.tasks };
   } catch (error) {
     return { ...about, error: `${address} does not answer, or does not allow this page` };
   }
@@ -21,7 +21,7 @@ mountPlayground(document.getElementById("play"), {
   list: async (key) => [await lookAt(here, key)],
   addressOf: (model) => model.address,
   ask: (model, route, body, key, signal) =>
-    fetch(`${model.address}/v1/${route === "chat" ? "chat/completions" : "completions"}`, {
+    fetch(`${model.address}${pathOf(route)}`, {
       method: "POST", signal, body: JSON.stringify(body),
       headers: { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) },
     }),

@@ -32,7 +32,14 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import Tables
 from ingot.train.setup import TrainSetup, check_teacher, computing_type, teacher_vocabulary
-from ingot.train.step import DropoutSeeds, StepContext, StepControl, StepOutcome, train_step
+from ingot.train.step import (
+    DropoutSeeds,
+    Hook,
+    StepContext,
+    StepControl,
+    StepOutcome,
+    train_step,
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,11 @@ class Trial:
     train_state: TrainState
 
     @contextlib.contextmanager
-    def step_function(self, batch: BatchPlan) -> Iterator[Callable[[int], StepOutcome]]:
+    def step_function(
+        self, batch: BatchPlan, hooks: Sequence[Hook] = ()
+    ) -> Iterator[Callable[[int], StepOutcome]]:
         """A function that runs step n (from 0) as training would, including data loading and the
-        target count; valid inside the block. Collective.
+        target count, and calls `hooks` after it; valid inside the block. Collective.
 
         `batch` may divide the batch differently from the setup. Open one at a time: loaders of the
         same rows share their checks.
@@ -63,14 +72,16 @@ class Trial:
                 compute=plan.compute,
                 clip_norm=plan.recipe.train.clip_norm,
                 balance=train_state.balance,
+                hooks=hooks,
             )
             yield partial(train_step, context)
 
 
 @contextlib.contextmanager
-def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
+def open_trial(plan: TrainSetup, mesh: Mesh, *, quick: bool = False) -> Iterator[Trial]:
     """Build the training state of a setup; torch's generators are restored afterwards. Call
-    `let_go` once nothing refers to the trial any more.
+    `let_go` once nothing refers to the trial any more. `quick`: random weights may be any, which
+    billions are made of in seconds instead of minutes.
 
     No reference model is run: it takes no time in a training step.
     """
@@ -89,7 +100,9 @@ def open_trial(plan: TrainSetup, mesh: Mesh) -> Iterator[Trial]:
         yield Trial(
             plan,
             mesh,
-            build_train_state(plan, None, None if table is None else Tables(table, table), mesh),
+            build_train_state(
+                plan, None, None if table is None else Tables(table, table), mesh, quick=quick
+            ),
         )
 
 
@@ -131,16 +144,28 @@ class MadeUpRows(Rows):
 
 
 class MadeUpSamples(Samples):
-    """Random preferences, pairs and labelled texts, all of the maximum length."""
+    """Random preferences, pairs, labelled and masked texts, all of the maximum length. `asked`:
+    the share of the tokens that are masked; of texts whose spans are hidden 0, as these are the
+    target.
+    """
 
     def __init__(
-        self, kind: Documents, seq_len: int, target_len: int, vocab_size: int, classes: int
+        self,
+        kind: Documents,
+        seq_len: int,
+        target_len: int,
+        vocab_size: int,
+        classes: int,
+        asked: float = 0.0,
     ) -> None:
         _without_files(self, seq_len)
         self.kind, self.target_len = kind, target_len
-        self._vocab_size, self._classes = vocab_size, classes
+        self._vocab_size, self._classes, self._asked = vocab_size, classes, asked
+        self.writes = kind == "pair" or (kind == "masked" and not asked)
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
+    def fields(
+        self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
+    ) -> SampleArrays:
         count = len(ids) if count is None else count
         sides = 2 if self.kind in TWO_ROWS else 1
         live = np.zeros((sides * count, self.seq_len), np.int64)
@@ -153,11 +178,15 @@ class MadeUpSamples(Samples):
             # Prompts of one token: what no answer covers, a CPU leaves out of the head.
             labels = np.full_like(tokens, IGNORE)
             labels[:, :-1] = np.where(live[:, :-1] == 1, tokens[:, 1:], IGNORE)
+        elif self.kind == "masked" and not self.writes:
+            asked = _random(ids, 2**16, self.seq_len) < self._asked * 2**16
+            labels = np.full_like(tokens, IGNORE)
+            labels[: len(ids)][asked] = tokens[: len(ids)][asked]
         else:
-            shape = (self.target_len,) if self.kind == "pair" else ()
+            shape = (self.target_len,) if self.writes else ()
             labels = np.full((count, *shape), IGNORE, np.int64)
             labels[: len(ids)] = _random(
-                ids, self._vocab_size if self.kind == "pair" else self._classes, *shape
+                ids, self._vocab_size if self.writes else self._classes, *shape
             )
         return SampleArrays(tokens, labels, np.arange(self.seq_len) * live, live)
 
@@ -203,7 +232,12 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
             1 if recipe.pack == "none" else max(1, min(DOCUMENTS, data.seq_len // 2)),
         )
     return MadeUpSamples(
-        recipe.documents, data.seq_len, data.target_len, vocab_size, max(1, len(recipe.labels))
+        recipe.documents,
+        data.seq_len,
+        recipe.target_len,
+        vocab_size,
+        max(1, len(recipe.labels)),
+        getattr(recipe.objective, "mlm_probability", 0.0),
     )
 
 

@@ -249,4 +249,5 @@ def _batch(
         torch.from_numpy(np.broadcast_to(alive[:, None], tokens.shape).astype(np.int64)),
         torch.from_numpy(names.astype(np.int64)),
         values=torch.from_numpy(values),
+        text=sum(map(len, rows)),
     )

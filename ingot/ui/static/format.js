@@ -10,6 +10,11 @@ export function short(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** The 95 % interval of a metric, or that it is not known. */
+export function interval({ ci_low: low, ci_high: high }) {
+  return low === null ? "not known" : `${short(low)} to ${short(high)}`;
+}
+
 export function count(value) {
   if (value === null || value === undefined) return "";
   for (const [unit, name] of UNITS) if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(3))} ${name}`;

@@ -1,7 +1,7 @@
 // Registered versions and the live pointer; promoting and rolling back where the server allows it.
 import { fill, h } from "../playground/dom.js";
 import { api } from "./app.js";
-import { ago, clock, short } from "./format.js";
+import { ago, clock, interval, short } from "./format.js";
 
 export async function registryView(root) {
   let last = "";
@@ -30,7 +30,7 @@ function card(name, acts, act) {
   const keys = [...new Set(name.versions.flatMap((version) => Object.keys(version.metrics)))].slice(0, 4);
   const rows = name.versions.map((version) => {
     const live = version.number === name.live;
-    return h("tr", {}, h("td", { class: "strong" }, `v${version.number} `, live ? h("span", { class: "pill good" }, "live") : ""), h("td", {}, version.run ?? ""), keys.map((key) => { const metric = version.metrics[key]; return h("td", { class: "n" }, metric ? short(metric.value) : "—", metric ? h("small", {}, `${short(metric.ci_low)} to ${short(metric.ci_high)}`) : ""); }), h("td", { class: "mono soft" }, version.model_hash.slice(0, 12)), h("td", { class: "n" }, ago(version.created)),
+    return h("tr", {}, h("td", { class: "strong" }, `v${version.number} `, live ? h("span", { class: "pill good" }, "live") : ""), h("td", {}, version.run ?? ""), keys.map((key) => { const metric = version.metrics[key]; return h("td", { class: "n" }, metric ? short(metric.value) : "—", metric ? h("small", {}, interval(metric)) : ""); }), h("td", { class: "mono soft" }, version.model_hash.slice(0, 12)), h("td", { class: "n" }, ago(version.created)),
       acts ? h("td", { class: "n" }, live ? "" : h("button", { type: "button", onclick: () => act("promote", { name: name.name, version: version.number }, `Make ${name.name} v${version.number} live?`) }, "Promote")) : "");
   });
   return h("section", { class: "card" }, h("div", { class: "titled" }, h("h2", {}, name.name), acts && name.history.length > 1 ? h("button", { type: "button", onclick: () => act("rollback", { name: name.name }, `Make the version that was live before v${name.live} live again?`) }, "Roll back") : ""),

@@ -2,7 +2,7 @@
 import { copyFrom, fill, h, segmented } from "../playground/dom.js";
 import { api, query } from "./app.js";
 import { showCurves } from "./curves.js";
-import { ago, clock, duration, money, percent, short, whole } from "./format.js";
+import { ago, clock, duration, interval, money, percent, short, whole } from "./format.js";
 
 const BAD = ["failure", "killed", "hang", "lost", "give_up"];
 
@@ -70,9 +70,10 @@ function goodput(account) {
 
 function evaluation({ metrics }) {
   return h("section", { class: "card", id: "evaluation" }, h("h2", {}, "Evaluation"), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "metric"), h("th", { class: "n" }, "value"), h("th", {}, "95 % interval"), h("th", { class: "n" }, "n"))), h("tbody", {}, metrics.map((metric) => {
-    const all = [metric.ci_low, metric.ci_high, metric.value, ...(metric.base ? [metric.base.value] : [])];
+    const ends = metric.ci_low === null ? [metric.value, metric.value] : [metric.ci_low, metric.ci_high], words = interval(metric);
+    const all = [...ends, metric.value, ...(metric.base ? [metric.base.value] : [])];
     const low = Math.min(...all), high = Math.max(...all), pad = (high - low) * 0.12 || 1, at = (value) => String(((value - low + pad) / (high - low + 2 * pad)).toFixed(4));
-    return h("tr", {}, h("td", {}, metric.key, h("small", {}, `${metric.direction} is better`)), h("td", { class: "n strong" }, short(metric.value), metric.base ? h("small", {}, `base ${short(metric.base.value)}`) : ""), h("td", {}, h("div", { class: "interval", title: `${short(metric.ci_low)} to ${short(metric.ci_high)}`, style: { "--low": at(metric.ci_low), "--high": at(metric.ci_high), "--at": at(metric.value), "--base": metric.base ? at(metric.base.value) : "0" } }, h("i"), metric.base ? h("s", { title: `base ${short(metric.base.value)}` }) : "", h("u")), h("small", {}, `${short(metric.ci_low)} to ${short(metric.ci_high)}`)), h("td", { class: "n" }, whole(metric.n)));
+    return h("tr", {}, h("td", {}, metric.key, h("small", {}, `${metric.direction} is better`)), h("td", { class: "n strong" }, short(metric.value), metric.base ? h("small", {}, `base ${short(metric.base.value)}`) : ""), h("td", {}, h("div", { class: "interval", title: words, style: { "--low": at(ends[0]), "--high": at(ends[1]), "--at": at(metric.value), "--base": metric.base ? at(metric.base.value) : "0" } }, h("i"), metric.base ? h("s", { title: `base ${short(metric.base.value)}` }) : "", h("u")), h("small", {}, words)), h("td", { class: "n" }, whole(metric.n)));
   })))));
 }
 

@@ -72,8 +72,8 @@ def computed_bound(products: int, size: float) -> float:
 
 @dataclass(frozen=True)
 class HeldOutRecord:
-    """One input of transformers: a document of a row, one side of a preference, a pair, or a text
-    to classify.
+    """One input of transformers: a document of a row, one side of a preference, a pair, a text to
+    classify, or one with masks.
     """
 
     row: int
@@ -164,6 +164,8 @@ def _records(batch: Batch, keep: Tensor, kind: ModelKind) -> list[HeldOutRecord]
             elif kind == "seq2seq":
                 targets = batch.labels[row][batch.labels[row] != IGNORE].tolist()
                 kept = keep[row].nonzero()[:, 0].tolist()
+            elif kind == "masked":
+                kept = keep[row, places].nonzero()[:, 0].tolist()
             else:
                 kept = [0] if keep[row] else []
             found.append(HeldOutRecord(number, int(places[0]), ids, targets, kept))

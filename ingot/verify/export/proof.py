@@ -17,11 +17,12 @@ from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, prepared_for
 from ingot.models.adapters.lora import adapter_tensors
 from ingot.models.adapters.peft import load_adapter
-from ingot.models.device import pick_device, resolve_compute
+from ingot.models.device import pick_device
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import hash_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.spec import ModelSpec
+from ingot.serve.native.compute import serving_compute
 from ingot.tokenizers.load import load_tokenizer
 from ingot.verify.export.logits import (
     LOGPROB_TOLERANCE,
@@ -38,6 +39,7 @@ from ingot.verify.export.server import (
     NEW_TOKENS,
     check_decoder,
     check_encoder,
+    check_masks,
     check_scores,
     check_seq2seq,
     held_out_chats,
@@ -326,14 +328,16 @@ def _check_server(
     """
     if read is None or trained is None:
         return Check(SERVER, None, "there is nothing to compare its answers with; see above")
-    model, device = read.model, pick_device()
-    if resolve_compute("auto", device) == "bf16":
+    model, device, folder = read.model, pick_device(), export.recipe.folder.model
+    serve = export.recipe.serve
+    compute = serving_compute(serve.compute, folder, device, pack=serve.pack)
+    if compute == "bf16":
         model = model.to(device, torch.bfloat16)
         most = computed_bound(trained.products, float(trained.logits.square().mean().sqrt()))
     else:
         most = LOGPROB_TOLERANCE + logit_bound(float(trained.logits.abs().max()))
     try:
-        with server(export.recipe.folder.model) as url:
+        with server(folder, compute) as url:
             return _compare_answers(export, url, model, most)
     except Failed as error:
         return Check(SERVER, False, f"{error}; {REPAIR}")
@@ -365,6 +369,8 @@ def _compare_answers(export: ExportedRun, url: str, model: TransformersModel, mo
         )
     if model.kind == "seq2seq":
         return check_seq2seq(url, model, tokenizer, texts, prefix_of(recipe))
+    if model.kind == "masked":
+        return check_masks(url, model, tokenizer, texts, most)
     return check_encoder(url, model, tokenizer, texts, most)
 
 

@@ -15,14 +15,17 @@ import torch
 
 from ingot.base.server import ask, running_server
 from ingot.config.recipe import Recipe
+from ingot.data.batches.masking import mask_token
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.manifest import prefix_of
-from ingot.data.documents.kinds import from_labelled, from_pair
+from ingot.data.documents.kinds import said
 from ingot.data.documents.preferences import from_preference
+from ingot.models.device import Compute
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
+from ingot.tokenizers.sentinels import SENTINEL, decoder_for, encode_with_sentinels
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.export.transformers import TransformersModel
 from ingot.verify.proof import Check
@@ -35,11 +38,12 @@ CANDIDATES = 32
 """The number of most likely tokens among which the server's token is searched by its text."""
 
 
-def server(folder: Path) -> AbstractContextManager[str]:
-    """A context manager with the URL of a server of the model in `folder`. Raises Failed if it does
-    not start.
+def server(folder: Path, compute: Compute) -> AbstractContextManager[str]:
+    """A context manager with the URL of a server of the model in `folder` that computes in
+    `compute`. Raises Failed if it does not start.
     """
-    arguments = ["serve", str(folder), "serve.host=127.0.0.1", "serve.port=0", "serve.api_key=null"]
+    knobs = ("host=127.0.0.1", "port=0", "api_key=null", f"compute={compute}")
+    arguments = ["serve", str(folder), *(f"serve.{knob}" for knob in knobs)]
     return running_server([sys.executable, "-m", "ingot", *arguments])
 
 
@@ -178,9 +182,8 @@ def check_seq2seq(
     }
     answers = ask(url, "/predict", body)["predictions"]
     for source, answer in zip(sources, answers, strict=True):
-        wanted = tokenizer.decode(
-            model.written(tokenizer.encode_framed(prefix + source), NEW_TOKENS)
-        )
+        ids = encode_with_sentinels(tokenizer, prefix + source)
+        wanted = decoder_for(tokenizer, ids)(model.written(ids, NEW_TOKENS))
         if answer != wanted:
             return Check(
                 SERVER,
@@ -232,6 +235,36 @@ def check_encoder(
     )
 
 
+def check_masks(
+    url: str, model: TransformersModel, tokenizer: Tokenizer, texts: Sequence[str], bound: float
+) -> Check:
+    """Check what stands at a mask in each text, and how likely it is, against transformers'. Every
+    text is asked about a token of its middle.
+    """
+    largest, where = 0.0, ""
+    mask, own = mask_token(tokenizer), str(tokenizer.named["mask_token"])
+    asked = [_with_mask(text, own) for text in texts]
+    answers = ask(url, "/predict", {"instances": asked})["predictions"]
+    for text, answer in zip(asked, answers, strict=True):
+        ids = tokenizer.encode_masked(text)
+        wanted = model.logits(ids)[ids.index(mask)].softmax(dim=-1)
+        (choices,) = answer["masks"]
+        gap = max(abs(one["score"] - float(wanted[one["token"]])) for one in choices)
+        gap = max(gap, float(wanted.max()) - choices[0]["score"])
+        if gap >= largest:
+            largest, where = gap, text
+    detail = f"{len(asked)} masks: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
+    return Check(
+        SERVER, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
+    )
+
+
+def _with_mask(text: str, mask: str) -> str:
+    """A text with a mask in place of the word in its middle."""
+    words = text.split()
+    return " ".join([*words[: len(words) // 2], mask, *words[len(words) // 2 + 1 :]])
+
+
 def check_scores(
     url: str,
     model: TransformersModel,
@@ -265,12 +298,17 @@ def held_out_chats(recipe: Recipe, tokenizer: Tokenizer) -> list[Chat]:
 
 
 def held_out_texts(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """Some held-out sources of pairs, or labelled texts, that fit without truncation."""
+    """Some held-out sources of pairs, labelled or plain texts, that fit without truncation; of
+    plain texts the beginnings of those that do not.
+    """
     documents = (document.text for document in read_documents(recipe, recipe.data.examples_split))
-    found = (
-        from_pair(text).source if recipe.documents == "pair" else from_labelled(text).text
-        for text in documents
-    )
+    if recipe.documents == "masked":
+        words = max(1, recipe.data.seq_len // 8)
+        found = (" ".join(text.split()[:words]) for text in documents)
+        if recipe.objective.spans is not None:
+            found = (_with_mask(text, SENTINEL) for text in found)
+    else:
+        found = (said(recipe.documents, text)[0] for text in documents)
     prefix, most = prefix_of(recipe), recipe.data.seq_len
     return list(
         itertools.islice(

@@ -23,17 +23,14 @@ from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_chat
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
+from ingot.models.hf.config import AUTO
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_trained
 from ingot.tokenizers.chats.render import strings_in
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import Check
 
-CLASSES: dict[ModelKind, str] = {
-    "decoder": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "encoder": "AutoModelForSequenceClassification",
-}
+CLASSES: dict[ModelKind, str] = {"decoder": "AutoModelForCausalLM", **AUTO}
 """transformers' class that opens each kind of model."""
 MAX_NAMED = 3
 
@@ -55,7 +52,7 @@ class TransformersModel:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], targets: Sequence[int] = ()) -> Tensor:
         """Float32, on the CPU: `[T, V]` of a decoder's `tokens` or of the `targets` behind a
-        source, `[1, C]` of a text to classify.
+        source, `[1, C]` of a text to classify; `[T, V]` of a masked language model's tokens.
         """
         ids = torch.tensor([list(tokens)], device=self.inner.device)
         # Only ids are given: masks, positions and the shift of targets are left to transformers, as

@@ -361,20 +361,20 @@ class SmallRows(Rows):
 
 
 class SmallSamples(Samples):
-    """Samples truncated: preferences to the part where the answers begin, others to their
-    beginning.
-    """
+    """Samples truncated: preferences to where the answers begin, others to their beginning."""
 
     def __init__(self, whole: Samples, seq_len: int) -> None:
         vars(self).update(vars(whole))
         self._whole, self.seq_len = whole, seq_len
 
-    def fields(self, ids: Sequence[int], count: int | None = None) -> SampleArrays:
-        made = self._whole.fields(ids, count)
+    def fields(
+        self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
+    ) -> SampleArrays:
+        made = self._whole.fields(ids, count, places)
         if self.kind in TWO_ROWS:
             tokens, labels, positions, segments = cut_short(made, self.seq_len)
             return SampleArrays(folded(tokens), folded(labels), positions, segments)
-        labels = folded(made.labels[:, : self.seq_len]) if self.kind == "pair" else made.labels
+        labels = made.labels if made.labels.ndim == 1 else folded(made.labels[:, : self.seq_len])
         tokens, positions, segments = (
             values[:, : self.seq_len] for values in (made.tokens, made.positions, made.segments)
         )

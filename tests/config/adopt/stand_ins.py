@@ -240,6 +240,17 @@ CONVERSION = (
     "--source meta-llama/Llama-3.1-8B --output-path /models/nemo --model-name llama31"
     " --model-config-name Llama31Config8B --overwrite\n"
 )
+MASKING = """\
+python run_mlm.py --model_name_or_path roberta-base --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 \\
+  --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --do_train --do_eval --max_seq_length 128 \\
+  --mlm_probability 0.2 --line_by_line --learning_rate 1e-4 --warmup_steps 100 --output_dir oak-mlm --fp16
+"""
+SPANS = """\
+./run_t5_mlm_flax.py --output_dir=./elder-t5 --model_type t5 --config_name google/t5-v1_1-small
+--tokenizer_name org/norwegian-t5 --train_file texts.jsonl --validation_file held.jsonl --max_seq_length 512
+--per_device_train_batch_size 32 --adafactor --learning_rate 0.005 --weight_decay 0.001 --warmup_steps 2000
+--mean_noise_span_length 3.5 --push_to_hub
+"""
 
 SETS: dict[str, dict[str, str]] = {
     "llamafactory": {"elm.yaml": LLAMAFACTORY},
@@ -250,6 +261,8 @@ SETS: dict[str, dict[str, str]] = {
     "classifier": {"reviews.args": CLASSIFIER},
     "llama_env": {".env": LLAMA},
     "megatron": {"birch.args": MEGATRON},
+    "masking": {"oak.args": MASKING},
+    "spans": {"elder.args": SPANS},
 }
 
 

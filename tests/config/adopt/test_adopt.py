@@ -17,8 +17,10 @@ from tests.config.adopt.stand_ins import (
     CLOUD,
     LLAMA,
     LLAMAFACTORY,
+    MASKING,
     MEGATRON,
     SETS,
+    SPANS,
     T5,
     TORCHTUNE,
     adopt_texts,
@@ -105,10 +107,15 @@ def test_what_the_example_files_mean(tmp_path: Path) -> None:
         (CLASSIFIER, "a RoBERTa classifier"),
         (LLAMA, "Llama with DDP"),
         (MEGATRON, "Megatron-style pretraining"),
+        (MASKING, "transformers' run_mlm.py or run_t5_mlm_flax.py"),
+        (SPANS, "transformers' run_mlm.py or run_t5_mlm_flax.py"),
         (LLAMAFACTORY, "LLaMA-Factory"),
         (AXOLOTL, "axolotl"),
     ],
-    ids=["torchtune", "cloud", "t5", "classifier", "llama", "megatron", "llamafactory", "axolotl"],
+    ids=[
+        *("torchtune", "cloud", "t5", "classifier", "llama", "megatron", "masking", "spans"),
+        *("llamafactory", "axolotl"),
+    ],
 )
 def test_the_name_of_a_file_says_nothing(text: str, title: str, tmp_path: Path) -> None:
     assert adopt_texts(tmp_path, {"some.txt": text}).project == title

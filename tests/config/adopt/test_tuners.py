@@ -283,6 +283,34 @@ def test_a_yaml_of_trl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "dropout"),
+    [
+        ("", 0.05),
+        ("lora_dropout: 0\n", 0.0),
+        ("lora_dropout: 0.1\n", 0.1),
+        ("num_generations: 4\nreward_funcs: [judge.right]\n", 0.0),
+    ],
+    ids=["its default", "none", "given", "of rewards"],
+)
+def test_the_dropout_that_trl_has_unless_given_is_carried(
+    tmp_path: Path, more: str, dropout: float
+) -> None:
+    text = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nuse_peft: true\n"
+    recipe, _ = recipe_of(tmp_path, fir_yaml=text + more)
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.dropout == dropout
+
+
+def test_a_list_of_one_loss_is_that_loss_and_of_several_none_is_chosen(tmp_path: Path) -> None:
+    text = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nloss_type: "
+    assert recipe_of(tmp_path, fir_yaml=f"{text}[ipo]\n")[0].objective.kind == "ipo"
+    with pytest.raises(
+        WrongInput, match=r"fir\.yaml:3: loss_type .*one of sigmoid, bco_pair, since"
+    ):
+        recipe_of(tmp_path, fir_yaml=f"{text}[sigmoid, bco_pair]\n")
+
+
+@pytest.mark.parametrize(
     ("more", "kind", "rate"),
     [
         ("packing: true\n", "sft", 2e-5),

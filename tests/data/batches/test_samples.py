@@ -276,6 +276,7 @@ def test_an_example_by_hand(tmp_path: Path) -> None:
     assert not batch.segments[2:].any()
     assert (batch.labels[2:] == IGNORE).all()
     assert batch.rows.tolist() == [0, -1]
+    assert batch.text_tokens == 7, "padding is no text"
 
 
 def test_the_closing_ids_stay_where_a_text_is_cut(tmp_path: Path) -> None:
@@ -293,6 +294,7 @@ def test_the_closing_ids_stay_where_a_text_is_cut(tmp_path: Path) -> None:
     batch = next(fixed_batches(rows, [0], 1))
     assert batch.tokens[0].tolist() == [1, 10, 11, 12, 98, 99]
     assert batch.labels[0].tolist() == [50, 51, 98, 99]
+    assert next(fixed_batches(rows, [0], 3)).text_tokens == 6 + 4, "source and target"
 
 
 COUNTED: list[tuple[Documents, list[Record], dict[str, int], str]] = [

@@ -175,4 +175,4 @@ def test_another_window_is_another_training(tmp_path: Path) -> None:
         training_identity(recipe(tmp_path, "text.jsonl", data__window=window))
         for window in (None, 4)
     )
-    assert changes(before, now) == ["data.window None -> 4"]
+    assert changes(before, now) == ["data.window not set -> 4"]

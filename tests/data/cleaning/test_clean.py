@@ -239,6 +239,27 @@ def test_contamination(tmp_path: Path) -> None:
     assert cleaned.report.notes == {"n-grams of validation documents": 9}
 
 
+def test_contamination_by_items_of_benchmarks(tmp_path: Path) -> None:
+    """All texts of a record count, at any depth; other files of the same name are noticed."""
+    question = " ".join(f"word{number}" for number in range(13))
+    choice = " ".join(f"choice{number}" for number in range(14))
+    texts = [f"Before. {question.upper()} after", f"So {choice}.", "a few words", text(1)]
+    bench = tmp_path / "bench.jsonl"
+    item = {"id": 7, "q": question, "choices": [choice, "a few words"]}
+    bench.write_text(json.dumps(item) + "\n", encoding="utf-8")
+    knobs = {"contamination": {"against": [str(bench)]}}
+    cleaned, documents = kept(small(tmp_path, texts, ["held out"], **knobs))
+    assert places(documents) == numbered(3, 4) + numbered(1, split="v")
+    assert cleaned.dropped == {"contamination": 2}
+    assert list(cleaned.report.notes) == ["n-grams of evaluation documents"]
+    bench.write_text(json.dumps(item | {"q": "other"}) + "\n", encoding="utf-8")
+    _, documents = kept(small(tmp_path, texts, ["held out"], **knobs))
+    assert places(documents) == numbered(1, 3, 4) + numbered(1, split="v")
+    bench.write_text("{\n", encoding="utf-8")
+    with pytest.raises(WrongInput, match=r"bench\.jsonl:1: broken JSON .*; mend it"):
+        kept(small(tmp_path, texts, ["held out"], **knobs))
+
+
 def test_contamination_counts_different_matches(tmp_path: Path) -> None:
     question = " ".join(f"word{number}" for number in range(20))
     texts = [

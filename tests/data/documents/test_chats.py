@@ -167,7 +167,7 @@ def test_other_keys_stay_and_null_ones_go() -> None:
         ({"messages": {"role": "user"}}, "not a list of messages", "dict"),
         ({"messages": ["x"]}, "not a list of messages", "message 0 is str"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role", "narrator"),
-        ({"messages": [{"content": "x"}]}, "unknown role", "None"),
+        ({"messages": [{"content": "x"}]}, "unknown role", "a message has no `role`"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant turn", ""),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]},

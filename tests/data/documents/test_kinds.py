@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.data import SourceSettings
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.kinds import (
+    DocumentExtractor,
     Labelled,
     Pair,
     from_labelled,
@@ -56,6 +58,23 @@ def test_pairs() -> None:
         ),
     ):
         to_pair(1, {}, {"text": "x"})
+
+
+@pytest.mark.parametrize("said", [{"text": "body"}, {"columns": {"text": "body"}}])
+def test_texts_are_read_from_the_column_that_was_named_either_way(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "not this one", "body": "this one"}\n' * 9)
+    small = recipe(tmp_path, {"source": str(file), **said})
+    ingest(small)
+    assert {document.text for document in read_documents(small, "train")} == {"this one"}
+
+
+def test_a_text_has_no_other_column() -> None:
+    source = SourceSettings(source="a.jsonl", columns={"texts": "body"})
+    with pytest.raises(WrongInput, match=r"renames texts, which a text does not have.*of text$"):
+        DocumentExtractor.for_source(source, "text")
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,11 @@ def test_stamps_tell_a_change(tmp_path: Path) -> None:
             ),
         ),
         ("builtin:nothing", "builtin:nothing is not built in"),
-        ("memory://nowhere/x", "no such file"),
+        ("memory://nowhere/x", "no such file; check the address, and that it answers"),
+        (
+            "http://127.0.0.1:9/x.jsonl",
+            r"no such file \(Cannot connect to host 127\.0\.0\.1:9 .*\); check the address",
+        ),
     ],
 )
 def test_nothing_there(tmp_path: Path, source: str, message: str) -> None:

@@ -38,7 +38,7 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('{"q": 1', "a.jsonl:1: broken JSON"),
-        ("[1]", "not a JSON object"),
+        ("[1]", "a file that is one JSON array of records must be named .json"),
         ('{"p": 1}', "a.jsonl:1 has no column `q`; it has p: set evaluate.tasks, mine.columns"),
         ("\n", "holds no record"),
         ('{"q": "x"}\n{"p": "x"}', "a.jsonl:2 has no column"),

@@ -5,6 +5,7 @@ the same however the work is split.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,19 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
+from ingot.data.columns.manifest import PreparedSource
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
+from ingot.evaluate.tasks.loss import source_names
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
-from tests.evaluate.small_models import place_model, subject_in, with_model
-from tests.evaluate.small_runs import prepared, recipe_of
+from tests.evaluate.small_models import place_model, subject_in, with_model, write_lines
+from tests.evaluate.small_runs import prepared, recipe_of, said
 from tests.ranks import run_ranks
+from tests.small import small_recipe
 
 KINDS = ("preference", "rated", "pair", "labelled")
 
@@ -235,6 +241,56 @@ def test_the_first_rows_of_a_stream_are_measured_to_the_end_of_their_last_docume
     )
     assert some.metrics["loss/loss"].value == pytest.approx(nll / targets, rel=tolerances.LOSS_FP32)
     assert some.metrics["loss/loss"].set_fingerprint != whole.metrics["loss/loss"].set_fingerprint
+
+
+def test_each_source_of_texts_has_bits_of_its_own(tmp_path: Path) -> None:
+    """The two add up to the whole, and each is what a run that holds out that source alone has."""
+    held = {
+        "words": [said(random.Random(seed), 5, 40) for seed in range(12)],
+        "digits": [" ".join(map(str, range(seed, seed + 30))) for seed in range(7)],
+    }
+    files = {
+        name: write_lines(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
+        for name, texts in held.items()
+    }
+
+    def run(name: str, *sources: Path) -> Recipe:
+        recipe = small_recipe(
+            tmp_path,
+            name=name,
+            data__train=[{"source": str(files["words"])}],
+            data__validation=[{"source": str(source)} for source in sources],
+            data__validation__fraction=None,
+        )
+        ingest(recipe)
+        prepare(recipe)
+        place_model(recipe, recipe.folder.model)
+        return recipe
+
+    both = measured(run("both", *files.values())).metrics
+    of = {name: both[f"loss/bits_per_byte/{name}.jsonl"] for name in held}
+    assert [metric.n for metric in of.values()] == [12, 7]
+    for name, metric in of.items():
+        alone = measured(run(name, files[name])).metrics
+        assert f"loss/bits_per_byte/{name}.jsonl" not in alone
+        assert metric.value == close(alone["loss/bits_per_byte"].value)
+        assert metric.set_fingerprint == alone["loss/bits_per_byte"].set_fingerprint
+    sizes = [sum(len(text.encode()) for text in texts) for texts in held.values()]
+    bits = [metric.value * size for metric, size in zip(of.values(), sizes, strict=True)]
+    assert sum(bits) / sum(sizes) == close(both["loss/bits_per_byte"].value)
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["a/x.jsonl", "b/y/"], ["x.jsonl", "y"]),
+        (["a/x.jsonl", "b/x.jsonl", "c"], ["1", "2", "c"]),
+        (["bigquery:SELECT text FROM a.b WHERE length(text) > 100", "a"], ["1", "a"]),
+    ],
+)
+def test_sources_are_called_by_what_tells_them_apart(sources: list[str], names: list[str]) -> None:
+    prepared = [PreparedSource(source, 1.0, 1, 1, 1, []) for source in sources]
+    assert source_names(prepared) == names
 
 
 def test_another_kind_of_model_is_refused(made: Callable[[str], Recipe], tmp_path: Path) -> None:

@@ -338,7 +338,8 @@ def test_a_service_that_is_busy_is_asked_again(
     service.server.fault("BatchController.CreateBatch", 429, times=2)
     handle = launcher.submit(JOB)
     service.server.fault("BatchController.GetBatch", 503, times=2)
-    assert launcher.status(handle) == "queued"
+    # It may have begun while the client waited before it asked again.
+    assert launcher.status(handle) in ("queued", "running")
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,7 @@ def test_beside_weights_held_in_bf16_the_adapter_stays_float32(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", in_short(ALL))
 def test_merged_weights_of_transformers_models_open_there(name: str, tmp_path: Path) -> None:
+    """Compared in float64, as some random models make much of the order of sums in float32."""
     model = drawn(name)
     add_lora(model, Lora(rank=2), 0)
     excite(model)
@@ -312,7 +313,7 @@ def test_merged_weights_of_transformers_models_open_there(name: str, tmp_path: P
     ).eval()
     with torch.no_grad():
         assert (
-            relative(opened.inner(**inputs).logits, model.inner(**inputs).logits)
+            relative(opened.double().inner(**inputs).logits, model.double().inner(**inputs).logits)
             < tolerances.MERGED_FP32
         )
 

@@ -183,6 +183,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(
             "the text has 65 tokens, but the model has 64 positions; shorten it",
         ),
         (Seq2SeqRequest([5, 61], 5), "token 61 is not in the vocabulary of 61 tokens"),
+        (Seq2SeqRequest([5], 5, Sampling(logit_bias=((61, 1.0),))), "logit_bias: token 61 is not"),
         (Seq2SeqRequest([-1], 5), "token -1 is not in the vocabulary"),
         (Seq2SeqRequest([5], 0), "max_tokens is 0, but the model writes from 1 to 64"),
         (Seq2SeqRequest([5], 65), "max_tokens is 65"),

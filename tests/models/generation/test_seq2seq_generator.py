@@ -154,6 +154,20 @@ def test_log_probabilities_are_those_of_the_request_alone() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerances.LOGITS_FP32)
 
 
+def test_a_penalty_counts_what_is_written_from_the_first_token_on() -> None:
+    """Of an answer, whose first token has none before it; the source is no part of it."""
+    summarizer = Seq2SeqGenerator(model_of("t5-1.1"), decode=spell, eos=[END])
+    plain, held = summarizer.run(
+        [
+            Seq2SeqRequest(SOURCES[2], 12, Sampling(logprobs=0, repetition_penalty=by))
+            for by in (1.0, 1e4)
+        ]
+    )
+    (first, *_), written = ([token.id for token in answer.tokens] for answer in (plain, held))
+    assert written[0] == first
+    assert len(set(written)) == len(written) > 3
+
+
 def test_what_a_folder_forbids_counts_the_tokens_of_each_answer_alone() -> None:
     """A first token that is forced, n-grams that may not come again, or not from the source."""
     from transformers import GenerationConfig

@@ -31,11 +31,11 @@ from ingot.models.generation.classifier import classify
 from ingot.models.generation.seq2seq import generate
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import init_hf_model, load_hf_model
-from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq
 from tests import tolerances
 from tests.models.hf.shrunk import EOS, OWN, VOCAB, shrunk
 from tests.models.hf.test_models import assert_same_gradients, nll
-from tests.models.hf.tiny import CPU, LABELS, reference
+from tests.models.hf.tiny import CPU, LABELS, reference, write
 
 LENGTHS = (12, 5, 9, 1)
 POSITIONS = torch.arange(12).expand(4, 12)
@@ -53,6 +53,7 @@ ALWAYS: set[tuple[HFKind, str]] = {
     ("encoder", "albert"),
     ("encoder", "t5"),
     ("encoder", "gpt2"),
+    ("masked", "modernbert"),
 }
 """Types that go ways of their own; of the others a commit tries one of each family."""
 
@@ -67,7 +68,7 @@ def family(kind: HFKind, case: str) -> str:
         "positioned": POSITIONED,
         "behind-padding": BEHIND_PADDING,
     }
-    of_kind = groups if kind == "encoder" else {"t5": RELATIVE, "like-bart": LIKE_BART}
+    of_kind = {"t5": RELATIVE, "like-bart": LIKE_BART} if kind == "seq2seq" else groups
     named = [name for name, types in of_kind.items() if model_type in types]
     place = PROVED[kind].index(model_type)
     first_decoder = PROVED["encoder"].index("llama")
@@ -100,6 +101,12 @@ def rows() -> tuple[Tensor, Tensor]:
 def labels_of(kind: HFKind) -> Tensor:
     if kind == "encoder":
         return torch.tensor([0, 2, 1, 1])
+    if kind == "masked":
+        there = rows()[1] == 1
+        asked = there & (torch.arange(48).view(4, 12) % 5 < 2)
+        asked[3, 0] = True
+        drawn = torch.randint(4, VOCAB - 6, (4, 12), generator=torch.Generator().manual_seed(2))
+        return torch.where(asked, drawn, -100)
     labels = torch.randint(4, VOCAB - 6, (4, 7), generator=torch.Generator().manual_seed(2))
     labels[1, 4:], labels[2, 1:] = -100, -100
     return labels
@@ -150,14 +157,16 @@ def _alone_as_in_a_batch(
     """Without padding, without other rows, and beside a row that is all padding."""
     with torch.no_grad():
         for row, length in enumerate(LENGTHS):
+            own = slice(length) if model.config.kind == "masked" else slice(None)
             alone = model(
                 tokens[row : row + 1, :length],
                 POSITIONS[:1, :length],
                 None,
-                labels[row : row + 1],
+                labels[row : row + 1, own] if labels.ndim == 2 else labels[row : row + 1],
                 nll,
-            )
-            torch.testing.assert_close(alone[0], together[row], rtol=0, atol=tolerances.LOGITS_FP32)
+            )[0]
+            beside_others = together[row, own] if together.ndim == 2 else together[row]
+            torch.testing.assert_close(alone, beside_others, rtol=0, atol=tolerances.LOGITS_FP32)
         empty = segments.clone()
         empty[3] = 0
         left_out = labels.clone()
@@ -178,6 +187,17 @@ def _answers_alike(model: HFModel, opened: Any, tokens: Tensor) -> None:
             atol=tolerances.LOGITS_FP32,
         )
         return
+    if isinstance(model, MaskedLM):
+        for text in texts:
+            ids = torch.tensor([text])
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    model.logits(ids, POSITIONS[:1, : len(text)]),
+                    opened(input_ids=ids).logits,
+                    rtol=0,
+                    atol=tolerances.LOGITS_FP32,
+                )
+        return
     wrote = generate(model, texts, 6, eos=[VOCAB - 1])
     opened.generation_config = type(opened.generation_config)()
     for text, ours in zip(texts, wrote, strict=True):
@@ -190,6 +210,20 @@ def _answers_alike(model: HFModel, opened: Any, tokens: Tensor) -> None:
             decoder_start_token_id=model.inner.config.decoder_start_token_id,
         )[0, 1:].tolist()
         assert ours == (theirs[: theirs.index(VOCAB - 1)] if VOCAB - 1 in theirs else theirs)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "albert", "electra", "modernbert"])
+def test_a_masked_model_becomes_a_classifier(name: str, tmp_path: Path) -> None:
+    """Its trunk is loaded whole, its head left, another one drawn."""
+    model = made("masked", name)
+    write(model, tmp_path)
+    config = read_hf_config(shrunk(name, "encoder"), "encoder", name, LABELS)
+    classifier = load_hf_model(config, tmp_path, device=CPU, dtype=torch.float32, seed=0)
+    trunk = dict(classifier.inner.base_model.named_parameters())
+    own = dict(model.inner.base_model.named_parameters())
+    shared = trunk.keys() & own.keys()
+    assert len(shared) >= len(own) - 2, "poolers are drawn"
+    assert all(torch.equal(trunk[part], own[part]) for part in shared)
 
 
 def test_a_text_as_long_as_there_are_positions_is_read() -> None:
@@ -211,6 +245,7 @@ def test_the_tables_are_those_of_the_installed_transformers() -> None:
     for kind, table in (
         ("seq2seq", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         ("encoder", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+        ("masked", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     ):
         assert installed_types(kind) == dict(table)  # type: ignore[arg-type]
         known = {*PROVED[kind], *UNFIT[kind]}  # type: ignore[index]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ingot.models.hf.config import HFConfig, read_hf_config
+from ingot.models.hf.config import AUTO, HFConfig, read_hf_config
 from ingot.models.hf.loading import hf_weights, init_hf_model
 from ingot.models.hf.models import HFModel, Seq2Seq
 from ingot.models.hf.tensorfile import save_weights
@@ -230,11 +230,7 @@ def reference(model: HFModel, folder: Path, **more: Any) -> nn.Module:
     """The same model as transformers opens it."""
     import transformers
 
-    auto = (
-        transformers.AutoModelForSequenceClassification
-        if model.config.kind == "encoder"
-        else transformers.AutoModelForSeq2SeqLM
-    )
+    auto = getattr(transformers, AUTO[model.config.kind])
     opened, info = auto.from_pretrained(write(model, folder), output_loading_info=True, **more)
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info

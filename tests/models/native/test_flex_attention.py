@@ -12,15 +12,15 @@ from tests import tolerances
 TIME, WINDOWS = 160, (None, 7, 200)
 
 
-def made(device: str = "cpu") -> tuple[Tensor, Tensor, list[Tensor]]:
+def made(device: str = "cpu", time: int = TIME) -> tuple[Tensor, Tensor, list[Tensor]]:
     """positions and segments of rows of several documents, one across the border of a block,
     padding at the end; q, k, v with shared heads.
     """
     generator = torch.Generator().manual_seed(0)
-    segments = torch.ones(2, TIME, dtype=torch.int64)
+    segments = torch.ones(2, time, dtype=torch.int64)
     segments[0, 30:], segments[0, 90:], segments[1, 127:], segments[1, 150:] = 2, 3, 2, 0
-    positions = torch.arange(TIME).expand(2, TIME)
-    heads = [torch.randn(2, count, TIME, 16, generator=generator).to(device) for count in (4, 2, 2)]
+    positions = torch.arange(time).expand(2, time)
+    heads = [torch.randn(2, count, time, 16, generator=generator).to(device) for count in (4, 2, 2)]
     return positions.to(device), segments.to(device), heads
 
 
@@ -63,15 +63,17 @@ def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gradients_on_a_gpu() -> None:
-    positions, segments, heads = made("cuda")
+@pytest.mark.parametrize("time", [TIME, 96])
+def test_gradients_on_a_gpu(time: int) -> None:
+    """Also of rows so short that torch has another kernel for them."""
+    positions, segments, heads = made("cuda", time)
     for window in WINDOWS:
-        mask = attention_masks(segments, TIME, [window], positions.device)[window]
+        mask = attention_masks(segments, time, [window], positions.device)[window]
         one, other = ([each.clone().requires_grad_() for each in heads] for _ in range(2))
         torch.nn.functional.scaled_dot_product_attention(
             *one, attn_mask=mask, enable_gqa=True
         ).square().sum().backward()
-        make_flex_attn_fns(segments, TIME, [window], positions.device)[window](
+        make_flex_attn_fns(segments, time, [window], positions.device)[window](
             *other
         ).square().sum().backward()
         for wanted, found in zip(one, other, strict=True):

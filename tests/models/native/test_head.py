@@ -4,13 +4,22 @@ function that is not summed is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ingot.models.native import head
-from ingot.models.native.head import IGNORE, LogitsView, apply_head, summed_only
+from ingot.models.native import fused_head, head
+from ingot.models.native.fused_head import MANY_LOGITS, FusedView
+from ingot.models.native.head import (
+    IGNORE,
+    LogitsView,
+    apply_head,
+    by_log_probability,
+    summed_only,
+)
 from tests.tolerances import GRADIENTS_FP32, LOSS_FP32, SHARED_ROWS_BF16
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
@@ -53,8 +62,20 @@ def parts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, T
     return hidden, weight, labels, torch.rand(TOKENS, 2, generator=generator)
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose layers are compiled, with kernels that are not."""
+    kernels = fused_head._log_probability, fused_head._log_probability_backward
+    monkeypatch.setattr(head, "kernel_type", lambda device: "cuda")
+    monkeypatch.setattr(fused_head, "fused_kernels", lambda: kernels)
+
+
 def both_ways(
-    dtype: torch.dtype, *, extras: bool, autocast: bool = False
+    dtype: torch.dtype,
+    *,
+    extras: bool,
+    autocast: bool = False,
+    view: Callable[[Tensor], LogitsView] = LogitsView,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Values and gradients, with gradients made in forward and through autograd."""
     found = []
@@ -68,7 +89,9 @@ def both_ways(
                 labels,
                 token,
                 more if extras else None,
+                view if known else LogitsView,
                 weight=weight if known else None,
+                many_logits=5 * VOCABULARY if known and view is FusedView else None,
             )
         (values.sum() * 3).backward()
         assert hidden.grad is not None
@@ -113,6 +136,49 @@ def test_in_bf16(autocast: bool) -> None:
     )
     assert [one.dtype for one in ours] == [one.dtype for one in theirs]
     assert max(map(off, ours, theirs)) < 2 * SHARED_ROWS_BF16
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, GRADIENTS_FP32), (torch.bfloat16, 2 * SHARED_ROWS_BF16)]
+)
+def test_fused_as_on_a_gpu(dtype: torch.dtype, bound: float) -> None:
+    ours, theirs = both_ways(dtype, extras=True, view=FusedView)
+    assert [one.dtype for one in ours] == [one.dtype for one in theirs]
+    assert max(map(off, ours, theirs)) < bound
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(
+    ("token", "grad", "chunks"),
+    [("log_probability_of", True, 1), ("judged", True, 3), ("log_probability_of", False, 3)],
+)
+def test_only_where_nothing_is_made_of_logits_are_many_held_at_once(
+    token: str, grad: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would run out of memory with tensors in float32 of so many."""
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 8 * VOCABULARY)
+    hidden, weight, labels, _ = parts()
+    made: list[int] = []
+
+    def view(logits: Tensor) -> LogitsView:
+        made.append(len(logits))
+        return FusedView(logits)
+
+    functions = {"log_probability_of": log_probability_of, "judged": Judge().token}
+    with torch.set_grad_enabled(grad):
+        apply_head(
+            hidden,
+            lambda part: functional.linear(part, weight),
+            VOCABULARY,
+            labels.clamp_min(0),
+            functions[token],
+            None,
+            view,
+            weight,
+            many_logits=TOKENS * VOCABULARY,
+        )
+    assert (len(made), sum(made)) == (chunks, TOKENS)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -178,3 +244,64 @@ def test_without_gradients_and_without_the_mark_nothing_is_made_ahead() -> None:
                 weight=weight,
             )
         assert "Summed" not in type(values.grad_fn).__name__
+
+
+@pytest.mark.usefixtures("fused")
+def test_fused_log_probabilities_are_those_of_cross_entropy() -> None:
+    assert_cross_entropy(FusedView)
+
+
+def test_log_probabilities_are_those_of_cross_entropy() -> None:
+    assert_cross_entropy(LogitsView)
+
+
+def assert_cross_entropy(view: Callable[[Tensor], LogitsView]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(TOKENS, VOCABULARY, generator=generator) * 4
+    # Of nothing but one token, far from zero, and next to tokens that cannot be.
+    logits[0, 7], logits[1], logits[2, 1:] = 1e4, logits[1] - 1e4, -torch.inf
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    labels[:3] = torch.tensor([7, 3, 0])
+    of_values = torch.randn(TOKENS, generator=generator)
+    known = logits.double().requires_grad_()
+    expected = -functional.cross_entropy(known, labels, reduction="none")
+    expected.backward(of_values.double())
+    logits.requires_grad_()
+    values = view(logits).log_probability(labels)
+    values.backward(of_values)
+    assert torch.allclose(values.double(), expected, rtol=LOSS_FP32, atol=LOSS_FP32)
+    assert logits.grad is not None
+    assert known.grad is not None
+    assert torch.allclose(logits.grad.double(), known.grad, rtol=0, atol=GRADIENTS_FP32)
+
+
+@summed_only
+@by_log_probability
+def log_probability_of(view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
+    return view.log_probability(labels)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_on_a_gpu() -> None:
+    """Compiled, and with the gradient of the weight added by the product of each chunk."""
+    hidden, weight, labels, _ = (one.detach().cuda() for one in parts(torch.bfloat16))
+    found = []
+    for dtype, view in ((torch.bfloat16, FusedView), (torch.float32, LogitsView)):
+        leaves = [one.to(dtype, copy=True).requires_grad_() for one in (hidden, weight)]
+        values = apply_head(
+            leaves[0],
+            lambda part, weight=leaves[1]: functional.linear(part, weight),
+            VOCABULARY,
+            labels,
+            log_probability_of,
+            view=view,
+            weight=leaves[1],
+            many_logits=MANY_LOGITS if view is FusedView else None,
+        )
+        values.sum().backward()
+        found.append([values.detach(), *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        assert off(one, other) < 2 * SHARED_ROWS_BF16

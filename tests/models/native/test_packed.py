@@ -6,22 +6,27 @@ import copy
 import mmap
 import platform
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from ingot.base.errors import WrongInput
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.native import fbgemm, packed
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.fbgemm import Float16Matrix
+from ingot.models.native.onednn import multiplies_bfloat16
 from ingot.models.native.packed import pack_weights
 from ingot.models.parameters import init_weights
-from ingot.serve.native.model import load
+from ingot.serve.native.compute import serving_compute
+from ingot.serve.native.model import LoadedModel, load, load_in_a_thread
 from tests import tolerances
 from tests.forks import start_call
 from tests.serve.tiny import make_folder
@@ -160,14 +165,14 @@ def _packed_weights_take_little() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
     left = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert (left, len(made)) == (0, 3 + 4 * 2)
-    large = [matrix for matrix in made if matrix.lines * 16 * 512 * 2 > packed.OWN_BYTES]
+    large = [matrix for matrix in made if matrix.lines * matrix.lanes * 512 * 2 > packed.OWN_BYTES]
     assert len(large) == 3 + 2, "the parts of the head, gate and up of each layer"
     for matrix in large:
         assert matrix.numbers is not None
         first, weights = matrix.numbers.data_ptr(), matrix.shape.numel()
-        taken = resident_bytes(first, first + 2 * 512 * 16 * matrix.lines)
-        # Two pages are used in part; the rows are a multiple of 16.
-        assert 2 * weights <= taken <= 2 * (weights + 16 * 32) + 2 * mmap.PAGESIZE
+        taken = resident_bytes(first, first + 2 * 512 * matrix.lanes * matrix.lines)
+        # Two pages are used in part; the rows are a multiple of the lanes.
+        assert 2 * weights <= taken <= 2 * (weights + matrix.lanes * 32) + 2 * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("corner_is_alike", [False, True])
@@ -176,7 +181,7 @@ def test_another_order_in_memory_is_not_read(
 ) -> None:
     if corner_is_alike:
         monkeypatch.setattr(fbgemm, "_begins_with", lambda *_: True)
-    monkeypatch.setattr(fbgemm, "LANES", 8)
+    monkeypatch.setattr(fbgemm, "LANES", (8,))
     model = decoder(vocab_size=4000, intermediate_size=2048)
     said = answers(model)
     assert pack_weights(model)
@@ -215,6 +220,71 @@ def test_without_the_kernel_nothing_changes() -> None:
     assert model.model.embed_tokens.weight.dtype == torch.float32
 
 
+needs_amx = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor does not multiply blocks of bfloat16 numbers"
+)
+
+
+@needs_amx
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16_logits_are_rounded_and_no_more(kind: str) -> None:
+    """Also where queries are many enough to be rounded, and over earlier keys."""
+    model = decoder(kind, max_position_embeddings=256)
+    prompt = torch.randint(97, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = Request(prompt, 4, prompt_logprobs=0)
+
+    def scored() -> Tensor:
+        generator = Generator(model, decode=str, prefill_tokens=120)
+        (done,) = generator.run([request])
+        return torch.tensor([token.logprob for token in done.prompt[1:]])
+
+    def read_whole() -> Tensor:
+        with torch.inference_mode():
+            hidden = model.hidden(torch.tensor([prompt]), torch.arange(len(prompt))[None])
+            return model.logits(hidden).log_softmax(-1)
+
+    exact = scored(), read_whole()
+    assert pack_weights(model, compute="bf16")
+    for one, other in zip((scored(), read_whole()), exact, strict=True):
+        off = ((one - other).norm() / other.norm()).item()
+        assert 0 < off < tolerances.COMPUTED_BF16
+
+
+def test_a_server_computes_in_bf16_where_that_is_sooner_and_rounds_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cpu = make_folder(tmp_path / "model"), torch.device("cpu")
+    weights = next(folder.glob("*.safetensors"))
+    monkeypatch.setattr("ingot.serve.native.compute.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("ingot.serve.native.compute.ONE_THREAD_WEIGHTS", 1)
+    assert serving_compute("auto", folder, cpu, pack=True) == "fp32", "it is stored in float32"
+    save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights)
+    assert serving_compute("auto", folder, cpu, pack=True) == "bf16"
+    assert serving_compute("auto", folder, cpu, pack=False) == "fp32", "a single answer"
+    assert serving_compute("fp32", folder, cpu, pack=True) == "fp32"
+    monkeypatch.undo()
+    assert serving_compute("auto", folder, cpu, pack=True) == "fp32", "small, it waits for nothing"
+    assert serving_compute("bf16", folder, cpu, pack=False) == "bf16"
+
+
+@needs_amx
+def test_a_server_computes_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "model")
+    weights = next(folder.glob("*.safetensors"))
+    save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights)
+    tokens, positions = torch.arange(8)[None], torch.arange(8)[None]
+    found = {}
+    for asked in ("fp32", "bf16"):
+        loaded = load(folder, compute=asked, pack=True)
+        assert (loaded.compute, loaded.packed) == (asked, True)
+        assert isinstance(loaded.model, Decoder)
+        with torch.inference_mode():
+            found[asked] = loaded.model.logits(loaded.model.hidden(tokens, positions))
+    assert not torch.equal(found["fp32"], found["bf16"])
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert not load(folder, compute="bf16", pack=True).packed
+
+
 def test_a_server_packs_and_a_single_answer_does_not(tmp_path: Path) -> None:
     rounded = make_folder(tmp_path / "rounded")
     assert not load(rounded, pack=True).packed, "its weights are float32 numbers"
@@ -244,3 +314,22 @@ def test_weights_read_in_bf16_are_those_read_in_float32(tmp_path: Path) -> None:
         made, expected = found
         torch.testing.assert_close(made, expected, rtol=0, atol=tolerances.LOGITS_FP32)
         assert made.dtype == torch.float32
+
+
+def test_the_thread_that_loads_ends_and_what_it_raises_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep OpenMP's helpers, with which the engine's are too many to wait actively."""
+    threads = []
+
+    def noted(folder: Path, **options: Any) -> LoadedModel:
+        threads.append(threading.current_thread())
+        return load(folder, **options)
+
+    monkeypatch.setattr("ingot.serve.native.model.load", noted)
+    folder = make_folder(tmp_path / "model")
+    assert load_in_a_thread(folder, pack=False).kind == "decoder"
+    with pytest.raises(WrongInput, match="config"):
+        load_in_a_thread(tmp_path / "nowhere")
+    assert len(threads) == 2
+    assert not any(one is threading.main_thread() or one.is_alive() for one in threads)

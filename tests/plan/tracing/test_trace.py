@@ -203,9 +203,9 @@ def test_ranks_of_other_layouts_are_traced_alone(recipe: Any) -> None:
     assert shard.peak.bytes["gathered"] > 0 == one.peak.bytes["gathered"]  # type: ignore[union-attr]
     assert tensor.peak.bytes["activations"] < one.peak.bytes["activations"]  # type: ignore[union-attr]
     assert first.layers == last.layers == 2  # type: ignore[union-attr]
-    # The first stage holds the activations of more micro-batches, the last one has the head.
+    # The first stage holds the activations of more micro-batches, the last one multiplies more.
     assert first.peak.bytes["activations"] > last.peak.bytes["activations"]  # type: ignore[union-attr]
-    assert last.peak.bytes["temporary"] > first.peak.bytes["temporary"]  # type: ignore[union-attr]
+    assert _work(last.micro_batch)[0] > _work(first.micro_batch)[0]  # type: ignore[union-attr]
 
 
 @LONG
@@ -299,6 +299,50 @@ def test_cuda_keeps_less_of_a_norm_and_more_of_the_head(recipe: Any) -> None:
     assert 0 < cuda.pieces[0] <= cuda.pieces[2] < cuda.peak.total / 2
     assert sum(one.flops * count for one, count in cuda.micro_batch.items()) == pytest.approx(
         sum(one.flops * count for one, count in cpu.micro_batch.items()), rel=0.02
+    )
+
+
+def test_what_is_compiled_for_cuda_keeps_no_number_that_can_be_had_again(recipe: Any) -> None:
+    def of(layers: int, *, compiled: bool) -> RankTrace:
+        knobs = (f"model.config.num_hidden_layers={layers}", f"train.compile={compiled}")
+        return trace.trace_rank(recipe(BF16, *knobs), 1, kind="cuda")
+
+    def of_a_layer(*, compiled: bool) -> float:
+        few, many = (of(layers, compiled=compiled) for layers in (2, 4))
+        return (many.peak.bytes["activations"] - few.peak.bytes["activations"]) / 2
+
+    tokens, hidden, wide = 2 * 128, 256, 768
+    # The activation of a feed-forward's gate, and half of the bytes of its norms' inputs.
+    freed = tokens * 2 * (wide + 2 * hidden)
+    assert of_a_layer(compiled=False) - of_a_layer(compiled=True) == pytest.approx(freed, rel=0.01)
+    for kind in ("matmul", "attention"):
+        assert of_kind(of(2, compiled=False), kind) == of_kind(of(2, compiled=True), kind)
+
+
+def test_products_in_float8_are_counted_in_float8(recipe: Any) -> None:
+    float8 = "precision.float8=rowwise"
+    wide, narrow, compiled = (
+        trace.trace_rank(recipe(BF16, *knobs), 1, kind="cuda")
+        for knobs in ([], [float8], [float8, "train.compile=true"])
+    )
+    head = 6 * 512 * 256 * 2 * 128
+    for found in (narrow, compiled):
+        assert of_kind(found, "matmul", "bfloat16") == pytest.approx(head, rel=1e-6)
+        in_float8 = of_kind(found, "matmul", "float8_e4m3fn")
+        assert in_float8 == pytest.approx(of_kind(wide, "matmul") - head, rel=1e-6)
+    moved = [
+        sum(one.bytes * count for one, count in found.micro_batch.items() if one.kind == "memory")
+        for found in (narrow, compiled)
+    ]
+    assert moved[1] < moved[0] / 2
+
+
+def of_kind(found: RankTrace, kind: str, dtype: str | None = None) -> float:
+    """FLOPs of a micro-batch."""
+    return sum(
+        one.flops * count
+        for one, count in found.micro_batch.items()
+        if one.kind == kind and dtype in (None, one.dtype)
     )
 
 

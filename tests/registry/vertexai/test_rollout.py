@@ -424,7 +424,7 @@ def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place
     with pytest.raises(
         WrongInput,
         match=(
-            "words v1 went live while nothing as words was compared with the new model; run `ingot"
+            "words v1 went live since the gate compared the new model with nothing; run `ingot"
             " gate` again"
         ),
     ):

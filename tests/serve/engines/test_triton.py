@@ -67,6 +67,7 @@ def model(folder: Path) -> Any:
         "max_queue": "1",
         "max_tokens": "600",
         "any_template": "false",
+        "compute": "auto",
         "pack": "true",
     }
     made.initialize(

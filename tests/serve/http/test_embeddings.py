@@ -59,6 +59,7 @@ def test_a_decoders_vectors_through_openais_client(
             ({"dimensions": 7}, "gives 32 dimensions"),
             ({"input": []}, "give a text"),
             ({"input": ["a"] * 2049}, "at most 2048"),
+            ({"input": ["a", "b", [5, 9999]]}, "prompt 2: token 9999 is not in the vocabulary"),
             ({"model": "other"}, "not served here"),
         ):
             with pytest.raises(openai.APIStatusError, match=words):

@@ -247,6 +247,17 @@ def test_long_names_are_not_echoed(app: FastAPI) -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "part 0 is of type 'image_url'; this model reads text",
         ),
+        ({"role": "user", "content": None}, "of the role user has no `content`; give its text"),
+        ({"role": "system"}, "of the role system has no `content`; give its text"),
+        ({"role": "user", "content": 5}, "`messages.0.content`: give a text, or a list of parts"),
+        (
+            {"role": "user", "content": "\ud800"},
+            "`messages.0.content`: holds half of a surrogate pair; send whole characters",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": 5}]},
+            "`messages.0.content.0.text` is 5: input should be a valid string",
+        ),
     ],
 )
 def test_roles_and_parts_that_no_model_reads(
@@ -257,6 +268,19 @@ def test_roles_and_parts_that_no_model_reads(
     told = answer.json()["error"]["message"]
     assert says in told
     assert ";" not in told.replace(says, ""), "one fault, told once"
+
+
+def test_a_body_that_is_no_text_is_told_so(app: FastAPI) -> None:
+    answer = post(app, "/v1/completions", b'{"prompt": "\xff"}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body is not JSON in UTF-8; mend it"
+
+
+def test_two_limits_of_one_answer_are_refused(app: FastAPI) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    answer = post(app, "/v1/chat/completions", {**body, "max_completion_tokens": 3})
+    assert answer.status_code == 400
+    assert "`max_tokens` and `max_completion_tokens` differ" in answer.json()["error"]["message"]
 
 
 def through(limit: BodyLimit, headers: dict[str, str], coming: list[Message]) -> list[Message]:

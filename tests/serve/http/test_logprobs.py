@@ -8,6 +8,7 @@ from tokenizers import AddedToken, decoders, models
 
 from ingot.models.generation.request import GeneratedToken
 from ingot.serve.http.openai import LogprobFormatter
+from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
 
 WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁fox", "es"]
@@ -80,3 +81,12 @@ def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:
         "content"
     ]
     assert (item["token"], item["bytes"]) == ("\ufffd", None)
+
+
+def test_no_part_of_an_emoji_is_an_empty_token() -> None:
+    """Of a tokenizer that shows all bytes of an unfinished character as one sign."""
+    made = train_bpe(["a b"], 260)
+    written = made.encode("🎉")
+    assert len(written) == 4
+    told = LogprobFormatter(made, []).chat([GeneratedToken(token, 0, -1.0) for token in written])
+    assert [(item["token"], item["bytes"]) for item in told["content"]] == [("\ufffd", None)] * 4

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from ingot.tokenizers.bpe import MASK
 from tests.browser import Tab, browsing, require_browser
-from tests.serve.running import Running
+from tests.serve.running import Running, running
+from tests.serve.test_masks import make_masked
+from tests.serve.tiny import make_classifier, make_scorer
 from tests.ui.serving import showing
 
 STOP = "document.querySelector('.ask button').textContent"
@@ -116,6 +120,96 @@ def test_stop_ends_the_work_of_the_model(tab: Tab, server: Running) -> None:
     tab.wait(f"{STOP} === 'Send'")
     assert "stopped" in tab.text(".panel-foot")
     server.wait_for("ingot_running", 0)
+
+
+CHAT = [{"role": "user", "content": "the fox?"}]
+ANSWERS = ["it jumps", "no idea"]
+
+
+def shares(tab: Tab) -> list[tuple[str, float]]:
+    """What stands beside each other in the rows of an answer, shares of a hundred as such."""
+    rows = tab.eval(
+        "[...document.querySelectorAll('.share')].map(row => [...row.children].map(c => c.textContent))"
+    )
+    return [
+        (name, float(number.removesuffix(" %")) / (100 if "%" in number else 1))
+        for name, number in rows
+    ]
+
+
+def best_first(found: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(found.items(), key=lambda one: -one[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "asked", "instances"),
+    [
+        (make_classifier, "Classes", "the quick fox", ["the quick fox"]),
+        (make_masked, "Masks", f"the quick {MASK} fox", [f"the quick {MASK} fox"]),
+        (
+            make_scorer,
+            "Score",
+            "\n---\n".join([CHAT[0]["content"], *ANSWERS]),
+            [{"messages": [*CHAT, {"role": "assistant", "content": one}]} for one in ANSWERS],
+        ),
+    ],
+)
+def test_what_writes_no_text_is_asked_for_what_it_tells(
+    make: Callable[[Path], Path],
+    mode: str,
+    asked: str,
+    instances: list[Any],
+    tab: Tab,
+    tmp_path: Path,
+) -> None:
+    with running(make(tmp_path / "model")) as made:
+        with made.client() as client:
+            told = client.post("/predict", json={"instances": instances}).json()["predictions"]
+        if mode == "Masks":
+            expected = {choice["token_str"]: choice["score"] for choice in told[0]["masks"][0]}
+        elif mode == "Score":
+            expected = {
+                answer: next(iter(one["scores"].values()))
+                for answer, one in zip(ANSWERS, told, strict=True)
+            }
+        else:
+            expected = told[0]["scores"]
+        tab.go("about:blank")
+        tab.go(f"{made.url}/")
+        ask(tab, asked.replace("\n", "\\n"))
+        tab.wait("document.querySelectorAll('.share').length > 0")
+        assert tab.text(".play-bar .segmented").splitlines()[0] == mode
+        assert not tab.eval("document.querySelector('.play-bar > button').checkVisibility()")
+        found = shares(tab)
+        assert [name for name, _ in found] == [name for name, _ in best_first(expected)]
+        assert [number for _, number in found] == pytest.approx(
+            [number for _, number in best_first(expected)], abs=1e-3
+        )
+        assert tab.complaints == []
+
+
+def test_texts_are_compared_by_their_vectors(tab: Tab, server: Running) -> None:
+    tab.go("about:blank")
+    tab.go(f"{server.url}/")
+    likeness = (
+        "[...document.querySelectorAll('.segmented button')].find(b => b.innerText === 'Likeness')"
+    )
+    tab.wait(f"{likeness} !== undefined")
+    tab.eval(f"{likeness}.click()")
+    texts = ["the fox", "the dog", "five wizards"]
+    ask(tab, "\\n".join(texts))
+    cells = tab.wait(
+        "(c => c.length === 9 && c.map(one => Number(one.textContent)))"
+        "([...document.querySelectorAll('.like')])"
+    )
+    with server.client() as client:
+        body = {"input": texts}
+        data = client.post("/v1/embeddings", json=body).json()["data"]
+    vectors = [one["embedding"] for one in data]
+    expected = [
+        sum(a * b for a, b in zip(one, other, strict=True)) for one in vectors for other in vectors
+    ]
+    assert cells == pytest.approx(expected, abs=6e-3)
 
 
 def test_two_models_answer_beside_each_other_in_the_ui(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import openai
 import pytest
@@ -54,7 +55,14 @@ def test_echoed_prompts_through_openais_client(server: Running, loaded: LoadedMo
         for chunk in client.completions.create(max_tokens=3, logprobs=1, stream=True, **options):
             streamed += chunk.choices[0].logprobs.token_logprobs  # type: ignore[union-attr, operator]
         assert streamed[1:] == pytest.approx(told.token_logprobs[1:], abs=tolerances.LOGPROB)
-        (alone,) = client.completions.create(max_tokens=0, logprobs=1, **options).choices
+        scored = client.completions.create(max_tokens=0, logprobs=1, **options)
+        assert scored.usage is not None
+        assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(ids), 0)
+        *_, end = client.completions.create(
+            max_tokens=0, stream=True, stream_options={"include_usage": True}, **options
+        )
+        assert end.usage == scored.usage.model_copy(update={"prompt_tokens_details": ANY})
+        (alone,) = scored.choices
         assert (alone.text, len(alone.logprobs.tokens)) == (PROMPT, len(ids))  # type: ignore[arg-type, union-attr]
         by_id = client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 1}

@@ -34,6 +34,10 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
+UNTYPED: Any = {
+    "type": "function",
+    "function": {"name": "untyped", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
 ASKED: list[Any] = [{"role": "user", "content": "rain?"}]
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "tools": TOOLS, "seed": 3}
 
@@ -85,16 +89,19 @@ def test_forced_calls_fit_and_stream_alike(tool_client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "not in `tools`"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "asks for the tool `g`, which is not in `tools`",
+        ),
         ({"tool_choice": "required", "tools": []}, "not in `tools`"),
         ({"tool_choice": "some"}, "give one of auto, none, required"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name `weather`"),
         ({"response_format": {"type": "json_object"}}, "exclude each other"),
         ({"tools": [{"type": "code_interpreter"}]}, "tools.0.type"),
         (
             {
                 "messages": [
-                    {"role": "user", "tool_calls": []},
+                    {"role": "user", "content": "a", "tool_calls": []},
                     {
                         "role": "assistant",
                         "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
@@ -108,13 +115,25 @@ def test_forced_calls_fit_and_stream_alike(tool_client: openai.OpenAI) -> None:
             {
                 "tool_choice": "required",
                 "tools": [
+                    TOOLS[0],
                     {
                         "type": "function",
-                        "function": {"name": "f", "parameters": {"type": "nonsense"}},
-                    }
+                        "function": {
+                            "name": "f",
+                            "parameters": {"properties": {"a": {"type": "nonsense"}}},
+                        },
+                    },
                 ],
             },
-            "a schema in `tools` cannot be followed",
+            "the schema of `parameters` of the tool `f` cannot be followed (Invalid type: nonsense);",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+                ]
+            },
+            "`tools.0.function.parameters`: is of type 'array', but the arguments of a function are",
         ),
     ],
 )
@@ -204,7 +223,7 @@ def test_grammars_hold_each_format(
         several=True,
         named=named,
     )
-    start = JSONGrammars(tokenizer, tokenizer.vocab_size, [end]).calls(grammar)
+    start = JSONGrammars(tokenizer, tokenizer.vocab_size, [end]).calls(grammar, {})
 
     def fits(answer: str) -> bool:
         constraint = start.copy()
@@ -224,6 +243,18 @@ def test_grammars_hold_each_format(
     assert fits("Some text.") == text
 
 
+def test_arguments_are_an_object_also_where_a_schema_leaves_its_type_out(
+    tool_client: openai.OpenAI,
+) -> None:
+    options = {**OPTIONS, "tools": [UNTYPED], "n": 12, "max_tokens": 60, "temperature": 1.5}
+    answer = tool_client.chat.completions.create(
+        messages=ASKED, tool_choice="required", parallel_tool_calls=False, **options
+    )
+    calls = [call for said in answer.choices for call in said.message.tool_calls or []]
+    assert len(calls) > 6
+    assert {call.function.arguments[0] for call in calls if call.type == "function"} == {"{"}
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
 @pytest.mark.drawn
 def test_what_any_model_is_forced_to_write_is_read(tool_folder: Path, form: str) -> None:
@@ -231,10 +262,9 @@ def test_what_any_model_is_forced_to_write_is_read(tool_folder: Path, form: str)
     torch.set_num_threads(1)
     loaded = load(tool_folder)
     grammars = JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, loaded.eos)
-    grammar = call_grammar(
-        FORMATS[form], functions_of(TOOLS, strict=False), {}, text=False, several=True, named=False
-    )
-    constraint = grammars.calls(grammar)
+    schemas = functions_of(TOOLS, strict=False)
+    grammar = call_grammar(FORMATS[form], schemas, {}, text=False, several=True, named=False)
+    constraint = grammars.calls(grammar, schemas)
     prompt = loaded.tokenizer.encode_prompt("the")
     answers = loaded.generator(4).run(
         Request(prompt, 400, Sampling(1.5, seed=seed), constraint=constraint.copy())

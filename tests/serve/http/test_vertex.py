@@ -48,7 +48,8 @@ def test_without_its_environment_the_routes_are_plain(server: Running, loaded: L
     [
         ({"instances": []}, "`instances`"),
         ({"instances": [{"text": "the"}]}, "prompt` is missing"),
-        ({"instances": [5]}, "instances.0"),
+        ({"instances": [{"messages": []}]}, "instances.0.prompt` is missing"),
+        ({"instances": [5]}, '`instances.0`: give a text, or an object such as {"prompt": "..."}'),
         (
             {"instances": ["the"], "parameters": {"max_tokens": 2.5}},
             "`parameters.max_tokens` is 2.5",

@@ -214,6 +214,16 @@ def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(WrongInput, match="does not open in transformers as a causal model"):
         load(odd, engine="transformers")
+    (odd / "config.json").write_text(
+        json.dumps(
+            {
+                **json.loads((odd / "config.json").read_text()),
+                "auto_map": {"AutoModelForCausalLM": "modeling_odd.Odd"},
+            }
+        )
+    )
+    with pytest.raises(WrongInput, match=r"is computed by code of its own \(modeling_odd.Odd\)"):
+        load(odd, engine="transformers")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(

@@ -55,7 +55,9 @@ def test_ids_and_masks_are_those_of_the_sampler() -> None:
     )
     alone = Mesh(Ranks(), torch.device("cpu"))
     found = {}
-    for batch in make_batches(answers, settings, prompts, 16, 3, alone):
+    batches = make_batches(answers, settings, prompts, 16, 3, alone)
+    assert sum(batch.text_tokens for batch in batches) == sum(len(PROMPT) + len(a) for a in sampled)
+    for batch in batches:
         assert batch.values is not None
         for row in range(len(batch.tokens)):
             number = int(batch.rows[row])

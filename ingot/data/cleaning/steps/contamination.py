@@ -1,21 +1,24 @@
 """Drops training documents that contain evaluation data: word n-grams in common with the validation
 documents.
 
-The n-grams of all validation documents become one sorted file, which workers memory-map. A
-validation document with fewer words than an n-gram counts as a whole: only a training document of
-exactly the same words matches it, since a few words occur in many innocent texts.
+The n-grams of all validation documents, and of the files of `against`, become one sorted file,
+which workers memory-map. One of these documents with fewer words than an n-gram counts as a whole:
+only a training document of exactly the same words matches it, since a few words occur in many
+innocent texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from ingot.config.sections.data import Contamination
+from ingot.config.sections.data import Clean, Contamination
 from ingot.data.cleaning.arrays import Columns, Flags, Hashes, Indices, bucket_of, distinct, firsts
 from ingot.data.cleaning.corpus import Corpus, DocumentBatch, drop_rows
 from ingot.data.cleaning.exchange import (
@@ -28,8 +31,10 @@ from ingot.data.cleaning.exchange import (
 )
 from ingot.data.cleaning.folding import fold
 from ingot.data.cleaning.ngrams import HashedTexts, ngrams, words
+from ingot.data.cleaning.unicode import normalize
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange
+from ingot.data.sources.records import whole_records
 
 BITS = 24
 
@@ -58,6 +63,37 @@ class ContaminationStage:
         for batch in self.corpus.read(task, advance, self.corpus.alive(task, self.after)):
             own = batch.where(self.corpus.in_split(batch, task, split))
             yield own, ngrams(words(fold(own.texts)), self.knobs.ngram)
+
+
+def read_against(knobs: Clean) -> Hashes:
+    """The n-grams of the records in the files of `contamination.against`, ascending, each once.
+
+    Raises:
+        WrongInput: there is no such file, or a record in it cannot be read.
+    """
+    assert knobs.contamination is not None
+    knob = "data.clean.contamination.against"
+    texts = [
+        " ".join(_texts(record.values))
+        for source in knobs.against
+        for record in whole_records(source, knob)
+    ]
+    folded = fold(normalize(pa.array(texts, pa.string()), knobs.normalize))
+    return distinct(ngrams(words(folded), knobs.contamination.ngram).values)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a record, at any depth, in order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def write_against(folder: Path, grams: Hashes) -> None:
+    """Put them beside the n-grams of the validation documents, for `MergeNgrams`."""
+    write_rows(folder / "grams-against.arrow", [{"gram": grams}])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Signs of life of a run: whether a process is at work on it, when it was last heard of, and which
+step it is safe up to.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ingot.base.heartbeat import Heartbeat, beats_of_main, heard_elsewhere
+from ingot.base.runfolder import RunFolder, lock_holder
+from ingot.report.incidents import whole
+from ingot.report.metrics import is_number
+
+FAILED = ("failure", "give_up")
+"""Events after which a run does not go on by itself."""
+ENDS = ("start", "stop", "finish", *FAILED)
+"""The last of these events tells how a run stands."""
+SAVED = ("start", "save", "stop", "finish")
+"""Events whose step is that of the newest checkpoint; a start has one if it is resumed."""
+RESUMED = "resumed"
+
+
+def at_work(run: RunFolder) -> bool:
+    """Whether another process of this machine holds the run, or one of another machine, whose locks
+    cannot be seen, was heard of just now.
+    """
+    holders = [lock_holder(run.root, name) for name in ("lock", "run-lock")]
+    return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
+        run.heartbeats
+    )
+
+
+def last_beat(run: RunFolder) -> Heartbeat | None:
+    """The last heartbeat of rank 0 of the last attempt."""
+    return max(
+        beats_of_main(run.heartbeats),
+        key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0),
+        default=None,
+    )
+
+
+def last_sign(
+    beat: Heartbeat | None, events: list[dict[str, Any]], logged: Iterable[float]
+) -> float | None:
+    """The last beat, event or logged step by what they say themselves: a copy has the times of its
+    files anew.
+    """
+    times = [*logged, *(event.get("t_wall") for event in events), beat.wall if beat else None]
+    return max((when for when in times if is_number(when)), default=None)
+
+
+def last_changed(run: RunFolder) -> float:
+    """When the folder last changed, by the times of its files."""
+    times = [
+        path.stat().st_mtime
+        for path in (run.root, run.recipe, run.metrics, run.events, *run.steps.glob("*.json"))
+        if path.exists()
+    ]
+    return max(times, default=0.0)
+
+
+def saved_step(events: Iterable[dict[str, Any]]) -> int | None:
+    """The step of the newest checkpoint; None before the first. Only the last event that knows it
+    counts: what stands before may be of another training in the same folder.
+    """
+    told = [event for event in events if event.get("kind") in SAVED]
+    if not told or (told[-1]["kind"] == "start" and told[-1].get("cause") != RESUMED):
+        return None
+    return whole(told[-1].get("step")) or None

@@ -1,0 +1,45 @@
+"""The command line of vLLM on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.config.sections.deployment import Serve
+from ingot.models.hf.compressed import Scheme
+from ingot.serve.engines import vllm
+from tests.serve.tiny import make_folder
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU decides otherwise")
+@pytest.mark.parametrize(
+    ("scheme", "amx", "dtype"),
+    [
+        (None, True, "float32"),
+        (Scheme(4, 64), False, "bfloat16"),
+        (Scheme(8, None), True, "float32"),
+        (Scheme(8, None, integer_inputs=True), False, "float32"),
+        (Scheme(8, None, integer_inputs=True), True, "bfloat16"),
+    ],
+)
+def test_vllm_computes_in_float32_where_it_can(
+    scheme: Scheme | None,
+    amx: bool,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "scheme_of", lambda *_: scheme)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    folder = make_folder(tmp_path / "model")
+
+    def given(**knobs: str) -> str:
+        settings = Serve.model_validate(knobs)
+        argv = vllm.vllm_command("python", folder, settings, "model", "127.0.0.1", 1, None).argv
+        return argv[argv.index("--dtype") + 1]
+
+    assert given() == dtype
+    assert given(compute="bf16") == "bfloat16"
+    assert given(compute="fp32") == "float32"
