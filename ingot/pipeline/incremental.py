@@ -122,12 +122,12 @@ def run_step(
     run, is_main = recipe.folder, ranks().is_main
     with folder_lock(run.root) if is_main else contextlib.nullcontext():
         found = check_step(step, recipe, stamps)
+        check_data_is_current(step, recipe)
         if found.record is not None and not again:
             if is_main:
                 say(f"{step.verb}: unchanged, {found.record.result}")
                 renew_page(run, run.steps / f"{step.verb}.json")
             return found.record
-        check_data_is_current(step, recipe)
         if is_main:
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
@@ -307,7 +307,8 @@ def _describe_stamp_change(old: Any, new: Any) -> list[str]:
 
 
 def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:
-    """Refuse to run a single verb on data that was made with other knobs than the recipe's.
+    """Refuse to run a single verb on data that was made with other knobs than the recipe's, and
+    to call it unchanged: its own knobs may be, those of the data are not among them.
 
     Only knobs are compared: a source that changed later does not invalidate what was made from it.
     For steps after the data (such as a model trained with another recipe) a note is printed

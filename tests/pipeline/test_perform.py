@@ -218,6 +218,25 @@ def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Re
         run_step(step_named("train"), changed, Counted(changed), STAMPS)
 
 
+def test_a_step_on_data_of_another_recipe_is_not_told_as_unchanged(
+    recipe_with: Callable[..., Recipe],
+) -> None:
+    recipe = recipe_with()
+    _ingest(recipe)
+    work = Counted(recipe)
+    for verb in ("prepare", "train"):
+        run_step(step_named(verb), recipe, work, STAMPS)
+    # A knob of `ingest` alone: prepare and train have it not among their own.
+    changed = recipe_with("data.max_skipped=0.01")
+    for verb in ("prepare", "train"):
+        with pytest.raises(
+            WrongInput,
+            match=r"`ingest` made .*data\.max_skipped 0\.1 -> 0\.01.*run `ingot ingest` again",
+        ):
+            run_step(step_named(verb), changed, work, STAMPS)
+    assert work.times == 2
+
+
 def test_a_source_that_moved_does_not_spoil_what_was_made_from_it(
     recipe_with: Callable[..., Recipe], documents: Path
 ) -> None:
