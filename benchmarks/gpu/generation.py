@@ -1,5 +1,5 @@
-"""Greedy generation by 1, 8 and 64 requests at once, bf16 weights, beside transformers' `generate`:
-tokens a second, and the time to the first token of a long prompt.
+"""Greedy generation by 1, 8 and 64 requests at once, bf16 weights, beside transformers' `generate`
+and our own without CUDA graphs: tokens a second, and the time to the first token of a long prompt.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from benchmarks.gpu.ceilings import wait
 from benchmarks.gpu.record import Asked, Record
 from benchmarks.gpu.steps import model_values
+from ingot.models.device import graph_recorder
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.native.config import DecoderConfig
@@ -26,7 +28,12 @@ TINY_TOGETHER, TINY_PROMPT, TINY_NEW_TOKENS = (1, 2), 4, 3
 
 def run(asked: Asked, record: Record, *, preset: str) -> None:
     values = model_values(preset, None, tiny=asked.tiny)
-    for name, make in (("ingot", ours), ("transformers", theirs)):
+    contenders: dict[str, Callable[[dict[str, Any], Asked], Work]] = {
+        "ingot": ours,
+        "transformers": theirs,
+        "ingot_eager": partial(ours, recorded=False),
+    }
+    for name, make in contenders.items():
         with record.trying(name):
             work = make(values, asked)
             measure(name, work, values["vocab_size"], asked, record)
@@ -66,14 +73,15 @@ def measure(name: str, work: Work, vocabulary: int, asked: Asked, record: Record
         record.figures(**{f"{name}_allocated_bytes": torch.cuda.max_memory_allocated()})
 
 
-def ours(values: dict[str, Any], asked: Asked) -> Work:
+def ours(values: dict[str, Any], asked: Asked, *, recorded: bool = True) -> Work:
     model = Decoder(DecoderConfig.from_hf(values)).to(asked.device)
     init_weights(model, 0, quick=True)
     model = model.to(torch.bfloat16).eval()
+    record = graph_recorder(asked.device) if recorded else None
+    generator = Generator(model, max_rows=max(TOGETHER), record=record)
 
     def work(prompts: list[list[int]], tokens: int) -> None:
-        requests = [Request(prompt, tokens, ignore_eos=True) for prompt in prompts]
-        Generator(model, max_rows=len(prompts)).run(requests)
+        generator.run([Request(prompt, tokens, ignore_eos=True) for prompt in prompts])
 
     return work
 

@@ -4,6 +4,8 @@ were trained there, and greedy texts of a batch against each request alone.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from benchmarks.gpu.record import Asked, Record
 from benchmarks.gpu.resume import prepared
 from ingot.config.recipe import Recipe
+from ingot.models.device import graph_recorder
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.hf.folder import load_model
@@ -55,6 +58,12 @@ def together(case: str, asked: Asked, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = make_member(Path(folder) / case, case)
         batch = texts(made, asked.device, len(PROMPTS))
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            recorded = texts(made, asked.device, len(PROMPTS), recorded=True)
+        told = said.getvalue().strip() or "every step"
+        record.holds(f"generation, {case}: steps are recorded", told == "every step", told)
+        record.holds(f"generation, {case}: recorded as not", recorded == batch)
         for what, other in {
             "as alone": texts(made, asked.device, 1),
             "as on the CPU": texts(made, torch.device("cpu"), len(PROMPTS)),
@@ -64,9 +73,12 @@ def together(case: str, asked: Asked, record: Record) -> None:
             record.holds(f"generation, {case}: together {what}", equal == len(PROMPTS), told)
 
 
-def texts(folder: Path, device: torch.device, together: int) -> list[list[int]]:
+def texts(
+    folder: Path, device: torch.device, together: int, *, recorded: bool = False
+) -> list[list[int]]:
     """Greedy tokens after each prompt, so many requests at a time."""
     model = load_model(folder, device=device)
     requests = [Request(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
-    answers = Generator(model, max_rows=together).run(requests)
+    record = graph_recorder(device) if recorded else None
+    answers = Generator(model, max_rows=together, record=record).run(requests)
     return [[token.id for token in answer.tokens] for answer in answers]

@@ -112,6 +112,7 @@ SERVER_ARGUMENTS = (
     "any_template",
     "compute",
     "pack",
+    "eager",
     "prefix_cache_mb",
     "tool_call_parser",
 )
@@ -149,6 +150,7 @@ def vllm_arguments(
         "--override-generation-config",
         most,
         *(() if serve.prefix_cache_mb else ("--no-enable-prefix-caching",)),
+        *(("--enforce-eager",) if serve.eager else ()),
         "--disable-uvicorn-access-log",
         "--shutdown-timeout",
         str(FINISH_S),
@@ -206,6 +208,7 @@ def triton_repository(
                 "any_template",
                 "compute",
                 "pack",
+                "eager",
                 "prefix_cache_mb",
             )
         },

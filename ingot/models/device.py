@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -309,3 +309,33 @@ def use_all_cores(local_world: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world))
+
+
+def graph_recorder(device: torch.device) -> GraphRecorder | None:
+    """What records work on this device; None where that is not possible."""
+    return GraphRecorder() if device.type == "cuda" and torch.version.hip is None else None
+
+
+class GraphRecorder:
+    """Records what some work launches on this CUDA device, so that a call launches all of it at
+    once (a CUDA graph), which a GPU finishes sooner than Python launches it kernel by kernel.
+
+    What is recorded shares memory: the result of one call is to be used before any other call. The
+    work must have run before, so that its kernels are loaded; it computes on the same tensors each
+    time, and must not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and ask the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+
+        def play() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return play

@@ -46,7 +46,8 @@ from ingot.serve.http.middleware import (
 )
 from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
-from ingot.serve.native.model import check_model_folder, load_in_a_thread
+from ingot.serve.native.folder import check_model_folder
+from ingot.serve.native.model import load_in_a_thread
 
 
 def create_app(
@@ -143,7 +144,9 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
             say("bf16 is many times slower than float32 on this processor; set serve.compute=fp32")
         metrics = ServerMetrics()
         engine = ServingEngine(
-            loaded.serving_worker(settings.max_batch, settings.prefix_cache_mb),
+            loaded.serving_worker(
+                settings.max_batch, settings.prefix_cache_mb, eager=settings.eager
+            ),
             metrics,
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,

@@ -175,6 +175,11 @@ class Serve(Section):
     """On an x86 CPU, keep a decoder's weights packed where that changes none of them, as for models
     that were exported in bf16: half the memory and half the time for a token.
     """
+    eager: bool = False
+    """On an NVIDIA GPU, launch the kernels of each token one by one. Otherwise those of a step are
+    recorded once for each size (CUDA graphs) and launched together, which few requests at a time
+    are several times faster with; ingot's own decoders without experts, and vLLM.
+    """
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 512
     """Memory (10^6 bytes) in which ingot's own decoders keep what they computed of prompts. One
     that begins as an earlier or running one does is computed from where they part, with the same

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ingot.models.device import mapping_blocks
 from ingot.models.native.attention import attend
 
-LEAST_LENGTH = 32
+LEAST_LENGTH, SHORT_LENGTH = 32, 1024
 OWN_BYTES = 2**20
 """From this size on keys and values are mapped alone, so that those that they outgrow are the
 system's again.
@@ -32,14 +32,27 @@ class KVCache:
     sharded models and any number format work. Rows and lengths grow by a quarter when they run out.
     Rows in use are kept contiguous, so that attention reads them in place.
 
+    `recorded`: steps that write here are recorded, with the addresses that they write to. There is
+    one row more, the last, for what a recorded step writes of rows that it has too many.
+
     Shapes: B rows of one pass, K key/value heads, T new tokens, S tokens to attend over, E head
     size.
     """
 
-    def __init__(self, windows: Sequence[int | None], max_rows: int, max_length: int) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        max_rows: int,
+        max_length: int,
+        *,
+        recorded: bool = False,
+    ) -> None:
         self.windows, self.max_rows, self.max_length = windows, max_rows, max_length
+        self._spare = int(recorded)
         self._rows = self._length = 0
         self._stores: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
+        self.changes = 0
+        """How often addresses have changed."""
 
     def window(
         self, first: int, starts: Sequence[int], time: int, device: torch.device
@@ -53,13 +66,19 @@ class KVCache:
                 f"rows {first} to {first + len(starts)} of {needed} tokens, {self.max_rows} of"
                 f" {self.max_length} fit"
             )
-        self._reserve(first + len(starts), needed)
+        self.reserve(first + len(starts), needed)
         return CacheWindow(self, first, starts, time, device)
 
-    def _reserve(self, rows: int, length: int) -> None:
+    def reserve(self, rows: int, length: int) -> None:
         """Let `store` make room for so many rows of so many tokens."""
-        self._rows = _grown_size(self._rows, rows, 1, self.max_rows)
+        spare = self._spare
+        self._rows = _grown_size(self._rows, rows + spare, 1, self.max_rows + spare)
         self._length = _grown_size(self._length, length, LEAST_LENGTH, self.max_length)
+
+    @property
+    def spare_row(self) -> int:
+        """The row that no request has, of a cache for recorded steps."""
+        return self._rows - 1
 
     def store(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each `[rows, K, length, E]`, large enough for every window
@@ -74,15 +93,22 @@ class KVCache:
                 made = like.new_zeros(shape), like.new_zeros(shape)
             if old is not None:
                 rows, _, length, _ = old[0].shape
+                rows -= self._spare  # what that one holds is nobody's, and may not be finite
                 for new, had in zip(made, old, strict=True):
-                    new[:rows, :, :length] = had
+                    new[:rows, :, :length] = had[:rows]
             old = self._stores[layer] = made
+            self.changes += 1
         return old
 
     def release(self) -> None:
         """Give the memory back; for use while no row is in use."""
         self._rows = self._length = 0
         self._stores = [None] * len(self.windows)
+        self.changes += 1
+
+    def fits(self, length: int) -> bool:
+        """Whether what there is has room for a prompt of so many tokens and is not much longer."""
+        return length < self._length <= max(4 * length, SHORT_LENGTH)
 
     def saved(self, row: int, start: int, end: int) -> Tensor:
         """A copy of the keys and values of tokens `start` to `end` of a row,
@@ -99,7 +125,7 @@ class KVCache:
     def restore(self, row: int, saved: Tensor) -> None:
         """Make `saved` the first tokens of a row."""
         length = saved.shape[3]
-        self._reserve(row + 1, length)
+        self.reserve(row + 1, length)
         for layer, pair in enumerate(saved):
             for tensor, kept in zip(self.store(layer, pair[:1]), pair, strict=True):
                 tensor[row, :, :length] = kept
@@ -173,8 +199,7 @@ class CacheWindow:
             seen = None
             if end - first > 1 or least != most:
                 keys = torch.arange(stored.start, stored.stop, device=self.positions.device)
-                distance = self.positions[:, None, first:end, None] - keys
-                seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+                seen = _reached(self.positions[:, None, first:end, None] - keys, window)
             yield _View(slice(first, end), stored, seen)
 
     def attend(
@@ -200,6 +225,53 @@ class CacheWindow:
                 else attend(part, k, v, view.seen, sinks)
             )
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
+
+
+class StepWindow:
+    """The cache as the layers see it in a step of one token of each of the first rows, in which
+    everything that differs from step to step is a tensor: what can be recorded, and played again.
+
+    Args:
+        rows: `[B]` the row that each token belongs to: its own place, or the spare row.
+        positions: `[B, 1]`.
+        length: how many of the stored tokens are read; all `positions` are below it.
+    """
+
+    def __init__(self, cache: KVCache, rows: Tensor, positions: Tensor, length: int) -> None:
+        self._cache, self._length = cache, length
+        self._place = rows[:, None], slice(None), positions
+        keys = torch.arange(length, device=positions.device)
+        distance = positions[:, None, :, None] - keys  # [B, 1, 1, S]
+        self._views = {
+            window: _View(
+                slice(0, 1),
+                slice(0, length),
+                _reached(distance, window),
+            )
+            for window in set(cache.windows)
+        }
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As `CacheWindow.attend`, of one token."""
+        stores = self._cache.store(layer, k)
+        for store, new in zip(stores, (k, v), strict=True):
+            store[self._place] = new.transpose(1, 2)
+        keys, values = (store[: len(q), :, : self._length].to(q.dtype) for store in stores)
+        view = self._views[self._cache.windows[layer]]
+        if sinks is not None:
+            return attend(q, keys, values, view.seen, sinks)
+        # The query heads that share keys as so many queries: no kernel for few queries and a mask
+        # knows grouped heads.
+        grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
+        mixed = functional.scaled_dot_product_attention(grouped, keys, values, view.added(q))
+        return mixed.reshape(q.shape)
+
+
+def _reached(distance: Tensor, window: int | None) -> Tensor:
+    """Whether keys are seen that are so far before their query."""
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:

@@ -94,6 +94,10 @@ class TextBatches(ABC):
         """Drop every text; for use after `step` raised."""
         self._pending.clear()
 
+    def resume(self, job: TextJob) -> None:
+        """Queue a text that `clear` has dropped again."""
+        self._pending.append(job)
+
     def step(self) -> list[tuple[TextJob, CompletionChunk]]:
         """Answer the next batch."""
         group = [self._pending[index] for index in range(min(self._max_rows, len(self._pending)))]

@@ -8,7 +8,7 @@ request. Knows no HTTP and no tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ingot.base.errors import WrongInput
 from ingot.models.generation.cache import KVCache
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.prefixes import PrefixStore, in_common
+from ingot.models.generation.recorded import Record, RecordedSteps, can_be_recorded
 from ingot.models.generation.request import CompletionChunk, Decode, PromptToken
 from ingot.models.generation.sampling import token_logprobs
 from ingot.models.native.decoder import Decoder
@@ -49,6 +50,8 @@ class Generator(DecodingLoop):
         prefill_tokens: prompt tokens read in one step.
         prefixes: what earlier prompts left; None: every prompt is computed whole. It belongs to
             these weights and to this generator alone.
+        record: records decoding steps, on a GPU; None: each is computed kernel by kernel. The
+            weights stay where they are as long as the generator is used.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class Generator(DecodingLoop):
         max_rows: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
         prefixes: PrefixStore | None = None,
+        record: Record | None = None,
     ) -> None:
         super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
         self._model, self._prefill_tokens, self._prefixes = model, prefill_tokens, prefixes
+        self._record = record if can_be_recorded(model) else None
         self._reset()
 
     @property
@@ -81,7 +86,15 @@ class Generator(DecodingLoop):
         self._batch = _Batch()
         if self._prefixes is not None:
             self._prefixes.clear()  # after a failure nobody knows what they hold
-        self._cache = KVCache(config.windows, self._max_rows, config.max_position_embeddings)
+        self._cache = KVCache(
+            config.windows,
+            self._max_rows,
+            config.max_position_embeddings,
+            recorded=self._record is not None,
+        )
+        self._recorded = (
+            None if self._record is None else RecordedSteps(self._model, self._cache, self._record)
+        )
 
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Prefill the prompts of the next jobs, or the next part of a long one; returns the first
@@ -94,11 +107,9 @@ class Generator(DecodingLoop):
         rows = [list(job.request.prompt[job.read : job.read + time]) for job in group]
         # Shorter prompts are padded on the right: entries after a row's own tokens are masked, and
         # overwritten later.
-        hidden = self._forward(
-            len(self._batch.decoding),
-            [row + [0] * (time - len(row)) for row in rows],
-            [job.read for job in group],
-        )
+        padded = [row + [0] * (time - len(row)) for row in rows]
+        starts = [job.read for job in group]
+        hidden = self._with_room(partial(self._hidden, len(self._batch.decoding), padded, starts))
         for job, row, states in zip(group, rows, hidden, strict=True):
             if job.request.prompt_logprobs is not None:
                 self._score_prompt(job, states[: len(row)])
@@ -112,7 +123,8 @@ class Generator(DecodingLoop):
         last = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
         first = len(self._batch.decoding)
         self._batch.decoding += group
-        return self._choose(first, hidden[torch.arange(len(rows), device=hidden.device), last])
+        states = hidden[torch.arange(len(rows), device=hidden.device), last]
+        return self._choose(first, self._model.logits(states))
 
     def _score_prompt(self, job: GenerationJob, states: Tensor) -> None:
         """Log-probabilities of the prompt's tokens behind those just read, from their hidden states
@@ -136,7 +148,7 @@ class Generator(DecodingLoop):
         single long prompt. What was read before is in their rows already.
         """
         if self._pending and not self.rows:
-            self._cache.release()  # one long prompt would leave all rows as long as itself
+            self._make_room(len(self._pending[0].request.prompt))
         group: list[GenerationJob] = []
         longest = furthest = 0
         while self._pending and len(self._batch.decoding) + len(group) < self._max_rows:
@@ -153,6 +165,13 @@ class Generator(DecodingLoop):
             self._restore(len(self._batch.decoding) + len(group), job)
             group.append(self._pending.popleft())
         return group
+
+    def _make_room(self, length: int) -> None:
+        """Before a prompt of `length` tokens that comes alone: one long prompt before it would
+        leave all rows as long as itself. Recorded steps are worth what is a little too long.
+        """
+        if self._recorded is None or not self._cache.fits(length):
+            self._cache.release()
 
     def _known(self, job: GenerationJob) -> int:
         """How many tokens of a prompt were read before."""
@@ -191,36 +210,43 @@ class Generator(DecodingLoop):
         jobs = self._batch.decoding
         if not jobs:
             return []
-        hidden = self._forward(0, [[job.last] for job in jobs], [job.read for job in jobs])
+        tokens, starts = [job.last for job in jobs], [job.read for job in jobs]
+        logits = self._with_room(partial(self._next_logits, tokens, starts))
         for job in jobs:
             job.read += 1
-        return self._choose(0, hidden[:, 0])
+        return self._choose(0, logits)
 
-    def _forward(
-        self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """Hidden states `[B, T, D]` of new tokens `[B, T]` in the cache's rows from `first` on."""
+    def _next_logits(self, tokens: Sequence[int], starts: Sequence[int]) -> Tensor:
+        """Logits `[B, V]` behind one token of each of the first rows."""
+        logits = None if self._recorded is None else self._recorded.logits(tokens, starts)
+        if logits is not None:
+            return logits
+        return self._model.logits(self._hidden(0, [[token] for token in tokens], starts)[:, 0])
+
+    def _with_room(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What is computed, which writes the same into the rows when it is done again."""
         try:
-            return self._hidden(first, tokens, starts)
+            return compute()
         except torch.OutOfMemoryError:
             if self._prefixes is None or not self._prefixes.bytes:
                 raise
             self._prefixes.clear()
-            return self._hidden(first, tokens, starts)  # which writes the same into the rows
+            return compute()
 
     def _hidden(self, first: int, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+        """Hidden states `[B, T, D]` of new tokens `[B, T]` in the cache's rows from `first` on."""
         device = self._model.head_weight.device
         window = self._cache.window(first, starts, len(tokens[0]), device)
         return self._model.hidden(
             torch.tensor(tokens, device=device), window.positions, cache=window
         )
 
-    def _choose(self, first: int, hidden: Tensor) -> list[tuple[GenerationJob, CompletionChunk]]:
-        """Sample the next token of the decoding jobs from row `first` on, given hidden states
-        `[B, D]`; finished jobs leave the batch.
+    def _choose(self, first: int, logits: Tensor) -> list[tuple[GenerationJob, CompletionChunk]]:
+        """Sample the next token of the decoding jobs from row `first` on, given logits `[B, V]`;
+        finished jobs leave the batch.
         """
         jobs = self._batch.decoding[first:]
-        pieces = self._accept(jobs, self._model.logits(hidden))
+        pieces = self._accept(jobs, logits)
         for row in reversed(range(len(jobs))):
             finish = pieces[row][1].finish
             if finish == "error":

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ingot.base.errors import Failed
 from ingot.models.generation.request import (
     Completion,
     CompletionChunk,
@@ -39,14 +40,17 @@ class GenerationJob:
     def __init__(self, request: Request, decode: Decode | None, eos: Collection[int] = ()) -> None:
         self.request = request
         self.ends = request.ends(eos)
+        self.tells_end = request.prompt_logprobs is not None
         self.rules = rules_of(request, self.ends)
         self.read = 0  # tokens in the cache
         self.cached: int | None = None  # of the prompt's, read for others before; None: not asked
-        self.written: list[int] = []
+        self.written: list[int] = []  # behind the request's prompt
         self.last = 0  # the newest token, not in the cache yet
         self.generated = 0
+        self.told = 0  # of those generated, the ones whose chunks a step has returned
         self.given = 0  # characters given out
         self.draws = UniformDraws(request.sampling)
+        self.roll: float | None = None  # the random number of the next token, once it is drawn
         self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
         self.prompt: list[PromptToken] = []  # until they are given out
@@ -58,6 +62,25 @@ class GenerationJob:
         """
         return self.request.prompt_logprobs is None
 
+    def begin_again(self) -> None:
+        """Let the prompt, and behind it what is written, be read again.
+
+        Raises:
+            Failed: the last step ended in the midst of this request's token.
+        """
+        if self.told != self.generated:
+            raise Failed("a step failed within a token of this request; send the request again")
+        asked = None if self.generated else self.request.prompt_logprobs  # they are told by now
+        prompt = [*self.request.prompt, *self.written]
+        self.request = replace(self.request, prompt=prompt, prompt_logprobs=asked)
+        self.written, self.prompt, self.read = [], [], 0
+
+    def next_roll(self) -> float:
+        """The random number of the next token, the same until that is accepted."""
+        if self.roll is None:
+            self.roll = self.draws.next_uniform()
+        return self.roll
+
     def accept(self, choice: SampledToken, room: int) -> CompletionChunk:
         """Take the next token. `room`: how many more tokens fit the model's positions."""
         chunk = self._taken(choice, room)
@@ -68,7 +91,7 @@ class GenerationJob:
         return chunk
 
     def _taken(self, choice: SampledToken, room: int) -> CompletionChunk:
-        self.last = choice.token
+        self.last, self.roll = choice.token, None
         self.written.append(choice.token)
         self.generated += 1
         if self.rules is not None:
@@ -76,7 +99,7 @@ class GenerationJob:
         if not choice.finite or (self.rules is not None and self.rules.failed):
             return self._finish("error", "")
         if choice.token in self.ends:
-            if self.request.prompt_logprobs is not None:
+            if self.tells_end:
                 place = self.stream.length if self.stream else 0
                 end = GeneratedToken(choice.token, place, choice.logprob, choice.top)
                 self.waiting.append(end)
@@ -139,6 +162,7 @@ class DecodingLoop(ABC):
         self._limits, self._eos, self._decode = limits, frozenset(eos), decode
         self._max_rows = max_rows
         self._pending: deque[GenerationJob] = deque()
+        self._failure: Exception | None = None
 
     @property
     @abstractmethod
@@ -184,14 +208,35 @@ class DecodingLoop(ABC):
     def clear(self) -> None:
         """Drop every request and free the cache; for use after `step` raised."""
         self._pending.clear()
+        self._failure = None
         self._reset()
+
+    def resume(self, job: GenerationJob) -> None:
+        """Queue a request that `clear` has dropped again: it goes on behind what it has written.
+
+        Raises:
+            Failed: the step that raised ended in the midst of its token.
+        """
+        job.begin_again()
+        self._pending.append(job)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Admit requests, then decode one token for each running one. Several chunks of one job are
-        in order.
+        in order. An error after the first chunks is raised by the next step, so that none is lost.
         """
-        return self._admit() + self._advance()
+        if self._failure is not None:
+            raise self._failure
+        made = self._admit()
+        try:
+            made += self._advance()
+        except Exception as error:
+            if not made:
+                raise
+            self._failure = error
+        for job, piece in made:
+            job.told = piece.generated
+        return made
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Complete `requests` and nothing else; returns the completions in their order."""
@@ -209,11 +254,11 @@ class DecodingLoop(ABC):
         choices = sample_tokens(
             logits,
             [job.request.sampling for job in jobs],
-            [job.draws.next_uniform() for job in jobs],
+            [job.next_roll() for job in jobs],
             [job.rules for job in jobs],
         )
         positions = self._limits.max_position_embeddings
         return [
-            (job, job.accept(choice, positions - len(job.request.prompt) - job.generated - 1))
+            (job, job.accept(choice, positions - len(job.request.prompt) - len(job.written) - 1))
             for job, choice in zip(jobs, choices, strict=True)
         ]

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ingot.base.errors import Failed
 from ingot.config.models.types import PROVED
 from ingot.models.generation.crossrows import CrossRows, CrossStep, OpenedRows
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
@@ -50,6 +51,14 @@ class Seq2SeqJob(GenerationJob):
         self.wanted = True
         self.opened: OpenedRows | None = None  # the rows it joined with, and its place there
         self.place = 0
+
+    def begin_again(self) -> None:
+        """Let the source be read again. Raises Failed where text is written: the decoder would have
+        to read that, too.
+        """
+        if self.generated:
+            raise Failed("a step failed while this answer was written; send the request again")
+        super().begin_again()
 
     def processed(self, logits: Tensor) -> Tensor:
         """The next token's logits `[1, V]` as transformers' own processors change them, by the

@@ -32,7 +32,7 @@ from ingot.serve.http.listen import (
     listen_address,
     url_host,
 )
-from ingot.serve.native.model import check_decoder_folder
+from ingot.serve.native.folder import check_decoder_folder
 
 PROGRAM = "tritonserver"
 _ENVIRONMENT_SCRIPT = (

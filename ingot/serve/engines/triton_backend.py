@@ -62,7 +62,9 @@ class TritonBackend:
             pack=parameters.get("pack") == "true",
         )
         self._worker: BatchWorker = self._loaded.worker(
-            int(parameters["max_batch"]), int(parameters.get("prefix_cache_mb", 0))
+            int(parameters["max_batch"]),
+            int(parameters.get("prefix_cache_mb", 0)),
+            eager=parameters.get("eager") == "true",
         )
         self._limit, self._rows = int(parameters["max_tokens"]), int(parameters["max_batch"])
         self._most = self._rows + int(parameters["max_queue"])

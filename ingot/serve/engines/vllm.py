@@ -39,7 +39,7 @@ from ingot.serve.http.listen import (
     url_host,
 )
 from ingot.serve.native.causal import DEFAULT_POSITIONS
-from ingot.serve.native.model import CheckedFolder, check_decoder_folder, most_characters
+from ingot.serve.native.folder import CheckedFolder, check_decoder_folder, most_characters
 
 # On a CPU vLLM would take nine tenths of the memory for its KV cache, and fail where they are not
 # free.

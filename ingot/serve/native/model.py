@@ -1,8 +1,4 @@
-"""Checks a model folder and loads it for serving: weights, tokenizer, end-of-text tokens.
-
-Every engine checks folders here, so that vLLM and Triton refuse what our own server refuses, and as
-early.
-"""
+"""Loads a model folder for serving: weights, tokenizer, end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.models.content import read_lineage
 from ingot.config.models.family import is_native
-from ingot.config.models.source import CONFIG, WORDS, ModelKind, model_config
-from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.device import Compute, pick_device
+from ingot.config.models.source import CONFIG, ModelKind, model_config
+from ingot.models.device import Compute, graph_recorder, pick_device
 from ingot.models.generation.classifier import Classifier
 from ingot.models.generation.fillmask import MaskFiller
 from ingot.models.generation.generator import Generator
@@ -30,9 +25,9 @@ from ingot.models.generation.prefixes import PrefixStore, memory_is_short
 from ingot.models.generation.request import Request, check_request
 from ingot.models.generation.seq2seq import Seq2SeqRequest, check_seq2seq_request, check_text
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
-from ingot.models.hf.folder import check_template, holds_bf16, stored_shapes, weight_files
+from ingot.models.hf.folder import holds_bf16, stored_shapes
 from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq, TextReader
-from ingot.models.kinds import AnyModel, base_folder, kind_of_folder, open_model
+from ingot.models.kinds import AnyModel, open_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.packed import pack_weights
 from ingot.models.packed_folder import open_packed
@@ -55,96 +50,22 @@ from ingot.serve.native.embedding import (
     embeds,
     read_pooling,
 )
+from ingot.serve.native.folder import (
+    CheckedFolder,
+    check_decoder_folder,
+    check_model_folder,
+    check_vocabulary,
+    most_characters,
+)
 from ingot.serve.native.masks import encode_with_masks
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
-from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.sentinels import decoder_for, encode_with_sentinels
 from ingot.tokenizers.tokenizer import Tokenizer
 
 MB = 1_000_000
 
-# The factor by which texts may be longer with tokenizers that drop characters: indented source code
-# is mostly spaces.
-LOSSY = 4
-
 InProcessEngine = Literal["native", "transformers"]
-
-
-@dataclass(frozen=True)
-class CheckedFolder:
-    """A checked model folder. `base` is the folder with the configuration: for an adapter that of
-    its base model.
-    """
-
-    folder: Path
-    base: Path
-    kind: ModelKind
-    tokenizer: Tokenizer
-
-
-def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFolder:
-    """Check a model folder without loading weights.
-
-    Raises:
-        WrongInput: not a model folder, no tokenizer in it, or, unless `any_template`, another chat
-            template than the model was trained with.
-    """
-    kind = "encoder" if is_bare_encoder(folder) else kind_of_folder(folder)
-    base = base_folder(folder) if is_adapter(folder) else folder
-    tokenizer = load_tokenizer(folder if (folder / "tokenizer_config.json").exists() else base)
-    if not any_template:
-        check_template(folder, tokenizer.template_identity, "serve.any_template")
-    return CheckedFolder(folder, base, kind, tokenizer)
-
-
-def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
-    """Raises WrongInput where the tokenizer has ids that the model does not have."""
-    if checked.tokenizer.vocab_size > vocabulary:
-        raise WrongInput(
-            f"{checked.folder}: the tokenizer has {checked.tokenizer.vocab_size:,} tokens, the"
-            f" model's vocabulary {vocabulary:,}; put the tokenizer beside it that the model was"
-            " trained with"
-        )
-
-
-def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = False) -> CheckedFolder:
-    """Check a model folder for an engine that loads complete decoders only.
-
-    Raises:
-        WrongInput: as `check_model_folder`; or another kind of model, an adapter, or no weights.
-    """
-    checked = check_model_folder(folder, any_template=any_template)
-    if checked.kind != "decoder":
-        what = "a classifier" if checked.kind == "encoder" else WORDS[checked.kind]
-        raise WrongInput(
-            f"{folder} is {what}, and serve.engine {engine} answers with decoders alone; set"
-            " serve.engine=native"
-        )
-    if is_adapter(folder):
-        raise WrongInput(
-            f"{folder} is an adapter, and serve.engine {engine} opens whole models; give the merged"
-            f" one (`ingot export {folder} NEW`)"
-        )
-    weight_files(folder)
-    check_vocabulary(checked, vocab_size_of(model_config(folder)))
-    return checked
-
-
-def most_characters(tokenizer: Tokenizer, positions: int) -> int:
-    """Characters of the longest text whose tokens fit into `positions`: each of them is the
-    longest one. A tokenizer that drops or joins characters (spaces, accents) gets LOSSY times that.
-    """
-    exact = tokenizer.lossy_reason is None
-    return positions * tokenizer.longest_token * (1 if exact else LOSSY)
-
-
-def vocab_size_of(config: dict[str, Any]) -> int:
-    """The vocabulary size of a configuration, or of its text part."""
-    part = config.get("text_config")
-    return int(
-        config.get("vocab_size") or (part.get("vocab_size", 0) if isinstance(part, dict) else 0)
-    )
 
 
 @dataclass(frozen=True)
@@ -196,18 +117,28 @@ class LoadedModel:
         assert isinstance(self.model, Seq2Seq)
         return self.model.config.target_positions
 
-    def generator(self, max_rows: int, prefix_cache_mb: int = 0) -> Generator:
+    def generator(
+        self, max_rows: int, prefix_cache_mb: int = 0, *, eager: bool = False
+    ) -> Generator:
         """The generator of a decoder; for other kinds use `worker`."""
         assert isinstance(self.model, Decoder)
-        kept = PrefixStore(prefix_cache_mb * MB, memory_is_short) if prefix_cache_mb else None
-        eos, decode = self.eos, self.tokenizer.decode
-        return Generator(self.model, eos=eos, decode=decode, max_rows=max_rows, prefixes=kept)
+        return Generator(
+            self.model,
+            eos=self.eos,
+            decode=self.tokenizer.decode,
+            max_rows=max_rows,
+            prefixes=PrefixStore(prefix_cache_mb * MB, memory_is_short)
+            if prefix_cache_mb
+            else None,
+            record=None if eager else graph_recorder(self.model.head_weight.device),
+        )
 
     def worker(
-        self, max_rows: int, prefix_cache_mb: int = 0
+        self, max_rows: int, prefix_cache_mb: int = 0, *, eager: bool = False
     ) -> Generator | TransformersGenerator | Seq2SeqGenerator | Classifier | MaskFiller | Embedder:
         """The worker for this kind of model, with batches of up to `max_rows`. What prompts have in
-        common is kept in `prefix_cache_mb`, where it is one of ingot's own decoders.
+        common is kept in `prefix_cache_mb`, where it is one of ingot's own decoders; `eager` as in
+        `serve.eager`.
         """
         eos, decode = self.eos, self.tokenizer.decode
         if isinstance(self.model, TextEncoder):
@@ -215,7 +146,7 @@ class LoadedModel:
         if isinstance(self.model, CausalModel):
             return TransformersGenerator(self.model, eos=eos, decode=decode, max_rows=max_rows)
         if isinstance(self.model, Decoder):
-            return self.generator(max_rows, prefix_cache_mb)
+            return self.generator(max_rows, prefix_cache_mb, eager=eager)
         if isinstance(self.model, Seq2Seq):
             decode_for = functools.partial(decoder_for, self.tokenizer)
             return Seq2SeqGenerator(
@@ -232,9 +163,11 @@ class LoadedModel:
         one_output = isinstance(self.model, Encoder) and self.model.config.scores
         return one_output and self.tokenizer.template is not None
 
-    def serving_worker(self, max_rows: int, prefix_cache_mb: int = 0) -> Any:
+    def serving_worker(
+        self, max_rows: int, prefix_cache_mb: int = 0, *, eager: bool = False
+    ) -> Any:
         """`worker`, which also embeds texts where the model can."""
-        worker = self.worker(max_rows, prefix_cache_mb)
+        worker = self.worker(max_rows, prefix_cache_mb, eager=eager)
         if isinstance(worker, Embedder) or not embeds(self.model):
             return worker
         return EmbeddingWorker(worker, Embedder(self.model, max_rows=max_rows))

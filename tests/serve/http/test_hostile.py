@@ -24,7 +24,8 @@ from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import DRAIN_FACTOR, BodyLimit, JsonCount, ServerMetrics
 from ingot.serve.http.service import PARTS_AT_ONCE, Service, json_answer
 from ingot.serve.native.engine import ServingEngine
-from ingot.serve.native.model import LoadedModel, most_characters
+from ingot.serve.native.folder import most_characters
+from ingot.serve.native.model import LoadedModel
 from ingot.serve.server import create_app
 from ingot.tokenizers.backend import LONG_TEXT as LONG_TEXT_FROM
 from ingot.tokenizers.backend import JsonBackend

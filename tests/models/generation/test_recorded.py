@@ -1,0 +1,143 @@
+"""Recorded decoding steps: the tokens and log-probabilities of steps that are computed each anew,
+whoever joins and leaves. On a CPU a step is recorded as its operators on the tensors of that
+moment, which play on without any of the Python that launched them, as in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ingot.models.device import graph_recorder
+from ingot.models.generation import recorded
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.recorded import RecordedSteps
+from ingot.models.generation.request import Completion, Request
+from ingot.models.generation.sampling import Sampling
+from ingot.models.hf.folder import load_model
+from tests import tolerances
+from tests.models.tiny import make_member
+
+CPU = torch.device("cpu")
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], list(range(40)), [90, 3], [7] * 33, [13, 17], [96, 0, 96]]
+REQUESTS = [
+    Request(prompt, 4 + 3 * index, Sampling(logprobs=0), ignore_eos=True)
+    for index, prompt in enumerate(PROMPTS)
+]
+
+
+class Recorder:
+    """Counts what it records."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        module: Callable[[], Tensor] = make_fx(work)()
+        return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_member(tmp_path_factory.mktemp("model") / "m", "qwen3-window")
+
+
+def same(found: list[Completion], wanted: list[Completion]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
+        assert [token.logprob for token in one.tokens] == pytest.approx(
+            [token.logprob for token in other.tokens], abs=tolerances.LOGPROB
+        )
+
+
+@pytest.mark.parametrize("case", ["llama3.2", "qwen3-window", "gpt_oss"])
+def test_nobody_notices_that_steps_are_recorded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where a size ends."""
+    monkeypatch.setattr(recorded, "TOKENS", 32)
+    model = load_model(make_member(tmp_path / "m", case), device=CPU)
+    recorder = Recorder()
+    wanted = Generator(model, max_rows=3, prefill_tokens=6).run(REQUESTS)
+    generator = Generator(model, max_rows=3, prefill_tokens=6, record=recorder)
+    for _ in range(2):
+        same(generator.run(REQUESTS), wanted)
+    assert recorder.recorded == 0 if model.config.experts else recorder.recorded > 0
+
+
+def test_a_size_is_recorded_once(folder: Path) -> None:
+    """Also for requests that come when nobody else is there, as long as none is much longer."""
+    recorder = Recorder()
+    generator = Generator(load_model(folder, device=CPU), max_rows=4, record=recorder)
+    alone = [Request([1, 2, 3], 9, ignore_eos=True)]
+    wanted = generator.run(alone)
+    first = recorder.recorded
+    assert generator.run(alone) == wanted
+    assert recorder.recorded == first == 1
+    generator.run(REQUESTS[:4])
+    generator.run(alone)
+    assert generator.run(REQUESTS[:4])[0].generated == 4
+    before = recorder.recorded
+    generator.run(REQUESTS[:4])
+    assert recorder.recorded == before
+
+
+@pytest.mark.parametrize("fault", ["refused", "wrong"])
+def test_what_cannot_be_recorded_is_computed(
+    folder: Path, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if fault == "refused":
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return lambda: work() * 1.01
+
+    model = load_model(folder, device=CPU)
+    same(Generator(model, record=record).run(REQUESTS), Generator(model).run(REQUESTS))
+    said = capsys.readouterr().err
+    reason = "operation not permitted when" if fault == "refused" else "gives other numbers"
+    assert said.count("cannot be recorded") == 1
+    assert reason in said
+
+
+def test_what_a_step_writes_of_no_request_reaches_none(folder: Path) -> None:
+    """The row of what is too many holds numbers that are not finite, and then becomes a
+    request's.
+    """
+    model = load_model(folder, device=CPU)
+    generator = Generator(model, max_rows=4, record=Recorder())
+    wanted = Generator(model, max_rows=4).run(REQUESTS)
+    job = generator.add(Request([1, 2, 3], 30, ignore_eos=True))
+    generator.step()
+    generator.cancel(job)
+    with torch.inference_mode():
+        for store in (store for pair in generator._cache._stores for store in pair or ()):
+            store[generator._cache.spare_row].fill_(float("nan"))
+    same(generator.run(REQUESTS), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", ["llama3.2", "qwen3-window"])
+def test_cuda_graphs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given up, and tokens are those of the CPU."""
+    monkeypatch.setattr(RecordedSteps, "_given_up", _refuse)
+    made = make_member(tmp_path / "m", case)
+    device = torch.device("cuda", 0)
+    generator = Generator(
+        load_model(made, device=device), max_rows=4, record=graph_recorder(device)
+    )
+    wanted = Generator(load_model(made, device=CPU), max_rows=4).run(REQUESTS)
+    for _ in range(2):
+        for one, other in zip(generator.run(REQUESTS), wanted, strict=True):
+            assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
+
+
+def _refuse(steps: Any, reason: str, logits: Tensor) -> Tensor:
+    raise AssertionError(reason)
