@@ -171,7 +171,8 @@ class TransformersGenerator(DecodingLoop):
     def _reset(self) -> None:
         self._jobs: list[GenerationJob] = []  # by their row, the finished ones too
         self._running: set[GenerationJob] = set()
-        self._logits: Generator[Tensor, list[int], None] | None = None
+        self._logits: Generator[Tensor, list[int] | None, None] | None = None
+        self._begun = False  # whether the first of them are given
 
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         if not self._running and self._pending:
@@ -181,17 +182,15 @@ class TransformersGenerator(DecodingLoop):
             self._logits = next_logits(
                 self._model.inner,
                 [job.request.prompt for job in self._jobs],
-                max(job.request.max_tokens for job in self._jobs),
+                max(job.request.max_tokens - job.generated for job in self._jobs),
             )
         return []
 
     def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         if self._logits is None:
             return []
-        first = all(job.generated == 0 for job in self._jobs)
-        logits = (
-            next(self._logits) if first else self._logits.send([job.last for job in self._jobs])
-        )
+        logits = self._logits.send([job.last for job in self._jobs] if self._begun else None)
+        self._begun = True
         rows = [row for row, job in enumerate(self._jobs) if job in self._running]
         pieces = self._accept([self._jobs[row] for row in rows], logits[rows])
         self._running.difference_update(job for job, piece in pieces if piece.finish)
@@ -202,7 +201,7 @@ class TransformersGenerator(DecodingLoop):
 
 def next_logits(
     inner: Any, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> Generator[Tensor, list[int], None]:
+) -> Generator[Tensor, list[int] | None, None]:
     """Logits `[B, V]` for the token after each prompt; sent the token chosen for each row, those
     for the one after it, and so on. Computed in the thread that asks.
 
@@ -231,6 +230,7 @@ def next_logits(
         while True:
             state = inner._update_model_kwargs_for_generation(outputs, state)
             chosen = yield outputs.logits[:, -1].float()
+            assert chosen is not None
             ids = torch.cat([ids, torch.tensor(chosen, device=device)[:, None]], dim=1)
             inputs = inner.prepare_inputs_for_generation(
                 ids, next_sequence_length=1 if state["use_cache"] else None, **state

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.classifier import TextBatches
+from ingot.models.generation.classifier import TextBatches, TextJob
 from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.hf.models import TextReader
 from ingot.models.kinds import AnyModel
@@ -181,6 +181,11 @@ class EmbeddingWorker:
         """Drop all requests."""
         self._embedder.clear()
         self._worker.clear()
+
+    def resume(self, job: Any) -> None:
+        """Queue a dropped request again with the one of the two that it is for."""
+        own = isinstance(job, TextJob) and isinstance(job.request, EmbeddingRequest)
+        (self._embedder if own else self._worker).resume(job)
 
     def step(self) -> list[tuple[Any, CompletionChunk]]:
         """One step of each."""

@@ -50,6 +50,12 @@ class BatchWorker(Protocol):
         """Drop all requests."""
         ...
 
+    def resume(self, job: Any) -> None:
+        """Queue a request that `clear` has dropped again: it goes on behind the output that `step`
+        has returned. Raises where it cannot.
+        """
+        ...
+
     def step(self) -> Sequence[tuple[Any, CompletionChunk]]:
         """Compute one step; returns new output by job, in order. A job's last output has its
         `finish`.
@@ -68,7 +74,9 @@ class InterruptibleWorker(Protocol):
 
 @dataclass(eq=False)
 class _QueuedRequest:
-    """One request of a ticket."""
+    """One request of a ticket. `outputs`: since it joined the batch; `again`: it was dropped by a
+    step that failed.
+    """
 
     ticket: Ticket
     index: int
@@ -79,6 +87,18 @@ class _QueuedRequest:
     started: bool = False
     generated: int = 0
     job: Any = None
+    outputs: int = 0
+    again: bool = False
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether a step may fail because of it: none has ended well that read its prompt and took
+        it further.
+        """
+        return self.outputs < 2
+
+
+_Delivery = tuple[_QueuedRequest, CompletionChunk | ApiError]
 
 
 class Ticket:
@@ -132,7 +152,11 @@ class Ticket:
 
 
 class ServingEngine:
-    """Runs a worker in a thread. At most `max_batch` requests run and `max_queue` wait."""
+    """Runs a worker in a thread. At most `max_batch` requests run and `max_queue` wait.
+
+    A step that fails empties the batch. Its requests join again one by one, each once the one
+    before it has got output; the one with which a step fails once more is answered with 500.
+    """
 
     def __init__(
         self, worker: BatchWorker, metrics: ServerMetrics, *, max_batch: int, max_queue: int
@@ -228,17 +252,18 @@ class ServingEngine:
                     and all(entry.cancelled for entry in self._running.values())
                 ):
                     return
-                self._fill_batch()
+                refused = self._fill_batch()
             try:
+                self._deliver(refused)
                 self._deliver(self._run_step())
                 self._failures = 0
-            except Exception:
+            except BaseException:  # a library's panic is no Exception
                 # Whatever the error (out of memory, a device failure), running requests must get an
                 # answer, and later ones a chance.
                 self._failures += 1
                 self._metrics.failures.inc()
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
-                self._fail_running()
+                self._recover()
 
     def _wait_for_work(self) -> None:
         """Wait for a request, or the end. The caller holds the lock."""
@@ -250,32 +275,51 @@ class ServingEngine:
             return_freed_memory()
             self._condition.wait_for(is_there)
 
-    def _fill_batch(self) -> None:
-        """Drop cancelled requests and fill free rows from the queue. The caller holds the lock."""
+    def _fill_batch(self) -> list[_Delivery]:
+        """Drop cancelled requests and fill free rows from the queue; returns the errors of those
+        that the worker does not take. The caller holds the lock.
+        """
+        refused: list[_Delivery] = []
         for job in [job for job, entry in self._running.items() if entry.cancelled]:
             self._worker.cancel(job)
             del self._running[job]
         while self._waiting and len(self._running) < self._max_batch:
+            if any(entry.again and entry.doubtful for entry in self._running.values()):
+                break  # should a step fail now, it is known because of which one
             entry = self._waiting.popleft()
-            entry.job = self._worker.add(entry.request)
-            self._running[entry.job] = entry
-            self._metrics.tokens.labels("prompt").inc(len(entry.request.prompt))
+            try:
+                self._join(entry)
+            except Exception:
+                say(f"a request could not join the batch:\n{traceback.format_exc()}")
+                refused.append(self._failed(entry))
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.running.set(len(self._running))
+        return refused
 
-    def _run_step(self) -> list[tuple[_QueuedRequest, CompletionChunk | ApiError]]:
+    def _join(self, entry: _QueuedRequest) -> None:
+        """Hand a request to the worker."""
+        if entry.again:
+            self._worker.resume(entry.job)
+        else:
+            entry.job = self._worker.add(entry.request)
+            self._metrics.tokens.labels("prompt").inc(len(entry.request.prompt))
+        entry.outputs = 0
+        self._running[entry.job] = entry
+
+    def _run_step(self) -> list[_Delivery]:
         """Run one step of the worker; returns its output."""
         if not self._running:
             return []
         self._metrics.rows.observe(len(self._running))
         pieces = self._worker.step()
         now = time.monotonic()
-        deliveries: list[tuple[_QueuedRequest, CompletionChunk | ApiError]] = []
+        deliveries: list[_Delivery] = []
         with self._condition:
             for job, piece in pieces:
                 entry = self._running[job]
                 self._metrics.tokens.labels("completion").inc(piece.generated - entry.generated)
                 entry.generated = piece.generated
+                entry.outputs += 1
                 if not entry.started:
                     entry.started = True
                     if piece.cached is not None:
@@ -290,26 +334,32 @@ class ServingEngine:
             self._metrics.running.set(len(self._running))
         return deliveries
 
-    def _fail_running(self) -> None:
-        """Answer the running requests with 500 and continue with an empty batch."""
+    def _recover(self) -> None:
+        """After a failed step: fail the request that caused it, if it is known; let the others wait
+        at the head of the queue, in their order.
+        """
         with self._condition:
-            lost = list(self._running.values())
-            for entry in lost:
-                entry.done = True
+            running = [entry for entry in self._running.values() if not entry.cancelled]
             self._running.clear()
             self._worker.clear()
-        failed = ApiError(
-            500, "the model failed on this batch of requests; the server's log has the reason"
-        )
-        self._deliver([(entry, failed) for entry in lost if not entry.cancelled])
+            doubtful = running if len(running) == 1 else [one for one in running if one.doubtful]
+            causes = doubtful if len(doubtful) == 1 else []
+            kept = [entry for entry in running if entry not in causes]
+            for entry in kept:
+                entry.again = True
+            self._waiting.extendleft(reversed(kept))
+            failed = [self._failed(entry) for entry in causes]
+        self._deliver(failed)
 
-    def _deliver(
-        self, deliveries: Sequence[tuple[_QueuedRequest, CompletionChunk | ApiError]]
-    ) -> None:
+    def _failed(self, entry: _QueuedRequest) -> _Delivery:
+        """The error of a request that made a step fail. The caller holds the lock."""
+        entry.done = True
+        error = ApiError(500, "the model failed on this request; the server's log has the reason")
+        return entry, error
+
+    def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
         """Hand output to the event loops, waking each of them once."""
-        by_loop: dict[
-            asyncio.AbstractEventLoop, list[tuple[_QueuedRequest, CompletionChunk | ApiError]]
-        ] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         for entry, item in deliveries:
             by_loop.setdefault(entry.ticket.loop, []).append((entry, item))
         for loop, items in by_loop.items():
@@ -326,6 +376,6 @@ def _stopping() -> ApiError:
     )
 
 
-def _put_all(items: Sequence[tuple[_QueuedRequest, CompletionChunk | ApiError]]) -> None:
+def _put_all(items: Sequence[_Delivery]) -> None:
     for entry, item in items:
         entry.ticket.put(entry.index, item)

@@ -269,3 +269,21 @@ def test_the_server_streams_what_it_says_whole(folder: Path, loaded: LoadedModel
         assert client.post(
             "/predict", json={"instances": ["fox"], "parameters": {"max_tokens": 20}}
         ).json() == {"predictions": [expected.text]}
+
+
+def test_answers_go_on_after_a_failure(by_transformers: LoadedModel) -> None:
+    requests = [Request(by_transformers.encode(prompt), 12) for prompt in PROMPTS[:3]]
+    worker = by_transformers.worker(8)
+    assert isinstance(worker, TransformersGenerator)
+    expected = [answer.text for answer in worker.run(requests)]
+    jobs = [worker.add(request) for request in requests]
+    texts = dict.fromkeys(jobs, "")
+    for failed in (False, True):
+        if failed:
+            worker.clear()
+            for job in jobs:
+                worker.resume(job)
+        for _ in range(5 if not failed else 20):
+            for job, piece in worker.step():
+                texts[job] += piece.text
+    assert [texts[job] for job in jobs] == expected

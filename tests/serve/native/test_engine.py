@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ingot.models.generation.generator import Generator
-from ingot.models.generation.request import Completion, Request
+from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
+from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.native import engine as module
@@ -20,17 +21,20 @@ from ingot.serve.native.model import LoadedModel
 
 
 class Failing:
-    """Stands before the model's `hidden`: fails while told to, and can be made to wait."""
+    """Stands before the model's `hidden`: fails while told to, or on passes `by` which it does, and
+    can be made to wait.
+    """
 
     def __init__(self, hidden: Callable[..., torch.Tensor]) -> None:
         self._hidden, self.fails, self.gate = hidden, False, threading.Event()
+        self.by: Callable[[torch.Tensor], bool] = lambda tokens: False
         self.gate.set()
 
-    def __call__(self, *arguments: object, **more: object) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, *arguments: object, **more: object) -> torch.Tensor:
         self.gate.wait(30)
-        if self.fails:
+        if self.fails or self.by(tokens):
             raise torch.OutOfMemoryError("no memory")
-        return self._hidden(*arguments, **more)
+        return self._hidden(tokens, *arguments, **more)
 
 
 @pytest.fixture
@@ -72,7 +76,7 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
         tickets = [engine.submit([request(), request()]), engine.submit([request()])]
         failing.gate.set()
         for ticket in tickets:
-            with pytest.raises(ApiError, match="the model failed on this batch") as caught:
+            with pytest.raises(ApiError, match="the model failed on this request") as caught:
                 await answers(ticket)
             assert caught.value.status == 500
         failing.fails = False
@@ -82,6 +86,115 @@ def test_a_failed_step_answers_everybody_and_the_next_request_succeeds(
 
     asyncio.run(story())
     assert "OutOfMemoryError: no memory" in capsys.readouterr().err
+
+
+@pytest.fixture
+def wide(loaded: LoadedModel, failing: Failing) -> Iterator[ServingEngine]:
+    """Four rows, and the memory of prompts, as a server has it."""
+    worker = loaded.serving_worker(4, 16)
+    made = ServingEngine(worker, ServerMetrics(), max_batch=4, max_queue=4)
+    made.start()
+    yield made
+    made.stop()
+
+
+OTHERS = [
+    Request([5, 6, 7], 30),
+    Request([8, 9], 30, Sampling(temperature=1.0, seed=3, repetition_penalty=1.2, logprobs=1)),
+    Request([6, 6, 5, 8], 30, Sampling(temperature=0.9, top_p=0.9, seed=4), stop=("zzz",)),
+]
+"""Beside which something fails."""
+
+
+def told(answer: Completion) -> tuple[str, list[int], int, str]:
+    return (answer.text, [token.id for token in answer.tokens], answer.generated, answer.finish)
+
+
+async def beside(
+    engine: ServingEngine, *, then: Request, after: int
+) -> list[Completion | ApiError]:
+    """The answers to `OTHERS`, and to one more that is sent when they have had `after` tokens."""
+    ticket, sent = engine.submit(OTHERS), None
+    parts: list[list[CompletionChunk]] = [[] for _ in OTHERS]
+    async for index, piece in ticket.pieces():
+        parts[index].append(piece)
+        if sent is None and index == 2 and piece.generated >= after:
+            sent = engine.submit([then])
+    assert sent is not None
+    (last,) = await asyncio.gather(answers(sent), return_exceptions=True)
+    assert isinstance(last, ApiError | list), last
+    return [*map(join_chunks, parts), last if isinstance(last, ApiError) else last[0]]
+
+
+def test_a_request_that_a_step_fails_on_fails_alone(
+    wide: ServingEngine, loaded: LoadedModel, failing: Failing
+) -> None:
+    expected = Generator(loaded.model, decode=loaded.tokenizer.decode).run(OTHERS)
+    failing.by = lambda tokens: bool((tokens == 300).any())
+
+    async def story() -> None:
+        for after in (1, 7):
+            *others, bad = await beside(wide, then=Request([300, 5], 4), after=after)
+            assert [told(one) for one in others] == [told(one) for one in expected]  # type: ignore[arg-type]
+            assert isinstance(bad, ApiError)
+            assert (bad.status, bad.message) == (
+                500,
+                "the model failed on this request; the server's log has the reason",
+            )
+        assert wide.healthy
+
+    asyncio.run(story())
+
+
+def test_of_several_that_join_together_the_bad_one_alone_fails(
+    wide: ServingEngine, failing: Failing
+) -> None:
+    failing.by = lambda tokens: bool((tokens == 300).any())
+
+    async def story() -> None:
+        failing.gate.clear()
+        tickets = [wide.submit([Request([first, 5], 6)]) for first in (7, 300, 8, 9)]
+        failing.gate.set()
+        ended = await asyncio.gather(*map(answers, tickets), return_exceptions=True)
+        assert [isinstance(one, ApiError) for one in ended] == [False, True, False, False]
+
+    asyncio.run(story())
+
+
+def test_a_failure_that_does_not_come_again_fails_nobody(
+    wide: ServingEngine, loaded: LoadedModel, failing: Failing
+) -> None:
+    expected = Generator(loaded.model, decode=loaded.tokenizer.decode).run(OTHERS)
+    for bad in (1, 2, 3, 9):
+        passes = iter(range(1000))
+        failing.by = lambda tokens, passes=passes, bad=bad: next(passes) == bad  # type: ignore[misc]
+        found = asyncio.run(_all(wide, OTHERS))
+        assert [told(one) for one in found] == [told(one) for one in expected], bad
+
+
+async def _all(engine: ServingEngine, requests: list[Request]) -> list[Completion]:
+    return await answers(engine.submit(requests))
+
+
+def test_where_memory_is_short_the_newest_fails(wide: ServingEngine, failing: Failing) -> None:
+    failing.by = lambda tokens: len(tokens) > 3
+
+    async def story() -> None:
+        *others, last = await beside(wide, then=Request([9], 8), after=5)
+        assert [isinstance(one, ApiError) for one in others] == [False] * 3
+        assert isinstance(last, ApiError)
+
+    asyncio.run(story())
+
+
+def test_a_request_that_cannot_join_fails_alone(wide: ServingEngine) -> None:
+    async def story() -> None:
+        *others, last = await beside(wide, then=Request([10**6], 8), after=5)
+        assert [isinstance(one, ApiError) for one in others] == [False] * 3
+        assert isinstance(last, ApiError)
+        assert wide.healthy
+
+    asyncio.run(story())
 
 
 def test_an_idle_server_returns_memory_once_and_goes_on(
