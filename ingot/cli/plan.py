@@ -117,7 +117,7 @@ def plan(
         raise WrongInput("plan needs a recipe, such as quickstart; or --learn RUN")
     if searching:
         return _search(arguments, device, devices, budget, deadline, as_json=as_json)
-    if devices or budget or deadline:
+    if (devices, budget, deadline) != (None, None, None):
         raise WrongInput("--devices, --budget and --deadline are for --search")
     recipe, found, made = _planned(arguments, device, cloud=cloud)
     if made is None:
@@ -213,6 +213,10 @@ def _search(
         seconds = None if deadline is None else float(parse_duration(deadline))
     except ValueError as error:
         raise WrongInput(f"--deadline {deadline} {error}") from None
+    if budget is not None and not budget > 0:
+        raise WrongInput(f"--budget {budget:g}: give US dollars, more than 0, such as 500")
+    if seconds is not None and not seconds > 0:
+        raise WrongInput(f"--deadline {deadline}: give a time, more than 0, such as 24h")
     place, model = place_of(recipe, device), _model(recipe, values)
     choice = choose(recipe, place, model, devices, Limits(budget, seconds))
     if as_json:

@@ -33,6 +33,10 @@ from ingot.plan.tracing.workers import Tracer, TraceRequest
 
 MOST_LAYOUTS = 6
 """Layouts that are traced for each number of devices: those that communicate least."""
+SAME = 0.02
+"""Seconds of two steps that differ by no more than this share are the same: no plan of a layout has
+been that exact.
+"""
 ENOUGH_TOKENS = 16_384
 """Tokens in a micro-batch of a rank beyond which a device computes no faster."""
 
@@ -56,11 +60,13 @@ class Judged:
     def is_tied(self, other: Judged) -> bool:
         """Whether it cannot be told which of the two is faster: within their ranges the device
         decides. What the two have in common is equally fast or slow in both, so their bounds are
-        compared one by one.
+        compared one by one; closer than SAME they do not tell anything either.
         """
         mine, its = self.step.total, other.step.total
-        ahead = [getattr(mine, bound) < getattr(its, bound) for bound in ("low", "likely", "high")]
-        return len(set(ahead)) > 1
+        both = [(getattr(mine, bound), getattr(its, bound)) for bound in ("low", "likely", "high")]
+        if all(abs(one - another) <= SAME * another for one, another in both):
+            return True
+        return len({one < another for one, another in both}) > 1
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ steps that were skipped.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -25,6 +26,10 @@ _STARTS_NEXT |= {kind: {"restart", "lost"} for kind in ("hang", "failure", "roll
 """Event kind -> kinds already seen of a failure after which this event belongs to the next one."""
 _KINDS: dict[str, IncidentKind] = {"killed": "killed", "hang": "hung", "roll_back": "rolled back"}
 _MAX_VALUE = 1e11
+_FIRST_RANK = re.compile(r"^(?:.*; the last failure: )?rank (\d+) ")
+"""How the supervisor begins the cause of a failure where one rank ended first: that rank alone
+failed, all others were ended after it.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,12 @@ class FailureDetails:
         self.kind = _KINDS.get(kind, self.kind)
         if kind in ("killed", "hang") and (rank := whole(event.get("rank"))) is not None:
             self.ranks.add(rank)
+        elif (
+            kind in ("restart", "give_up")
+            and not {"killed", "hang"} & self.causes.keys()
+            and (found := _FIRST_RANK.search(cause))
+        ):
+            self.ranks.add(int(found[1]))
         if kind == "killed":
             cause = f"killed by {cause or 'someone'}{_victims(event)}"
         elif kind == "failure":

@@ -53,10 +53,12 @@ def last_sign(
 
 
 def last_changed(run: RunFolder) -> float:
-    """When the folder last changed, by the times of its files."""
+    """When the run last changed, by the times of its files; that of the folder itself is also the
+    time of whatever else was put into it.
+    """
     times = [
         path.stat().st_mtime
-        for path in (run.root, run.recipe, run.metrics, run.events, *run.steps.glob("*.json"))
+        for path in (run.recipe, run.metrics, run.events, *run.steps.glob("*.json"))
         if path.exists()
     ]
     return max(times, default=0.0)

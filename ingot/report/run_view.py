@@ -112,7 +112,7 @@ class RunView:
     doing: str
     """The verb that the reader of this view is doing on the run; empty if none."""
     changed: float
-    """When the folder last changed, seconds since the epoch."""
+    """When the run last changed, seconds since the epoch."""
     last_sign: float | None
     """When a process at work on it was last heard of, seconds since the epoch."""
     notes: list[str]

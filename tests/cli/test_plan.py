@@ -357,6 +357,23 @@ def test_what_training_refuses_a_plan_refuses(place: Path) -> None:
     assert "h9000" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--search", "--budget", "-5"), "--budget -5: give US dollars, more than 0"),
+        (("--search", "--budget", "nan"), "--budget nan: give US dollars, more than 0"),
+        (("--search", "--deadline", "0h"), "--deadline 0h: give a time, more than 0"),
+        (("--budget", "0"), "--devices, --budget and --deadline are for --search"),
+    ],
+)
+def test_a_limit_that_no_layout_can_keep_is_refused_as_a_number(
+    given: tuple[str, ...], words: str, place: Path
+) -> None:
+    done = ingot("plan", "tiny.yaml", *given, cwd=place)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
 def test_a_dry_run_ends_with_the_plan_and_imports_no_torch(place: Path) -> None:
     done = ingot("launch", "train", "tiny.yaml", "--dry-run", cwd=place)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from ingot.config.recipe import Recipe
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
     judge_compute,
+    judge_float8,
     judge_length,
     judge_offload,
     judge_pauses,
@@ -322,6 +323,19 @@ def test_what_a_device_has_in_the_hosts_memory_takes_time_that_is_not_told(tmp_p
         )
         assert not list(judge_offload(recipe, replace(PLACE, type="cpu")))
     assert not list(judge_offload(small_recipe(tmp_path), replace(PLACE, type="cuda")))
+
+
+def test_float8_is_no_faster_where_nothing_is_compiled(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, precision__float8="rowwise")
+    (told,) = judge_float8(recipe)
+    assert (told.kind, told.about) == ("warning", "precision.float8")
+    assert "set train.compile=true" in told.message
+    assert told in all_judgements(
+        recipe, PLACE, cost(recipe, size=None), Unknown("nothing"), None, None, random=True
+    )
+    for knobs in ({"precision__float8": "none"}, {"train__compile": True}):
+        given = {"precision__float8": "rowwise", **knobs}
+        assert not list(judge_float8(small_recipe(tmp_path, **given)))
 
 
 def test_what_is_unknown_is_not_checked_and_never_passed(tmp_path: Path) -> None:

@@ -163,16 +163,23 @@ def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
 
 
 def test_ties_are_what_the_device_decides() -> None:
-    one, slower, tied = (
+    one, slower, tied, close = (
         Judged(
             Candidate(SearchedLayout(1, 1, 1, 1, 1), "none", size),
             (),
             _step(Range(*total, "guessed")),
         )
-        for size, total in ((1, (1, 2, 4)), (2, (1.5, 3, 5)), (4, (0.5, 3, 5)))
+        for size, total in (
+            (1, (1, 2, 4)),
+            (2, (1.5, 3, 5)),
+            (4, (0.5, 3, 5)),
+            (8, (1.01, 2.03, 4.02)),
+        )
     )
     assert not one.is_tied(slower)
     assert one.is_tied(tied)
+    assert one.is_tied(close)
+    assert close.is_tied(one)
 
 
 @pytest.mark.parametrize(

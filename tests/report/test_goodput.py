@@ -143,7 +143,7 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
     assert parts(found) == near(starting=19, productive=5, lost=55 + 12, down=3 + 1)
     assert [(loss.kind, loss.ranks, loss.step, loss.cause) for loss in found.incidents] == [
         ("hung", (0, 2), 7, "no step for 50 s"),
-        ("died", (), None, "rank 0 ended with exit code 1 (disk full)"),
+        ("died", (0,), None, "rank 0 ended with exit code 1 (disk full)"),
     ]
     assert [loss.wall for loss in found.incidents] == [Told.BEGAN + 60, Told.BEGAN + 80]
 
@@ -246,6 +246,15 @@ def test_deaths_before_the_first_step_are_down_and_told_one_by_one() -> None:
         (0, pytest.approx(9), "killed by chaos: rank 0"),
         (0, pytest.approx(25), "rank 1 was killed; given up: two failures in a row"),
     ]
+    assert [loss.ranks for loss in found.incidents] == [(), (0,), (1,)]
+
+
+def test_the_rank_of_a_training_that_is_given_up_at_once_is_known() -> None:
+    told = Told()
+    told.start(10, attempt=1, seconds=10)
+    cause = "launch.restarts=0 allows no more; the last failure: rank 3 failed (exit 1) at step 2"
+    told.event(20, "give_up", attempt=1, cause=cause)
+    assert [loss.ranks for loss in counted(told).incidents] == [(3,)]
 
 
 @pytest.mark.parametrize("back", [5.0, 3600.0, 1e8])

@@ -249,6 +249,18 @@ def judge_offload(recipe: Recipe, place: PlannedPlace) -> Iterator[PlanFinding]:
         )
 
 
+def judge_float8(recipe: Recipe) -> Iterator[PlanFinding]:
+    """What products in float8 cost beside themselves."""
+    kind, knob = recipe.precision.float8, "precision.float8"
+    if kind != "none" and not recipe.train.compile:
+        yield PlanFinding(
+            "warning",
+            knob,
+            f"{kind} without train.compile: scales and conversions are kernels of their own, which"
+            " take longer than the products save; set train.compile=true, or float8 to none",
+        )
+
+
 def judge_server(
     recipe: Recipe, config: Mapping[str, Any] | None, size: ModelSize | None
 ) -> PlanFinding:

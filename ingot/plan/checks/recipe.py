@@ -19,6 +19,7 @@ from ingot.config.sections.training import AdamSettings
 from ingot.data.splits import Shares
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
+    judge_float8,
     judge_length,
     judge_offload,
     judge_pauses,
@@ -210,7 +211,7 @@ def all_judgements(
     found += judge_tokenizer(recipe, random=random)
     found.append(judge_rate(recipe, size, random=random))
     found += [*judge_pauses(recipe, cost), *judge_place(recipe, place, cost)]
-    found += judge_offload(recipe, place)
+    found += [*judge_offload(recipe, place), *judge_float8(recipe)]
     found += judge_sampling(recipe, config, size)
     found.append(judge_server(recipe, config, size))
     order = ("warning", "known", "not checked")
