@@ -18,6 +18,7 @@ from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_fo
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
@@ -121,7 +122,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         files,
     )
     keep_packed(run.columns, folder, prepared)
-    packed = _pack(recipe, prepared, engine)
+    packed = _pack(recipe, prepared, tokenizer, engine)
     with disk_errors(run.columns):
         replace_folder(folder, run.columns)
         if tokenizer_folder != run.tokenizer:
@@ -214,9 +215,11 @@ def _tell(cleaned: CleaningResult) -> None:
         )
 
 
-def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> RowTables | None:
+def _pack(
+    recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer, engine: Engine
+) -> RowTables | None:
     """Plan rows unless documents are one stream, which gives None; refuse data too small for
-    training or evaluation.
+    training or evaluation, and prompts that cannot be answered.
     """
     folder, seq_len, how, target_len = (
         _being_made(recipe.folder.columns),
@@ -248,6 +251,8 @@ def _pack(recipe: Recipe, prepared: PreparedData, engine: Engine) -> RowTables |
             f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows"
             f" of data.seq_len={seq_len}: {less}lower one of the two"
         )
+    if recipe.train.start_from is None:  # else training knows at which step it begins, and checks
+        check_prompts(recipe, rows, packed, tokenizer, recipe.train.start_step or 0)
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
         if not size:
             say(

@@ -27,7 +27,7 @@ from ingot.config.shape import (
     total_steps,
 )
 from ingot.data.batches.hiding import Hiding
-from ingot.data.batches.order import SampleOrder
+from ingot.data.batches.order import SampleOrder, order_of
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
@@ -160,15 +160,7 @@ class TrainSetup:
     @property
     def order(self) -> SampleOrder:
         """The mapping from sample number to row number."""
-        rows, data = self.rows, self.recipe.data
-        return SampleOrder(
-            rows.sizes,
-            self.recipe.seed,
-            rows.weights,
-            data.skip,
-            parts=rows.part_rows,
-            window=data.window,
-        )
+        return order_of(self.recipe, self.rows)
 
     @property
     def learning_rate(self) -> LearningRate:

@@ -19,6 +19,9 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
 from ingot.config.recipe import Recipe
+from ingot.data.batches.prompts import check_prompts
+from ingot.data.columns.manifest import prepared_for
+from ingot.data.packing.tables import read_packed
 from ingot.models.device import (
     Compute,
     device_name,
@@ -119,7 +122,10 @@ def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: boo
     """Train from the newest checkpoint to the end, and export; `began` is monotonic seconds."""
     recipe, mesh, events, signals = process.recipe, process.mesh, process.events, process.signals
     with ExitStack() as closing:
-        setup = make_setup(recipe, mesh) if fresh else with_left_out(make_setup(recipe, mesh), mesh)
+        setup = make_setup(recipe, mesh)
+        if not fresh:
+            setup = with_left_out(setup, mesh)
+        mesh.from_main(lambda: _check_prompts(setup))
         start = mesh.from_main(lambda: _find_start(process, setup, fresh=fresh))
         send_missing(process.bucket, start, mesh)
         first = start.step if start else setup.begin
@@ -171,6 +177,15 @@ def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: boo
         mesh.from_main(lambda: export_run(setup, state, exported))
         # Computed on rank 0 only, since each node may have its own disk.
         return mesh.from_main(lambda: _outcome(recipe, first, reached, exported, seconds))
+
+
+def _check_prompts(setup: TrainSetup) -> None:
+    """Refuse, before weights are loaded, prompts that a training on rewards cannot answer."""
+    recipe = setup.recipe
+    if recipe.objective.samples_answers:
+        folder, seq_len = recipe.folder.columns, recipe.data.seq_len
+        packed = read_packed(folder, prepared_for(recipe), seq_len, recipe.row_plan)
+        check_prompts(recipe, setup.rows, packed, setup.tokenizer, setup.begin)
 
 
 def _find_start(

@@ -603,10 +603,10 @@ FAULTS = [
     Fault(
         "columns-torn-down-first",
         "ingot/data/prepare.py",
-        "    keep_packed(run.columns, folder, prepared)\n    packed = _pack(recipe, prepared, engine)\n",
+        "    keep_packed(run.columns, folder, prepared)\n    packed = _pack(recipe, prepared, tokenizer, engine)\n",
         "    keep_packed(run.columns, folder, prepared)\n"
         "    (run.columns / MANIFEST).unlink(missing_ok=True)\n"
-        "    packed = _pack(recipe, prepared, engine)\n",
+        "    packed = _pack(recipe, prepared, tokenizer, engine)\n",
         "a prepare that fails leaves no columns, though good ones were there",
         "tests/data/test_prepare.py",
     ),

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
 from ingot.data.batches.permutation import CIRCLE, GOLDEN, WindowedPermutation, Words, mix, permute
+from ingot.data.columns.reader import PreparedSplit
 
 
 class SampleOrder:
@@ -180,6 +182,19 @@ def sequence_position(sample: int, skipped: Sequence[tuple[int, int]]) -> int:
 
 def _place(sample: int, gaps: Sequence[int], shifts: Sequence[int]) -> int:
     return sample + shifts[bisect.bisect_right(gaps, sample)]
+
+
+def order_of(recipe: Recipe, rows: PreparedSplit) -> SampleOrder:
+    """The order in which the recipe trains on `rows`."""
+    data = recipe.data
+    return SampleOrder(
+        rows.sizes,
+        recipe.seed,
+        rows.weights,
+        data.skip,
+        parts=rows.part_rows,
+        window=data.window,
+    )
 
 
 def _gaps(skipped: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

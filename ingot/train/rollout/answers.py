@@ -19,11 +19,11 @@ import torch
 
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch
+from ingot.data.batches.prompts import Prompt
 from ingot.data.batches.rows import IGNORE
 from ingot.data.batches.samples import padded
 from ingot.objectives.grpo import AnswerValues, group_advantages
 from ingot.parallel.mesh import Mesh
-from ingot.train.rollout.prompts import Prompt
 
 Array = npt.NDArray[Any]
 

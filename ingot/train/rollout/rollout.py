@@ -14,6 +14,7 @@ from ingot.base.errors import Failed
 from ingot.base.runlog import FailSafeSink, JsonLines, append_line
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch, ChecksumThread
+from ingot.data.batches.prompts import PromptReader
 from ingot.data.batches.rows import Rows
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
@@ -28,7 +29,6 @@ from ingot.train.rollout.answers import (
     unequal_first,
 )
 from ingot.train.rollout.policy import SampledPolicy
-from ingot.train.rollout.prompts import PromptReader, check_prompts
 from ingot.train.rollout.sampling import AnswerSampler
 from ingot.train.rollout.scored import mismatch, refer, with_recomputed
 from ingot.train.setup import TrainSetup
@@ -65,16 +65,14 @@ class Rollout:
         assert isinstance(settings, GRPOSettings)
         assert isinstance(rows, Rows)
         assert isinstance(state.model, Decoder)
-        self.settings, self.mesh, self._setup, self._order = settings, mesh, setup, setup.order
+        self.settings, self.mesh, self._setup = settings, mesh, setup
         self.folder = setup.recipe.folder
         self._objective, self._reference = state.objectives.training, reference
         self._state = state
         self._policy = SampledPolicy(setup, state.model, mesh)
-        self._limits = state.model.config
         self._count = setup.batch.global_batch // settings.group
         self._sets = 1 + settings.sample_again
         self._reader = PromptReader(rows, setup.tokenizer)
-        self._check(rows)
         self._sampler = AnswerSampler(setup, self._reader, self._count, mesh)
         self._checksums = ChecksumThread(rows, mesh.rank, mesh.world)
         self._ahead = None
@@ -93,20 +91,6 @@ class Rollout:
         if "answers" in saved:
             answers = RolloutAnswers.unpack(saved["answers"])
             self._take(int(saved["number"]), answers, saved.get("metrics", {}))
-
-    def _check(self, rows: Rows) -> None:
-        setup, updates = self._setup, self.settings.updates
-        first, last = setup.begin // updates, -(-setup.last // updates)
-        each = self._sets * self._count
-        wanted = self._order.rows(first * each, min((last - first) * each, 2 * len(rows)))
-        needs = any(reward.needs_reference for reward in self.settings.rewards)
-        check_prompts(
-            setup.recipe,
-            self._reader,
-            np.unique(wanted).tolist(),
-            self._limits,
-            needs_reference=needs,
-        )
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
         """This rank's micro-batches of step `i`. Collective; once `meanwhile` is True on any rank,

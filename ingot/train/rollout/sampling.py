@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.sections.grpo import GRPOSettings
+from ingot.data.batches.prompts import Prompt, PromptReader
 from ingot.models.device import computing_in
 from ingot.models.generation.policy import PolicySampler, SampledAnswer, answer_draws
 from ingot.models.native.decoder import Decoder
@@ -23,7 +24,6 @@ from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import Sample
 from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.train.rollout.answers import RolloutAnswers, share_of
-from ingot.train.rollout.prompts import Prompt, PromptReader
 from ingot.train.rollout.server import PolicyServer
 from ingot.train.setup import TrainSetup
 

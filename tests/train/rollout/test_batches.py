@@ -16,10 +16,10 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.config.sections.grpo import GRPOSettings
+from ingot.data.batches.prompts import Prompt
 from ingot.data.batches.rows import IGNORE
 from ingot.parallel.mesh import Mesh
 from ingot.train.rollout.answers import RolloutAnswers, make_batches, unequal_first
-from ingot.train.rollout.prompts import Prompt
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.test_every_way import logged

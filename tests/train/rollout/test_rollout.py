@@ -17,12 +17,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
+from ingot.data.batches.prompts import PromptReader
 from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.load import load_tokenizer
 from ingot.train.rollout import sampling
-from ingot.train.rollout.prompts import PromptReader
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -237,11 +238,20 @@ def test_what_cannot_be_combined_is_refused(
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused_before_the_first_step(
-    ready: Path, tmp_path: Path
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before weights are drawn: how long an answer may be is no knob of the data. A preparation
+    that knows it says so, and leaves what was prepared before.
+    """
     recipe = apart(ready, tmp_path, {"max_answer_tokens": 30})
+    before = read_prepared(recipe.folder.columns)
+    monkeypatch.delattr("ingot.train.trainer.build_train_state")
     with pytest.raises(WrongInput, match=r"exceed data\.seq_len 32"):
         train(recipe)
+    ingest(recipe)
+    with pytest.raises(WrongInput, match=r"exceed data\.seq_len 32"):
+        prepare(recipe)
+    assert read_prepared(recipe.folder.columns) == before
 
 
 def test_chats_that_are_too_long_are_refused_and_left_out_where_asked(tmp_path: Path) -> None:
@@ -254,9 +264,8 @@ def test_chats_that_are_too_long_are_refused_and_left_out_where_asked(tmp_path: 
             file.write(json.dumps({"messages": chat}) + "\n")
     recipe = digits_recipe(root, train__steps=1)
     ingest(recipe)
-    prepare(recipe)
     with pytest.raises(WrongInput, match=r"raise data\.seq_len, or .* data\.truncate=drop"):
-        train(recipe)
+        prepare(recipe)
     shorter = digits_recipe(root, train__steps=1, data__truncate="drop")
     prepare(shorter)
     train(shorter)

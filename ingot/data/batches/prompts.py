@@ -1,5 +1,5 @@
-"""Prompts and reference answers out of prepared chats: a row's tokens up to its last assistant
-turn, and that turn.
+"""Prompts and reference answers out of prepared chats, as a training on rewards reads them: a row's
+tokens up to its last assistant turn, and that turn.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
+from ingot.config.sections.grpo import GRPOSettings
+from ingot.config.shape import total_steps
+from ingot.data.batches.order import order_of
 from ingot.data.batches.rows import IGNORE, Rows
-from ingot.data.columns.manifest import prepared_for
-from ingot.data.packing.tables import read_packed
-from ingot.models.generation.request import DecoderLimits, Request, check_request
+from ingot.data.batches.samples import Samples
+from ingot.data.packing.tables import RowTables
 from ingot.tokenizers.chats.spans import last_user_turn, turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -82,27 +84,34 @@ class PromptReader:
 
 def check_prompts(
     recipe: Recipe,
-    reader: PromptReader,
-    numbers: Sequence[int],
-    limits: DecoderLimits,
-    *,
-    needs_reference: bool,
+    rows: Rows | Samples,
+    packed: RowTables | None,
+    tokenizer: Tokenizer,
+    begin: int = 0,
 ) -> None:
-    """Read the prompts that a training will come to, before its first step.
+    """Read the prompts that a training on rewards will come to from step `begin` on, before
+    anything large is loaded; other trainings have none.
+
+    Args:
+        packed: how `rows` were planned.
 
     Raises:
-        WrongInput: `prepare` has cut a chat, a prompt leaves no room for an answer, or a reward
-            needs a reference that a chat does not have.
+        WrongInput: a chat was cut, a prompt leaves no room for an answer, or a reward needs a
+            reference that a chat does not have.
     """
-    most, seq_len = recipe.objective.max_answer_tokens, recipe.data.seq_len  # type: ignore[attr-defined]
-    packed = read_packed(recipe.folder.columns, prepared_for(recipe), seq_len, recipe.row_plan)
-    counts = packed.counts["train"]
+    settings, seq_len = recipe.objective, recipe.data.seq_len
+    if not isinstance(settings, GRPOSettings):
+        return
+    assert isinstance(rows, Rows)
+    assert packed is not None
+    counts, most = packed.counts["train"], settings.max_answer_tokens
     if cut := counts.truncated + counts.lost:
         raise WrongInput(
             f"{cut:,} chats are longer than data.seq_len {seq_len} with their reference answers,"
             " which would be cut; raise data.seq_len, or leave them out by data.truncate=drop"
         )
-    for prompt in reader.prompts(numbers):
+    needs_reference = any(reward.needs_reference for reward in settings.rewards)
+    for prompt in PromptReader(rows, tokenizer).prompts(_trained(recipe, settings, rows, begin)):
         if len(prompt.ids) + most > seq_len:
             raise WrongInput(
                 f"a prompt of {len(prompt.ids)} tokens ({prompt.text[:40]!r}) and"
@@ -114,4 +123,13 @@ def check_prompts(
                 f"the prompt {prompt.text[:40]!r} has an empty answer, which a reward of"
                 " objective.rewards compares with; leave it out, or choose other rewards"
             )
-        check_request(Request(prompt.ids, most), limits)
+
+
+def _trained(recipe: Recipe, settings: GRPOSettings, rows: Rows, begin: int) -> list[int]:
+    """The rows whose prompts steps from `begin` on answer, each once."""
+    last = total_steps(recipe.train, len(rows) * settings.group, recipe.data.seq_len)
+    each = (1 + settings.sample_again) * (recipe.train.global_batch // settings.group)
+    first, end = begin // settings.updates, -(-last // settings.updates)
+    count = min(max(end - first, 0) * each, 2 * len(rows))
+    found: list[int] = np.unique(order_of(recipe, rows).rows(first * each, count)).tolist()
+    return found
