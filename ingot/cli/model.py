@@ -166,20 +166,21 @@ def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False)
     """Serve until a signal arrives; `dry_run` prints what would be started instead."""
     from ingot.serve.server import render, serve
 
-    folder, name, recipe = _served(target, arguments)
+    found, folder = _served(target, arguments)
     if dry_run:
-        print(render(folder, recipe.serve, name), end="")
+        print(render(folder, found.recipe.serve, found.name), end="")
     else:
-        serve(folder, recipe.serve, name)
+        serve(folder, found.recipe.serve, found.name, found.version)
     return 0
 
 
-def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
-    """Folder, name and settings. If Vertex AI sets $AIP_STORAGE_URI, that is served and TARGET need
-    not exist; its last part is the name.
+def _served(target: str, arguments: Sequence[str]) -> tuple[Target, Path]:
+    """What is served, and its folder. If Vertex AI sets $AIP_STORAGE_URI, that is served and TARGET
+    need not exist; its last part is the name.
     """
     if os.environ.get("AIP_STORAGE_URI") and not Path(target).exists():
-        return Path(target), Path(target).name, settings_without_recipe(arguments)
+        path = Path(target)
+        return Target(path.name, path, None, settings_without_recipe(arguments)), path
     found = find_target(target, arguments)
     if found.version is not None and "@" not in target:
         say(
@@ -191,7 +192,7 @@ def _served(target: str, arguments: Sequence[str]) -> tuple[Path, str, Recipe]:
             f"{target} is an address and served already; give a model folder, a run folder, a"
             " recipe or a registered name"
         )
-    return found.folder, found.name, found.recipe
+    return found, found.folder
 
 
 def predict_once(

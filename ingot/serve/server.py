@@ -107,8 +107,9 @@ def create_app(
     return app
 
 
-def serve(target_folder: Path, settings: Serve, name: str) -> None:
-    """Serve the model in `target_folder` under `name` until SIGTERM or SIGINT.
+def serve(target_folder: Path, settings: Serve, name: str, version: int | None = None) -> None:
+    """Serve the model in `target_folder` under `name` until SIGTERM or SIGINT. `version`: of a
+    registered one.
 
     Raises:
         WrongInput: no model or no tokenizer in the folder, an address that is not this machine's, a
@@ -152,7 +153,7 @@ def serve(target_folder: Path, settings: Serve, name: str) -> None:
             max_queue=settings.max_queue,
         )
         app = create_app(
-            Service(name, loaded, engine, settings), metrics, key=key, environ=os.environ
+            Service(name, loaded, engine, settings, version), metrics, key=key, environ=os.environ
         )
         # Exclude loaded objects from garbage collection: a collection that visits all of them takes
         # long enough to delay requests noticeably.

@@ -6,6 +6,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import httpx
+
+from ingot.base.reports import EvaluationReport, Metric
+from ingot.registry.local import LocalRegistry
 from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
 
@@ -36,3 +40,30 @@ def test_a_served_folder_answers_as_predict_does_and_stops_cleanly(model_folder:
     finally:
         server.send_signal(signal.SIGTERM)
     assert server.wait(30) == 0
+
+
+def test_a_registered_model_is_served_by_its_name_and_says_its_version(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    registry = LocalRegistry(tmp_path / "runs/registry.sqlite")
+    loss = {"loss/loss": Metric(1.0, 0.9, 1.1, "lower", 3, "set")}
+    for number in (1, 2):
+        registry.add("fox", model_folder, EvaluationReport(f"model{number}", "t", loss), {})
+    with subprocess.Popen(
+        command("serve", "fox@v2", "serve.port=0"),
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as server:
+        assert server.stderr is not None
+        greeting = server.stderr.readline()
+        try:
+            assert greeting.startswith("serving fox@v2 at http://"), greeting
+            with httpx.Client(base_url=greeting.split()[-1], timeout=60) as client:
+                (model,) = client.get("/v1/models").json()["data"]
+                assert (model["id"], model["version"]) == ("fox@v2", 2)
+                body = {"model": "fox", "prompt": "the", "max_tokens": 2}
+                assert client.post("/v1/completions", json=body).status_code == 200
+        finally:
+            server.send_signal(signal.SIGTERM)

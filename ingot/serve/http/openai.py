@@ -379,6 +379,7 @@ def _usage(
 def _model(service: Service) -> dict[str, Any]:
     positions = service.loaded.model.config.max_position_embeddings
     kind, tasks = service.loaded.kind, service.loaded.tasks
-    about = {"owned_by": "ingot", "max_model_len": positions, "kind": kind}
+    about = {"owned_by": "ingot", "version": service.version}
+    about |= {"max_model_len": positions, "kind": kind}
     about |= {"chat": "chat" in tasks, "tasks": tasks}
     return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

@@ -43,19 +43,31 @@ SAID = ("content", "reasoning_content", "thinking")
 
 @dataclass(frozen=True)
 class Service:
-    """One served model."""
+    """One served model. `version`: of a registered one."""
 
     name: str
     loaded: LoadedModel
     engine: ServingEngine
     settings: Serve
+    version: int | None = None
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """What clients may call the model: a registered one also without its version, or with it,
+        as `ingot serve` does.
+        """
+        if self.version is None:
+            return frozenset([self.name])
+        base = self.name.partition("@")[0]
+        return frozenset([self.name, base, f"{base}@v{self.version}", f"{base}@{self.version}"])
 
     def check_model(self, asked: str | None) -> None:
-        """Raises ApiError 404 where a client names another model."""
-        if asked is not None and asked != self.name:
+        """Raises ApiError 404 where a client names another model, or another version of it."""
+        if asked is not None and asked not in self.names:
+            version = "" if self.version is None else f", version {self.version}"
             raise ApiError(
                 404,
-                f"model `{short(asked)}` is not served here, only `{self.name}`; see"
+                f"model `{short(asked)}` is not served here, only `{self.name}`{version}; see"
                 " GET /v1/models",
                 param="model",
                 code="model_not_found",
