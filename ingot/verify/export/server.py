@@ -22,7 +22,7 @@ from ingot.data.documents.kinds import said
 from ingot.data.documents.preferences import from_preference
 from ingot.models.device import Compute
 from ingot.models.generation.request import GeneratedToken
-from ingot.serve.http.openai import LogprobFormatter
+from ingot.serve.http.logprobs import LogprobFormatter
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
 from ingot.tokenizers.sentinels import SENTINEL, decoder_for, encode_with_sentinels

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from ingot.models.generation.request import GeneratedToken
-from ingot.serve.http.openai import LogprobFormatter
+from ingot.serve.http.logprobs import LogprobFormatter
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -76,17 +76,35 @@ def test_a_stream_of_pieces_reads_like_the_whole(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_half_a_character_has_no_bytes_to_tell(tokenizer: Tokenizer) -> None:
-    (item,) = LogprobFormatter(tokenizer, []).chat([GeneratedToken(ids("<0xC3>")[0], 0, -1.0)])[
-        "content"
+def test_half_a_character_is_told_by_its_bytes(tokenizer: Tokenizer) -> None:
+    written = ids("▁the", "<0xC3>", "<0xA9>", "es")
+    told = LogprobFormatter(tokenizer, written[:1]).chat(
+        [GeneratedToken(token, 0, -1.0, ((written[2], -2.0),)) for token in written[1:]]
+    )["content"]
+    assert [(item["token"], item["bytes"]) for item in told] == [
+        ("\ufffd", [0xC3]),
+        ("\ufffd", [0xA9]),
+        ("es", list(b"es")),
     ]
-    assert (item["token"], item["bytes"]) == ("\ufffd", None)
+    assert [top["bytes"] for item in told for top in item["top_logprobs"]] == [[0xA9]] * 3
 
 
-def test_no_part_of_an_emoji_is_an_empty_token() -> None:
+def test_the_bytes_of_all_parts_of_an_emoji_are_its_own() -> None:
     """Of a tokenizer that shows all bytes of an unfinished character as one sign."""
     made = train_bpe(["a b"], 260)
-    written = made.encode("🎉")
-    assert len(written) == 4
+    written = made.encode("a🎉 é")
     told = LogprobFormatter(made, []).chat([GeneratedToken(token, 0, -1.0) for token in written])
-    assert [(item["token"], item["bytes"]) for item in told["content"]] == [("\ufffd", None)] * 4
+    assert [item["token"] for item in told["content"]] == [
+        "a",
+        *["\ufffd"] * 4,
+        " ",
+        *["\ufffd"] * 2,
+    ]
+    assert b"".join(bytes(item["bytes"]) for item in told["content"]) == "a🎉 é".encode()
+
+
+def test_a_token_whose_bytes_nobody_tells_has_none() -> None:
+    made = tokenizers.Tokenizer(models.WordLevel({"\ufffd?": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = Tokenizer({"tokenizer.json": made.to_str()})
+    (item,) = LogprobFormatter(tokenizer, []).chat([GeneratedToken(0, 0, -1.0)])["content"]
+    assert (item["token"], item["bytes"]) == ("\ufffd?", None)
