@@ -68,6 +68,7 @@ CHANGES_NOTHING = {
     "serve.cors",
     "serve.compute",
     "serve.pack",
+    "serve.eager",
     "serve.prefix_cache_mb",
     "serve.tool_call_parser",
 }
@@ -192,6 +193,7 @@ def test_every_argument_of_the_container_makes_a_version_anew(knob: str) -> None
         "any_template": "true",
         "compute": "fp32",
         "pack": "false",
+        "eager": "true",
         "cors": "[http://a.example]",
     }
     changes["tool_call_parser"] = "hermes"
