@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.data.batches.rows import IGNORE, Rows
+from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedData, PreparedSource
 from ingot.data.columns.reader import PartReader, opening
@@ -75,17 +76,25 @@ def document_bytes(
     return scaled
 
 
-def target_bytes(rows: Rows, tokenizer: Tokenizer, count: int) -> npt.NDArray[np.float64]:
-    """The size in bytes of the decoded targets of each document in the first `count` rows, for rows
-    of whole documents; special tokens count as 0.
+def target_bytes(
+    rows: Rows, tokenizer: Tokenizer, count: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """The size in bytes of the decoded targets of each document in the first `count` rows, and the
+    number of its source, both [documents]; for rows of whole documents. Special tokens count as 0.
     """
-    sizes = []
-    for index in range(count):
+    sizes, of = list[int](), list[int]()
+    for index, source in enumerate(source_of_rows(rows, count).tolist()):
         row = rows.row(index)
         for segment in range(1, int(row.segments.max()) + 1):
             labels = row.labels[(row.segments == segment) & (row.labels != IGNORE)]
             sizes.append(len(tokenizer.decode(labels).encode()))
-    return np.array(sizes, np.float64)
+            of.append(source)
+    return np.array(sizes, np.float64), np.array(of, np.int64)
+
+
+def source_of_rows(rows: Rows | Samples, count: int) -> npt.NDArray[np.int64]:
+    """The number of the source of each of the first `count` rows, of which none has two."""
+    return np.repeat(np.arange(len(rows.sizes)), rows.sizes)[:count]
 
 
 def _records(column: Column) -> Iterator[npt.NDArray[np.int64]]:

@@ -251,7 +251,9 @@ STEPS = (
     PipelineStep("ingest", _ingest),
     PipelineStep("prepare", _prepare, _depends_on("ingest"), _prepared_with),
     PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
-    PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
+    PipelineStep(
+        "evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True, revision=2
+    ),
     PipelineStep("gate", _gate, _depends_on("evaluate")),
     PipelineStep("register", _register, _depends_on("train", "evaluate", "gate")),
     PipelineStep("serve", _serve, _depends_on("train", "register")),

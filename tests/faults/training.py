@@ -514,8 +514,8 @@ FAULTS = [
     Fault(
         "bits-of-a-source-over-other-bytes",
         "ingot/evaluate/tasks/loss.py",
-        "bits, size = nats[of == number] / math.log(2), sizes[of == number]",
-        "bits, size = nats[of == number] / math.log(2), sizes[: (of == number).sum()]",
+        "return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)",
+        "return _bits_per_byte(self.task.name, nats[chosen], sizes[: chosen.sum()], same)",
         "what a source is forgotten by is told from the sizes of another source's documents",
         "tests/evaluate/tasks/test_loss.py",
     ),

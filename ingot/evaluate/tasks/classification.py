@@ -59,7 +59,7 @@ class OpenClassificationTask:
             label.astype(np.int64),
             chosen.astype(np.int64),
             log_probability,
-            comparison_set(self.prepared, self.rows, subject.recipe, self.count),
+            comparison_set(self.prepared.sets["validation"], self.rows, subject.recipe, self.count),
         )
 
     def _report(

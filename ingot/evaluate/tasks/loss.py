@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
@@ -19,12 +20,12 @@ from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
-from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedData, PreparedSource, prepared_for, set_identity
 from ingot.evaluate.corpus import (
     document_bytes,
     open_columns,
     source_of_documents,
+    source_of_rows,
     target_bytes,
 )
 from ingot.evaluate.distribute import Floats
@@ -38,6 +39,9 @@ from ingot.evaluate.loss import (
 from ingot.evaluate.metrics import loss_metrics, mean_metric, ratio_interval, sum_metrics
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.tokenizers.tokenizer import Tokenizer
+
+Chosen = npt.NDArray[np.bool_]
+"""Which of some units are those of one source."""
 
 MAX_NAME = 40
 """Characters of a source's name in a metric."""
@@ -92,11 +96,10 @@ def open_loss(
     return OpenSampleLossTask(task, rows, prepared, info.tokenizer, count)
 
 
-def comparison_set(prepared: PreparedData, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
-    """The identity of the set that is measured: the documents, the maximum lengths if some were
-    left out for their length, and the number of rows if not all are used.
+def comparison_set(identity: str, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
+    """The identity of the set that is measured: that of the documents, the maximum lengths if some
+    were left out for their length, and the number of rows if not all are used.
     """
-    identity = prepared.sets["validation"]
     cut: dict[str, int | str] = (
         {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
         if not isinstance(rows, Rows) and rows.left_out
@@ -139,48 +142,65 @@ class OpenRowLossTask:
         return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
-        columns, all_of_them = list[Column](), self.count == len(self.rows)
+        prepared, all_of_them = self.prepared, self.count == len(self.rows)
         if recipe.documents == "text":
             losses = losses.whole()
-            columns = open_columns(recipe.folder.columns, self.prepared, "validation")
-            total = self.prepared.total("validation", "bytes") if all_of_them else None
-            sizes = document_bytes(columns, self.tokenizer, total, int(losses.ends_document.sum()))
+            columns = open_columns(recipe.folder.columns, prepared, "validation")
+            total = prepared.total("validation", "bytes") if all_of_them else None
+            count = int(losses.ends_document.sum())
+            sizes = document_bytes(columns, self.tokenizer, total, count)
+            of = source_of_documents(columns, prepared.splits["validation"])[:count]
         else:
             # Rows hold whole documents: each segment is one.
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
-            sizes = target_bytes(self.rows, self.tokenizer, self.count)
-        on = comparison_set(self.prepared, self.rows, recipe, self.count)
+            sizes, of = target_bytes(self.rows, self.tokenizer, self.count)
+        on = comparison_set(prepared.sets["validation"], self.rows, recipe, self.count)
         metrics = loss_metrics(
-            self.task.name, losses, sizes, documents=on, tokenizer=self.prepared.tokenizer
+            self.task.name, losses, sizes, documents=on, tokenizer=prepared.tokenizer
         )
         nats, targets = (
             np.bincount(losses.documents, values, len(sizes)).astype(np.float64)
             for values in (losses.nll, losses.targets)
         )
-        if columns and all_of_them:
-            metrics |= _of_each_source(self.task.name, self.prepared, columns, nats, sizes)
+
+        def measure(chosen: Chosen, identity: str) -> dict[str, Metric]:
+            same = comparison_set(identity, self.rows, recipe, self.count)
+            return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)
+
+        if all_of_them:
+            metrics |= _of_each_source(prepared.splits["validation"], of, measure)
         return TaskResult(metrics, _examples(nats, targets, sizes))
 
 
 def _of_each_source(
-    name: str, prepared: PreparedData, columns: Sequence[Column], nats: Floats, sizes: Floats
+    sources: Sequence[PreparedSource],
+    of: npt.NDArray[np.int64],
+    measure: Callable[[Chosen, str], dict[str, Metric]],
 ) -> dict[str, Metric]:
-    """`NAME/bits_per_byte/SOURCE` of each source of texts, where there are several: what is learnt
-    of one may be forgotten of another, which their sum does not show.
+    """`NAME/METRIC/SOURCE` of each source, where there are several: what is learnt of one may be
+    forgotten of another, which their sum does not show.
+
+    Args:
+        of: the number of the source of each unit that is measured.
+        measure: from those of one source, and the identity of its documents, to their metrics.
     """
-    sources = prepared.splits["validation"]
-    of, found = source_of_documents(columns, sources), dict[str, Metric]()
+    found = dict[str, Metric]()
     for number, (source, called) in enumerate(zip(sources, source_names(sources), strict=True)):
-        bits, size = nats[of == number] / math.log(2), sizes[of == number]
-        if len(sources) > 1 and size.sum():
-            found[f"{name}/bits_per_byte/{called}"] = Metric(
-                float(bits.sum() / size.sum()),
-                *ratio_interval(bits, size),
-                direction="lower",
-                n=len(size),
-                set_fingerprint=set_identity([source]),
-            )
+        chosen = of == number
+        if len(sources) > 1 and chosen.any():
+            made = measure(chosen, set_identity([source]))
+            found |= {f"{name}/{called}": metric for name, metric in made.items()}
     return found
+
+
+def _bits_per_byte(name: str, nats: Floats, sizes: Floats, on: str) -> dict[str, Metric]:
+    """`NAME/bits_per_byte`; nothing where nothing is predicted."""
+    if not sizes.sum():
+        return {}
+    bits = nats / math.log(2)
+    value, interval = float(bits.sum() / sizes.sum()), ratio_interval(bits, sizes)
+    metric = Metric(value, *interval, direction="lower", n=len(sizes), set_fingerprint=on)
+    return {f"{name}/bits_per_byte": metric}
 
 
 def source_names(sources: Sequence[PreparedSource]) -> list[str]:
@@ -216,8 +236,14 @@ class OpenSampleLossTask:
 
     def measure(self, subject: EvalModel) -> TaskResult:
         sums = sample_losses(subject, self.rows, self.count, self.task.name)
-        name, recipe = self.task.name, subject.recipe
-        on = comparison_set(self.prepared, self.rows, recipe, self.count)
+        found = self._report(sums, subject.recipe)
+        if self.count == len(self.rows):
+            found.metrics.update(self._of_sources(sums, subject.recipe))
+        return found
+
+    def _report(self, sums: SampleLosses, recipe: Recipe) -> TaskResult:
+        name, identity = self.task.name, self.prepared.sets["validation"]
+        on = comparison_set(identity, self.rows, recipe, self.count)
         if recipe.documents == "labelled":
             return TaskResult(
                 {f"{name}/loss": mean_metric(sums.nats, direction="lower", on=on)},
@@ -240,6 +266,25 @@ class OpenSampleLossTask:
         return TaskResult(
             {**metrics, **_preference_metrics(name, sums, on)}, _preference_examples(sums)
         )
+
+    def _of_sources(self, sums: SampleLosses, recipe: Recipe) -> dict[str, Metric]:
+        """What is told of each source: bits per byte of what is written, of rated answers of the
+        good ones; how often a chosen answer is likelier; the loss of labels.
+        """
+        name = self.task.name
+
+        def measure(chosen: Chosen, identity: str) -> dict[str, Metric]:
+            on = comparison_set(identity, self.rows, recipe, self.count)
+            if recipe.documents == "labelled":
+                return {f"{name}/loss": mean_metric(sums.nats[chosen], direction="lower", on=on)}
+            told = chosen & (sums.ratings > 0) if recipe.documents == "rated" else chosen
+            found = _bits_per_byte(name, sums.nats[told], sums.bytes[told], on)
+            if recipe.documents == "preference":
+                found |= {f"{name}/accuracy": _accuracy(sums.margins[chosen], on)}
+            return found
+
+        of = source_of_rows(self.rows, self.count)
+        return _of_each_source(self.prepared.splits["validation"], of, measure)
 
     def _masked(self, sums: SampleLosses, on: str, recipe: Recipe) -> TaskResult:
         """The loss of hidden tokens and its exponential, comparable where the same are hidden in
@@ -295,11 +340,13 @@ def _preference_metrics(name: str, sums: SampleLosses, on: str) -> dict[str, Met
     """
     margins = sums.margins
     return {
-        f"{name}/accuracy": mean_metric(
-            (margins > 0).astype(np.float64), direction="higher", on=on
-        ),
+        f"{name}/accuracy": _accuracy(margins, on),
         f"{name}/margin": mean_metric(margins, direction="higher", on=on),
     }
+
+
+def _accuracy(margins: Floats, on: str) -> Metric:
+    return mean_metric((margins > 0).astype(np.float64), direction="higher", on=on)
 
 
 def _preference_examples(sums: SampleLosses) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ class OpenPreferenceTask:
                 f"{self.name}: {subject.where} gives numbers that are not finite; train it again"
                 " with a lower train.optimizer.lr"
             )
-        on = comparison_set(self.prepared, self.rows, subject.recipe, self.count)
+        on = comparison_set(self.prepared.sets["validation"], self.rows, subject.recipe, self.count)
         metrics = {
             f"{self.name}/accuracy": mean_metric(
                 (margin > 0).astype(np.float64), direction="higher", on=on

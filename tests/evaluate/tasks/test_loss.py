@@ -30,7 +30,7 @@ from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import place_model, subject_in, with_model, write_lines
-from tests.evaluate.small_runs import prepared, recipe_of, said
+from tests.evaluate.small_runs import place, prepared, recipe_of, records, said
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 
@@ -278,6 +278,51 @@ def test_each_source_of_texts_has_bits_of_its_own(tmp_path: Path) -> None:
     sizes = [sum(len(text.encode()) for text in texts) for texts in held.values()]
     bits = [metric.value * size for metric, size in zip(of.values(), sizes, strict=True)]
     assert sum(bits) / sum(sizes) == close(both["loss/bits_per_byte"].value)
+
+
+@pytest.mark.parametrize(
+    ("documents", "names"),
+    [
+        ("chat", ["bits_per_byte"]),
+        ("preference", ["bits_per_byte", "accuracy"]),
+        ("rated", ["bits_per_byte"]),
+        ("pair", ["bits_per_byte"]),
+        ("labelled", ["loss"]),
+    ],
+)
+def test_each_source_of_other_documents_has_figures_of_its_own(
+    documents: str, names: list[str], tmp_path: Path
+) -> None:
+    """They are those of a run that holds out that source alone."""
+    lines = records(documents)
+    train = write_lines(tmp_path / "train.jsonl", lines[:40])
+    held = {"one": lines[40:47], "other": lines[47:]}
+    files = {name: write_lines(tmp_path / f"{name}.jsonl", some) for name, some in held.items()}
+
+    def run(name: str, *sources: Path) -> Recipe:
+        recipe = recipe_of(
+            tmp_path,
+            documents,
+            name=name,
+            data__train=[{"source": str(train)}],
+            data__validation=[{"source": str(source)} for source in sources],
+            data__validation__fraction=None,
+        )
+        ingest(recipe)
+        prepare(recipe)
+        place(recipe, recipe.folder.model)
+        return recipe
+
+    both = measured(run("both", *files.values())).metrics
+    for source in held:
+        alone = measured(run(source, files[source])).metrics
+        of = {key: one for key, one in both.items() if key.endswith(f"/{source}.jsonl")}
+        assert list(of) == [f"loss/{name}/{source}.jsonl" for name in names]
+        for name in names:
+            found, wanted = of[f"loss/{name}/{source}.jsonl"], alone[f"loss/{name}"]
+            assert found.value == close(wanted.value)
+            assert (found.n, found.direction) == (wanted.n, wanted.direction)
+            assert found.set_fingerprint == wanted.set_fingerprint
 
 
 @pytest.mark.parametrize(
