@@ -51,7 +51,9 @@ class GenerationJob:
         self.given = 0  # characters given out
         self.draws = UniformDraws(request.sampling)
         self.roll: float | None = None  # the random number of the next token, once it is drawn
-        self.stream = TextStream(decode, request.prompt, request.stop) if decode else None
+        self.stream = (
+            TextStream(decode, request.prompt, request.stop, request.unstopped) if decode else None
+        )
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
         self.prompt: list[PromptToken] = []  # until they are given out
 

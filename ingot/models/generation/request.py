@@ -38,7 +38,8 @@ class Constraint(Protocol):
 class Request:
     """A prompt and how to continue it: at most `max_tokens` tokens, until EOS (unless it is to be
     ignored), one of `stop_ids` or one of the `stop` strings; none of these ids ends it before
-    `min_tokens`. `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
+    `min_tokens`. `unstopped` tells by each token and the text that it makes final whether no stop
+    string counts there. `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
     completion then also tells the token that ends it. Prompts with different `cache_salt` share no
     computation.
     """
@@ -47,6 +48,7 @@ class Request:
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
+    unstopped: Callable[[int, str], bool] | None = field(default=None, kw_only=True)
     stop_ids: tuple[int, ...] = field(default=(), kw_only=True)
     ignore_eos: bool = field(default=False, kw_only=True)
     min_tokens: int = field(default=0, kw_only=True)
@@ -194,10 +196,17 @@ class TextStream:
     `context` are the prompt's tokens: the first new token is decoded after them, so that prompt and
     completion can be concatenated. `length` counts the final characters so far, including those
     held back for a stop string; `unsettled` those after them that are still replacement characters.
+    `unstopped`: as in `Request`.
     """
 
-    def __init__(self, decode: Decode, context: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, tuple(stop)
+    def __init__(
+        self,
+        decode: Decode,
+        context: Sequence[int],
+        stop: Sequence[str] = (),
+        unstopped: Callable[[int, str], bool] | None = None,
+    ) -> None:
+        self._decode, self._stop, self._unstopped = decode, tuple(stop), unstopped
         self._window = list(context[-CONTEXT:])
         self._old = len(self._window)  # tokens of the window whose text is all given out
         self._given = decode(self._window).rstrip(
@@ -213,10 +222,14 @@ class TextStream:
         stop string was found.
         """
         fresh = self._certain(token)
+        passed = self._unstopped is not None and self._unstopped(token, fresh)
         if self.stopped or not fresh:
             return ""
         text = self._held + fresh
         self.length += len(fresh)
+        if passed:
+            self._held = ""
+            return text
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             self.stopped = True

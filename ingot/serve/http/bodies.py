@@ -4,7 +4,7 @@ not support are accepted at their neutral values only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -170,9 +170,10 @@ class GenerationOptions(RequestBody):
         choice: int = 0,
         constraint: Constraint | None = None,
         prompt_logprobs: int | None = None,
+        unstopped: Callable[[int, str], bool] | None = None,
     ) -> GenerationRequest:
-        """The request of one prompt; `choice`: which of several answers to it, `constraint`: of
-        its own.
+        """The request of one prompt; `choice`: which of several answers to it, `constraint` and
+        `unstopped`: of its own.
         """
         sampling = Sampling(
             self.temperature,
@@ -191,6 +192,7 @@ class GenerationOptions(RequestBody):
             max_tokens,
             sampling,
             tuple(self.stop),
+            unstopped=unstopped,
             stop_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
@@ -221,6 +223,13 @@ class ResponseFormat(RequestBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The schema of an answer; None where any text is one."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:

@@ -260,11 +260,19 @@ class ChatBody(OpenAIRequest):
         if wanted is not None and wanted not in names:
             named = f"the tool `{short(wanted)}`, which" if wanted else "a tool that"
             raise ValueError(f"`tool_choice` asks for {named} is not in `tools`; add it there")
-        if self.callable_tools() and self.response_format.type != "text":
-            raise ValueError(
-                "`response_format` and `tools` exclude each other in one answer; leave one of them"
-                " out, or set `tool_choice` to none"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _results_are_of_calls(self) -> ChatBody:
+        called: set[str] = set()
+        for number, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls)
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise ValueError(
+                    f"`messages.{number}.tool_call_id` is {short(message.tool_call_id)!r}, and no"
+                    " message before it makes a call of that id; send the assistant's message with"
+                    " its `tool_calls`, too"
+                )
         return self
 
     @property

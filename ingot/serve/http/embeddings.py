@@ -12,9 +12,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 
+from ingot.serve.http.answers import json_answer, run_unless_disconnected
 from ingot.serve.http.bodies import PromptBounds, RequestBody, WholeNumber, prompt_list
 from ingot.serve.http.errors import ApiError
-from ingot.serve.http.service import Service, json_answer, run_unless_disconnected
+from ingot.serve.http.service import Service
 from ingot.serve.native.embedding import Embedding, EmbeddingRequest, embeds
 from ingot.serve.native.engine import Ticket
 

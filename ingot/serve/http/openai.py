@@ -13,13 +13,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
+from ingot.serve.http.answers import EventStream, completions, json_answer
 from ingot.serve.http.bodies import CompletionBody
 from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.logprobs import LogprobFormatter
-from ingot.serve.http.service import EventStream, Service, completions, json_answer
+from ingot.serve.http.service import Service
 from ingot.serve.native.engine import Ticket
-from ingot.serve.native.toolcalls import MarkedText, ToolCallDelta, ToolCallParser
+from ingot.serve.native.toolcalls import MarkedText, ToolCallDelta
 
 # OpenAI's default `max_tokens` of /v1/completions.
 COMPLETION_TOKENS = 16
@@ -118,11 +119,8 @@ class _ChatAnswer:
     def __init__(self, service: Service, body: ChatBody, prompt: Sequence[int]) -> None:
         self._formatter = LogprobFormatter(service.loaded.tokenizer, prompt)
         self._with_logprobs = body.logprobs
-        self._calls: ToolCallParser | None = None
-        if body.callable_tools():
-            most = None if body.parallel_tool_calls else 1
-            self._calls = ToolCallParser(service.tool_format, most=most)
-            self._marked = MarkedText(service.tool_markers())
+        self._calls = service.call_parser(body)
+        self._marked = MarkedText({} if self._calls is None else service.tool_markers())
 
     async def add(
         self, index: int, part: CompletionChunk | Completion, *, whole: bool
@@ -177,6 +175,7 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
         logprobs=body.top_logprobs if body.logprobs else None,
         choices=body.n,
         constraint=await service.chat_constraint(body),
+        chat=body,
     )
     made = [_ChatAnswer(service, body, prompt) for _ in range(body.n)]
     if body.stream:
@@ -283,7 +282,7 @@ def _usage(
 def _model(service: Service) -> dict[str, Any]:
     positions = service.loaded.model.config.max_position_embeddings
     kind, tasks = service.loaded.kind, service.loaded.tasks
-    about = {"owned_by": "ingot", "version": service.version}
+    about: dict[str, Any] = {"owned_by": "ingot", "version": service.version}
     about |= {"max_model_len": positions, "kind": kind}
     about |= {"chat": "chat" in tasks, "tasks": tasks}
     return {"id": service.name, "object": "model", "created": service.loaded.created, **about}

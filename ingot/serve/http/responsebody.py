@@ -206,6 +206,19 @@ class ResponsesBody(GenerationOptions):
             raise ValueError("`max_tokens` is called `max_output_tokens` in responses; rename it")
         return self
 
+    @model_validator(mode="after")
+    def _results_are_of_calls(self) -> ResponsesBody:
+        called: set[str | None] = set()
+        for number, item in enumerate(self.input):
+            if item.type == "function_call":
+                called.add(item.call_id)
+            elif item.type == "function_call_output" and item.call_id not in called:
+                raise ValueError(
+                    f"`input.{number}.call_id` is {short(str(item.call_id))!r}, and no item before"
+                    " it is a call of that id; send the function_call, too"
+                )
+        return self
+
     def chat(self) -> ChatBody:
         """The chat that is asked for.
 

@@ -13,12 +13,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ingot.models.generation.request import CompletionChunk
+from ingot.serve.http.answers import EventStream, json_answer, run_unless_disconnected
 from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.responsebody import ResponsesBody
-from ingot.serve.http.service import EventStream, Service, json_answer, run_unless_disconnected
+from ingot.serve.http.service import Service
 from ingot.serve.native.engine import Ticket
-from ingot.serve.native.toolcalls import MarkedText, ToolCallDelta, ToolCallParser
+from ingot.serve.native.toolcalls import MarkedText, ToolCallDelta
 
 Event = dict[str, Any]
 
@@ -52,6 +53,7 @@ async def _respond(service: Service, body: ResponsesBody, request: Request) -> R
         body,
         max_tokens=body.max_output_tokens,
         constraint=await service.chat_constraint(chat),
+        chat=chat,
     )
     writer = ResponseWriter(service, body, chat, len(prompt))
     if body.stream:
@@ -92,11 +94,8 @@ class ResponseWriter:
         self.streamed = body.stream
         self._read, self._cached = prompt_tokens, 0
         self._items: list[dict[str, Any]] = []
-        self._calls: ToolCallParser | None = None
-        if chat.callable_tools():
-            most = None if chat.parallel_tool_calls else 1
-            self._calls = ToolCallParser(service.tool_format, most=most)
-            self._marked = MarkedText(service.tool_markers())
+        self._calls = service.call_parser(chat)
+        self._marked = MarkedText({} if self._calls is None else service.tool_markers())
         self.response: dict[str, Any] = {
             "id": _id("resp"),
             "object": "response",

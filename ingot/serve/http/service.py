@@ -1,25 +1,17 @@
-"""What the routes share: submitting a validated body to the engine within the server's limits, and
-sending the answers while watching for clients that disconnect.
-"""
+"""What the routes share: submitting a validated body to the engine within the server's limits."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from fastapi import Request as HTTPRequest
-from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.source import WORDS
 from ingot.config.sections.deployment import Serve
 from ingot.models.generation.fillmask import MaskRequest
-from ingot.models.generation.request import Completion
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat
@@ -28,15 +20,12 @@ from ingot.serve.http.errors import ApiError, short
 from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.grammar import JSONConstraint, JSONGrammars, call_grammar, functions_of
 from ingot.serve.native.model import LoadedModel
-from ingot.serve.native.toolcalls import ToolFormat, tool_format
+from ingot.serve.native.toolcalls import InsideCalls, ToolCallParser, ToolFormat, tool_format
 from ingot.tokenizers.chats.chat import Chat
 
-Answer = TypeVar("Answer")
 # A log-probability takes about a hundred times as many bytes, and as much time to write, as a
 # letter.
 MAX_LOGPROBS_IN_ANSWER = 65_536
-# Parts of an answer's JSON that are written before other requests get their turn.
-PARTS_AT_ONCE = 1024
 # The texts of a message beside its calls.
 SAID = ("content", "reasoning_content", "thinking")
 
@@ -116,9 +105,8 @@ class Service:
         """What `response_format` asks for; None for any text. Raises WrongInput as
         `JSONGrammars.constraint` does.
         """
-        if asked.type == "text":
+        if (schema := asked.schema_asked) is None:
             return None
-        schema = None if asked.json_schema is None else asked.json_schema.schema_
         return await asyncio.to_thread(self.grammars.constraint, schema)
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
@@ -155,20 +143,30 @@ class Service:
         special = self.loaded.tokenizer.special_ids
         return {special[text]: text for text in self.tool_format.markers if text in special}
 
+    def call_parser(self, body: ChatBody) -> ToolCallParser | None:
+        """What separates the calls of one answer from its text; None where it may not call."""
+        if not body.callable_tools():
+            return None
+        most = None if body.parallel_tool_calls else 1
+        return ToolCallParser(self.tool_format, most=most, forced=body.must_call)
+
     async def chat_constraint(self, body: ChatBody) -> JSONConstraint | None:
-        """What `response_format` or `tools` ask for; None for any text. Raises WrongInput as
-        `JSONGrammars.calls` does.
+        """What `response_format` and `tools` ask for; None for any text. An answer that may call
+        calls, or is of the format. Raises WrongInput as `JSONGrammars.calls` does.
         """
         tools = [tool.model_dump() for tool in body.callable_tools()]
         strict = any(tool["function"]["strict"] for tool in tools)
-        if not tools or not (body.must_call or strict):
-            return await self.constraint(body.response_format)
+        content = None if body.must_call else body.response_format.schema_asked
+        alone = await self.constraint(body.response_format)
+        if not tools or not (body.must_call or strict or content is not None):
+            return alone
         schemas = functions_of(tools, strict=not body.must_call)
         grammar = call_grammar(
             self.tool_format,
             schemas,
             self.loaded.tokenizer.special_ids,
             text=not body.must_call,
+            content=content,
             several=body.parallel_tool_calls and body.tool_choice in ("auto", "required"),
             named=self.tool_format.named and "[ARGS]" in (self.loaded.tokenizer.template or ""),
         )
@@ -207,9 +205,10 @@ class Service:
         choices: int = 1,
         constraint: JSONConstraint | None = None,
         prompt_logprobs: int | None = None,
+        chat: ChatBody | None = None,
     ) -> Ticket:
         """Queue `choices` completions for each prompt. `max_tokens` None: as many as server and
-        model allow.
+        model allow. `chat`: whose answers they are; in calls of its tools no stop string counts.
 
         Raises:
             ApiError: `max_tokens` is over the server's limit, or the queue is full.
@@ -251,6 +250,7 @@ class Service:
                 choice=choice,
                 constraint=None if constraint is None else constraint.copy(),
                 prompt_logprobs=prompt_logprobs,
+                unstopped=None if chat is None else self._unstopped(chat),
             )
             for prompt in prompts
             for choice in range(choices)
@@ -258,6 +258,14 @@ class Service:
         if self.loaded.kind == "seq2seq":
             requests = [Seq2SeqRequest(**vars(request), beams=beams) for request in requests]
         return self._queue(requests, choices)
+
+    def _unstopped(self, chat: ChatBody) -> Callable[[int, str], bool] | None:
+        """Where no stop string counts in one answer of a chat: in calls."""
+        if chat.must_call:
+            return lambda token, text: True
+        if not chat.callable_tools():
+            return None
+        return InsideCalls(self.tool_format, self.tool_markers())
 
     def submit_classification(self, texts: Sequence[list[int]]) -> Ticket:
         """Queue texts for classification. Raises as `submit` does."""
@@ -297,100 +305,3 @@ class Service:
                 if len(requests) == choices:
                     raise
                 raise WrongInput(f"prompt {place // choices}: {error}") from None
-
-
-async def json_answer(content: Mapping[str, Any]) -> Response:
-    """An answer that may be long, written part by part, so that others get theirs meanwhile."""
-    writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    parts: list[str] = []
-    for part in writer.iterencode(content):
-        parts.append(part)
-        if len(parts) % PARTS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return Response("".join(parts), media_type="application/json")
-
-
-async def completions(ticket: Ticket, request: HTTPRequest) -> list[Completion]:
-    """All completions of a ticket; raises as `run_unless_disconnected` does."""
-    return await run_unless_disconnected(ticket, request, ticket.completions())
-
-
-async def run_unless_disconnected(
-    ticket: Ticket, request: HTTPRequest, work: Coroutine[Any, Any, Answer]
-) -> Answer:
-    """The result of `work` on a ticket. If the client disconnects first, the ticket is cancelled.
-
-    Raises:
-        ApiError: 499 for a client that disconnected, or the engine's error.
-    """
-    answers = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((answers, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
-            raise ApiError(499, "the client disconnected")
-        return answers.result()
-    finally:
-        await _cancel_all(ticket, answers, disconnected)
-
-
-class EventStream(Response):
-    """A response of server-sent events: each chunk one `data:` line of JSON, then `[DONE]`; an
-    error is sent as a chunk. `named`: each chunk is an event of its `type`, and the last one is the
-    end.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        chunks: Callable[[], AsyncIterator[dict[str, Any]]],
-        *,
-        named: bool = False,
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._ticket, self._chunks, self._named = ticket, chunks, named
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
-        disconnected = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((writing, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        finally:
-            await _cancel_all(self._ticket, writing, disconnected)
-
-    async def _write(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        try:
-            async for chunk in self._chunks():
-                data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-                await self._send(send, data, chunk["type"] if self._named else None)
-            if not self._named:
-                await self._send(send, "[DONE]")
-        except ApiError as error:
-            await self._send(send, json.dumps(error.body()))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, data: str, event: str | None = None) -> None:
-        lines = f"data: {data}\n\n" if event is None else f"event: {event}\ndata: {data}\n\n"
-        await send({"type": "http.response.body", "body": lines.encode(), "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected; awaited once the body is read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancel_all(ticket: Ticket, *tasks: asyncio.Future[Any]) -> None:
-    """Cancel a ticket and the tasks around it, and wait for the tasks."""
-    ticket.cancel()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,6 +17,7 @@ from pydantic.types import FailFast
 from ingot.config.models.source import ModelKind
 from ingot.models.generation.classifier import ClassScores
 from ingot.models.generation.fillmask import TOP_K, MaskChoices
+from ingot.serve.http.answers import completions, run_unless_disconnected
 from ingot.serve.http.bodies import (
     PredictBody,
     RequestBody,
@@ -34,7 +35,7 @@ from ingot.serve.http.chat import (
     ToolBody,
     template_tools,
 )
-from ingot.serve.http.service import Service, completions, run_unless_disconnected
+from ingot.serve.http.service import Service
 from ingot.serve.native.engine import Ticket
 from ingot.serve.native.masks import fill, told
 from ingot.serve.native.model import LoadedModel

@@ -165,6 +165,7 @@ def call_grammar(
     text: bool,
     several: bool,
     named: bool,
+    content: Mapping[str, Any] | None = None,
 ) -> str:
     """A grammar (llguidance's Lark) of answers that call these functions.
 
@@ -174,6 +175,7 @@ def call_grammar(
         text: whether an answer may also hold text, or be text alone.
         several: whether it may hold more than one call.
         named: whether names stand before the arguments, as Mistral's later models write.
+        content: the schema of an answer that does not call; then none holds other text.
     """
 
     def literal(marker: str) -> str:
@@ -189,10 +191,14 @@ def call_grammar(
             else f'{json.dumps(head)} arguments_{number} "}}"'
         )
     rules.append(f"body: {' | '.join(bodies)}")
+    if content is not None:
+        rules.append(f"content: %json {json.dumps(content)}")
+        text = False
+    or_content = "" if content is None else "content | "
     if form.bare:
         rules.append(f"calls: body{_repeated(several, SEMICOLON)}")
         rules.append("free: /[^{\\s](?s:.*)/")
-        rules.append(f"start: {'free | ' if text else ''}calls")
+        rules.append(f"start: {'free | ' if text else or_content}calls")
         return "\n".join(rules) + "\n"
     if named:
         rules.append("call: body")
@@ -204,7 +210,8 @@ def call_grammar(
     again = several and (named or not form.last)
     if not text:
         between = "" if form.last else '"\\n" '
-        rules.append(f"start: {opens} call{_repeated(again, f'{between}{opens} call')}")
+        repeated = _repeated(again, f"{between}{opens} call")
+        rules.append(f"start: {or_content}{opens} call{repeated}")
     elif form.opens in special:
         rules.append("free: /(?s:.*)/")
         rules.append(f"start: free ({opens} call){'*' if again else '?'}")

@@ -180,10 +180,12 @@ class ToolCallParser:
 
     Args:
         most: calls that are given out; further ones are dropped.
+        forced: the answer is held to calls alone, so that no part of it is text: neither what a
+            limit leaves of a call, nor what stands between two.
     """
 
-    def __init__(self, form: ToolFormat, *, most: int | None = None) -> None:
-        self._form, self._most = form, most
+    def __init__(self, form: ToolFormat, *, most: int | None = None, forced: bool = False) -> None:
+        self._form, self._most, self._forced = form, most, forced
         self._state = self._in_text
         self._buffer = self._spaces = ""
         self._raw = ""  # since a call began: its text, should it be none
@@ -213,6 +215,7 @@ class ToolCallParser:
 
     def _given(self) -> tuple[str, list[ToolCallDelta]]:
         content, deltas = "".join(self._content), list(self._deltas.values())
+        content = "" if self._forced else content
         self._content, self._deltas = [], {}
         return content, deltas
 
@@ -319,6 +322,34 @@ class ToolCallParser:
             self._said = True
             self._say(self._raw)
         self._raw = ""
+
+
+class InsideCalls:
+    """Tells of an answer, while it is written, whether its text stands in a call.
+
+    Args:
+        markers: the text of each marker that is a special token, by its id.
+    """
+
+    def __init__(self, form: ToolFormat, markers: Mapping[int, str]) -> None:
+        self._form, self._markers = form, markers
+        self._inside, self._begun = False, False
+        self._end = ""  # of the text so far: what a marker may begin in
+
+    def __call__(self, token: int, text: str) -> bool:
+        """Whether a call is open behind a token and the `text` that it made final, or was before
+        them.
+        """
+        form, before = self._form, self._inside
+        self._end += self._markers.get(token, "") + text
+        if form.bare and not self._begun and (said := self._end.lstrip()):
+            self._begun, self._inside = True, said[0] == "{"
+        places = {True: self._end.rfind(form.opens)}
+        places[False] = self._end.rfind(form.closes) if form.closes else -1
+        if max(places.values()) >= 0:
+            self._inside = places[True] > places[False]
+        self._end = self._end[-max(len(form.opens), len(form.closes)) :]
+        return before or self._inside
 
 
 class MarkedText:

@@ -19,10 +19,11 @@ from starlette.types import Message
 from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.proxy import create_proxy
 from ingot.serve.http import errors
+from ingot.serve.http.answers import PARTS_AT_ONCE, json_answer
 from ingot.serve.http.bodies import PromptBounds
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import DRAIN_FACTOR, BodyLimit, JsonCount, ServerMetrics
-from ingot.serve.http.service import PARTS_AT_ONCE, Service, json_answer
+from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine
 from ingot.serve.native.folder import most_characters
 from ingot.serve.native.model import LoadedModel

@@ -96,7 +96,14 @@ def test_forced_calls_fit_and_stream_alike(tool_client: openai.OpenAI) -> None:
         ({"tool_choice": "required", "tools": []}, "not in `tools`"),
         ({"tool_choice": "some"}, "give one of auto, none, required"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name `weather`"),
-        ({"response_format": {"type": "json_object"}}, "exclude each other"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "the schema of response_format cannot be followed",
+        ),
+        (
+            {"messages": [*ASKED, {"role": "tool", "tool_call_id": "b", "content": "no"}]},
+            "`messages.1.tool_call_id` is 'b', and no message before it makes a call of that id",
+        ),
         ({"tools": [{"type": "code_interpreter"}]}, "tools.0.type"),
         (
             {
@@ -253,6 +260,52 @@ def test_arguments_are_an_object_also_where_a_schema_leaves_its_type_out(
     calls = [call for said in answer.choices for call in said.message.tool_calls or []]
     assert len(calls) > 6
     assert {call.function.arguments[0] for call in calls if call.type == "function"} == {"{"}
+
+
+def test_a_forced_call_that_is_cut_is_no_text(tool_client: openai.OpenAI) -> None:
+    for limit in (1, 5, 9):
+        options = {**OPTIONS, "max_tokens": limit, "tool_choice": "required"}
+        (said,) = tool_client.chat.completions.create(messages=ASKED, **options).choices
+        assert (said.message.content or "", said.finish_reason) == ("", "length")
+        stream = tool_client.chat.completions.create(messages=ASKED, stream=True, **options)
+        assert not "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+def test_no_stop_string_counts_in_a_forced_call(tool_client: openai.OpenAI) -> None:
+    options = {**OPTIONS, "tools": TOOLS[:1], "parallel_tool_calls": False}
+    (said,) = tool_client.chat.completions.create(
+        messages=ASKED, tool_choice="required", stop=["city", "{", "<"], **options
+    ).choices
+    (call,) = said.message.tool_calls or []
+    assert call.type == "function"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
+def test_an_answer_of_a_format_may_call_instead(tool_client: openai.OpenAI) -> None:
+    """Random weights choose either."""
+    word: Any = {"type": "object", "properties": {"w": {"enum": ["a", "b"]}}, "required": ["w"]}
+    word["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": word}}
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+    options = {**OPTIONS, "tools": strict, "n": 16, "temperature": 1.5, "seed": 5}
+    answer = tool_client.chat.completions.create(messages=ASKED, response_format=form, **options)
+    kinds = set()
+    for said in answer.choices:
+        if said.finish_reason == "length":  # blanks between values may go on for ever
+            continue
+        for call in said.message.tool_calls or []:
+            assert call.type == "function"
+            jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        if said.finish_reason == "stop":
+            jsonschema.validate(json.loads(said.message.content or ""), word)
+        else:
+            assert not said.message.content
+        kinds.add(said.finish_reason)
+    assert kinds == {"stop", "tool_calls"}
+    forced = tool_client.chat.completions.create(
+        messages=ASKED, response_format=form, tool_choice="required", **options
+    )
+    assert {said.finish_reason for said in forced.choices} <= {"tool_calls", "length"}
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])

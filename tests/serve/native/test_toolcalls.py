@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.request import CompletionChunk, GeneratedToken
-from ingot.serve.native.toolcalls import FORMATS, MarkedText, ToolCallParser, tool_format
+from ingot.models.generation.request import CompletionChunk, GeneratedToken, TextStream
+from ingot.serve.native.toolcalls import (
+    FORMATS,
+    InsideCalls,
+    MarkedText,
+    ToolCallParser,
+    tool_format,
+)
 from ingot.tokenizers.load import load_tokenizer
 
 OSLO = '{"city": "Os}lo \\"{[ \\u00e9", "days": [1, {"a": null}]}'
@@ -96,6 +103,59 @@ def test_arguments_arrive_before_they_are_complete() -> None:
 def test_one_call_where_no_more_are_wanted() -> None:
     text = '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
     assert read("llama3_json", [text], most=1) == ("", [("f", "{}")])
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
+def test_what_is_left_of_a_forced_call_is_no_text(form: str) -> None:
+    written = next(text for name, text, _ in CASES if name == form)
+    for end in range(len(written)):
+        parser = ToolCallParser(FORMATS[form], forced=True)
+        said = [parser.push(letter)[0] for letter in written[:end]]
+        assert not "".join([*said, parser.finish()[0]])
+
+
+STOP = "zz"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "wanted"),
+    [
+        ("hermes", 'I zz <tool_call>{"a": "b"}</tool_call>', "I "),
+        ("hermes", 'I <tool_call>{"a": "zz"}</tool_call> and zz.', -3),
+        ("hermes", 'I <tool_call>{"a": "zz"}</tool_call><tool_call>{"zz": 1}</tool_call>', None),
+        ("hermes", "z<tool_call>zz", None),
+        ("llama3_json", ' {"name": "zz", "parameters": {"zz": 1}}; {"name": "zz"}', None),
+        ("llama3_json", 'So: {"name": "zz"}', 'So: {"name": "'),
+        ("llama3_json", "a<|python_tag|>zz", None),
+        ("mistral", "a[TOOL_CALLS]f[ARGS]zz", None),
+        ("mistral", "azz[TOOL_CALLS]", "a"),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_no_stop_string_counts_in_a_call(
+    form: str, text: str, wanted: str | int | None, special: bool
+) -> None:
+    """A token is a letter, or a marker whose text is left out of answers."""
+    marker = FORMATS[form].opens
+    ids = {0: marker} if special and form != "hermes" else {}
+    tokens: list[int] = []
+    for place, part in enumerate(text.split(marker) if ids else [text]):
+        tokens += [0] * (place > 0) + [ord(letter) for letter in part]
+
+    def decode(some: Sequence[int]) -> str:
+        return "".join(chr(token) for token in some if token)
+
+    stream = TextStream(decode, [], [STOP], InsideCalls(FORMATS[form], ids))
+    said = ""
+    for token in tokens:
+        said += stream.push(token)
+        if stream.stopped:
+            break
+    said += "" if stream.stopped else stream.finish()
+    whole = text.replace(marker, "") if ids else text
+    expected = whole if wanted is None else whole[:wanted] if isinstance(wanted, int) else wanted
+    assert said == expected
+    assert stream.length == len(said)
 
 
 def test_ids_are_as_the_templates_want_them() -> None:
