@@ -57,12 +57,12 @@ def same(found: list[Completion], wanted: list[Completion]) -> None:
         )
 
 
-@pytest.mark.parametrize("case", ["llama3.2", "qwen3-window", "gpt_oss"])
+@pytest.mark.parametrize("case", ["qwen3-window", "gpt_oss"])
 def test_nobody_notices_that_steps_are_recorded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor where a size ends."""
-    monkeypatch.setattr(recorded, "TOKENS", 32)
+    monkeypatch.setattr(recorded, "TOKENS", 16)
     model = load_model(make_member(tmp_path / "m", case), device=CPU)
     recorder = Recorder()
     wanted = Generator(model, max_rows=3, prefill_tokens=6).run(REQUESTS)
