@@ -148,12 +148,13 @@ class KVCache:
 @dataclass
 class _View:
     """What some queries of a pass see: the places of both, and bool `[B, 1, t, S]`, None where they
-    see all of it.
+    see all of it, or, of whole rows (`causal`), each itself and those before it.
     """
 
     queries: slice
     stored: slice
     seen: Tensor | None
+    causal: bool = False
     _added: Tensor | None = None
 
     def added(self, like: Tensor) -> Tensor | None:
@@ -161,6 +162,31 @@ class _View:
         if self._added is None and self.seen is not None:
             self._added = like.new_zeros(()).masked_fill(~self.seen, -math.inf)
         return self._added
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """These queries q `[B, H, t, E]`, and what is stored there, k and v `[B, K, S, E]`;
+        `[B, H, t, E]`.
+        """
+        if sinks is not None:
+            return attend(q, k, v, self.seen, sinks)
+        added, shared = self.added(q), q.shape[1] != k.shape[1]
+        if added is not None and shared and skips_masked(q.device):
+            # The kernel for masks does not know heads that share keys, and the one for all else has
+            # each score in float32.
+            if q.shape[2] == 1:
+                grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # as so many queries
+                return _scaled(grouped, k, v, added).reshape(q.shape)
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            return _scaled(q, k, v, added)
+        return _scaled(q, k, v, added, is_causal=self.causal, enable_gqa=shared)
+
+
+_scaled = functional.scaled_dot_product_attention
+
+
+def skips_masked(device: torch.device) -> bool:
+    """Whether kernels of this device do not compute scores that a causal mask hides."""
+    return device.type != "cpu"
 
 
 class CacheWindow:
@@ -192,7 +218,11 @@ class CacheWindow:
         """What a layer with this window sees. On a CPU, which computes masked scores as well, block
         by block of queries.
         """
-        step = QUERIES if self.positions.device.type == "cpu" else time
+        skips = skips_masked(self.positions.device)
+        if skips and most == 0 and time > 1 and (window is None or window >= time):
+            yield _View(slice(0, time), slice(0, time), None, causal=True)
+            return
+        step = time if skips else QUERIES
         for first in range(0, time, step):
             end = min(first + step, time)
             stored = slice(0 if window is None else max(0, least + first - window + 1), most + end)
@@ -216,14 +246,8 @@ class CacheWindow:
         keys, values = (store[self._here, :, :end].to(q.dtype) for store in stores)
         mixed = []
         for view in views:
-            part, k, v = q[:, :, view.queries], keys[:, :, view.stored], values[:, :, view.stored]
-            mixed.append(
-                functional.scaled_dot_product_attention(
-                    part, k, v, view.added(q), enable_gqa=q.shape[1] != k.shape[1]
-                )
-                if sinks is None
-                else attend(part, k, v, view.seen, sinks)
-            )
+            k, v = keys[:, :, view.stored], values[:, :, view.stored]
+            mixed.append(view.attend(q[:, :, view.queries], k, v, sinks))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
 
 
@@ -259,14 +283,7 @@ class StepWindow:
         for store, new in zip(stores, (k, v), strict=True):
             store[self._place] = new.transpose(1, 2)
         keys, values = (store[: len(q), :, : self._length].to(q.dtype) for store in stores)
-        view = self._views[self._cache.windows[layer]]
-        if sinks is not None:
-            return attend(q, keys, values, view.seen, sinks)
-        # The query heads that share keys as so many queries: no kernel for few queries and a mask
-        # knows grouped heads.
-        grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[3])  # [B, K, H / K, E]
-        mixed = functional.scaled_dot_product_attention(grouped, keys, values, view.added(q))
-        return mixed.reshape(q.shape)
+        return self._views[self._cache.windows[layer]].attend(q, keys, values, sinks)
 
 
 def _reached(distance: Tensor, window: int | None) -> Tensor:

@@ -25,8 +25,9 @@ from ingot.models.generation.request import CompletionChunk, Decode, PromptToken
 from ingot.models.generation.sampling import token_logprobs
 from ingot.models.native.decoder import Decoder
 
-# Prompt tokens read in one step: it bounds how long running requests wait between two tokens.
-PREFILL_TOKENS = 512
+# Prompt tokens read in one step: it bounds how long running requests wait between two tokens. An
+# accelerator needs more of them to be busy.
+PREFILL_TOKENS, PREFILL_TOKENS_FAST = 512, 2048
 # Tokens of a prompt whose logits are in memory at once, if their log-probabilities are asked for.
 SCORED_AT_ONCE = 64
 
@@ -47,7 +48,7 @@ class Generator(DecodingLoop):
     Args:
         model: in evaluation mode; the caller of `step` enables autocast if wanted.
         eos, decode, max_rows: as in `DecodingLoop`.
-        prefill_tokens: prompt tokens read in one step.
+        prefill_tokens: prompt tokens read in one step; None: as suits the device.
         prefixes: what earlier prompts left; None: every prompt is computed whole. It belongs to
             these weights and to this generator alone.
         record: records decoding steps, on a GPU; None: each is computed kernel by kernel. The
@@ -61,12 +62,14 @@ class Generator(DecodingLoop):
         eos: Collection[int] = (),
         decode: Decode | None = None,
         max_rows: int = 8,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         prefixes: PrefixStore | None = None,
         record: Record | None = None,
     ) -> None:
         super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
-        self._model, self._prefill_tokens, self._prefixes = model, prefill_tokens, prefixes
+        self._model, self._prefixes = model, prefixes
+        slow = model.head_weight.device.type == "cpu"
+        self._prefill_tokens = prefill_tokens or (PREFILL_TOKENS if slow else PREFILL_TOKENS_FAST)
         self._record = record if can_be_recorded(model) else None
         self._reset()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ingot.models.generation import cache as cache_file
 from ingot.models.generation.cache import KVCache, StepWindow
 from ingot.models.native.attention import attend, causal_mask
 from tests import tolerances
@@ -14,14 +15,21 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 9, 150])
 @pytest.mark.parametrize("length", [7, 300])
-@pytest.mark.parametrize("starts", [[0], [4], [6], [2, 5, 0]])
+@pytest.mark.parametrize("starts", [[0], [4], [6], [2, 5, 0], [0, 0]])
 @pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
 def test_generation_sees_what_training_sees(
-    window: int | None, length: int, starts: list[int], sinks: bool
+    window: int | None,
+    length: int,
+    starts: list[int],
+    sinks: bool,
+    skips: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that are stored up to `starts` and then read on, in blocks of queries where they are
-    long, attend as rows that are read whole.
+    long, or as a GPU reads them, attend as rows that are read whole.
     """
+    monkeypatch.setattr(cache_file, "skips_masked", lambda device: skips)
     rows = len(starts)
     draw = torch.Generator().manual_seed(3)
     q = torch.randn(rows, 4, length, 8, generator=draw)
@@ -47,8 +55,10 @@ def test_generation_sees_what_training_sees(
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_step_that_is_recorded_sees_the_same(window: int | None, sinks: bool) -> None:
-    """With a row too many, which writes where no request reads."""
+def test_a_step_that_is_recorded_sees_the_same(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a row too many, which writes where no request reads; computed as on a GPU."""
     draw = torch.Generator().manual_seed(4)
     starts, extra = [7, 2], torch.randn(4, generator=draw) if sinks else None
     stored = torch.randn(2, 3, 2, 7, 8, generator=draw)
@@ -58,6 +68,7 @@ def test_a_step_that_is_recorded_sees_the_same(window: int | None, sinks: bool) 
     for cache in caches:
         cache.window(0, [0] * 3, 7, CPU).attend(0, stored[0].repeat(1, 2, 1, 1), *stored)
     wanted = caches[0].window(0, starts, 1, CPU).attend(0, q[:2], k[:2], v[:2], extra)
+    monkeypatch.setattr(cache_file, "skips_masked", lambda device: True)
     rows = torch.tensor([0, 1, caches[1].spare_row])
     step = StepWindow(caches[1], rows, torch.tensor([[7], [2], [0]]), 16)
     found = step.attend(0, q, k, v, extra)[:2]
