@@ -1,6 +1,6 @@
 """In pytest's own process: what the program starts there as `python -m ingot ...`, and the server that
 multiprocessing forks from, come from the fork server (tests/forks.py), as children of pytest like
-any other. What tests start themselves is left alone.
+any other; so do the workers of pytest-xdist. What tests start themselves is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import forkedmain, forks
+from tests import forkedmain, forks, workers
 
 _DIES_WITH_PARENT = "preexec_die_with_parent.<locals>.<lambda>"
 _SUBREAPER = 36
@@ -49,9 +49,10 @@ def _spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     asked = _signature.bind(self, *given).arguments
     environment = {**os.environ} if asked["env"] is None else {**asked["env"]}
+    worker = workers.is_worker(asked["args"])
+    program = forkedmain.is_program(asked["args"]) and _is_of_the_program()
     if (
-        not forkedmain.is_program(asked["args"])
-        or not _is_of_the_program()
+        not (worker or program)
         or not _is_understood(asked["preexec_fn"], asked["pass_fds"])
         or not forks.can_fork(environment)
     ):
@@ -59,17 +60,19 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     try:
         self.pid = start_child(
-            asked["args"][3:],
+            () if worker else asked["args"][3:],
             forkedmain.Adoption(
                 os.getpid(),
-                asked["args"][2],
+                "" if worker else asked["args"][2],
                 None if asked["process_group"] == -1 else asked["process_group"],
                 _death_signal(asked["preexec_fn"]),
             ),
             [number if stream == -1 else stream for number, stream in enumerate(streams)],
+            call=pickle.dumps((workers.be_worker, ())) if worker else b"",
             cwd=str(asked["cwd"] or Path.cwd()),
             environment=environment,
             session=asked["start_new_session"],
+            of_pytest=worker,
         )
         self._child_created = True
     finally:

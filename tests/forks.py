@@ -1,20 +1,18 @@
 """A server that has imported what tests need and forks processes from itself: a command line or a
-rank costs what it does, not starting torch. One server for each process of pytest.
+rank costs what it does, not starting torch. One server for each process of pytest; the workers of
+pytest-xdist (tests/workers.py) and their servers are forked from the one of the process that starts
+them.
 
 A process behaves as a new interpreter would: its own working directory, environment, streams,
 signals and exit code; so does what it starts as `python -m ingot ...` (tests/forkedmain.py). What
 the server's imports have fixed already (`PYTHON*`, `LD_*`, ...) cannot be changed for it; `start`
-refuses such environments, and tests.cli.commands starts a real interpreter for them.
+refuses such environments, and tests/cli/commands.py starts a real interpreter for them.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
-import gc
-import importlib
-import multiprocessing
 import os
 import pickle
 import select
@@ -24,65 +22,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tests import forkedmain
+import psutil
 
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",  # the first optimizer of a process imports it
-    "ingot.cli.app",
-    "ingot.cli.verbs",
-    "ingot.cli.carry",
-    "ingot.cli.model",
-    "ingot.pipeline.local",
-    "ingot.train.trainer",
-    "ingot.checkpoints.writer",
-    "ingot.parallel.tensor",
-    "ingot.serve.server",
-    "ingot.data.ingest",
-    "ingot.data.prepare",
-    "ingot.evaluate.evaluate",
-    "ingot.cli.check.recipe",
-    "ingot.plan.storage",
-    "ingot.models.device",
-    "ingot.launch.supervisor.supervise",
-    "ingot.__main__",
-)
-THEIRS = ("pandas", "tabulate", "httpcore")
-"""What other libraries import at some use, where it is installed: pyarrow with its first table."""
-# What ingot starts by multiprocessing in pytest's own process is forked from a server alike.
-multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+from tests import forkedmain
+from tests.forkserver import Request, be_server
+
 START_S = 300.0
 """How long the server may take to fork: its start imports everything, on a crowded machine slowly."""
 _AT_START = dict(os.environ)
-_STANDARD = (0, 1, 2)
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Whether a fork of the server is what a new interpreter with `environment` would be."""
     return forkedmain.fixed(environment) == forkedmain.fixed(_AT_START)
-
-
-@dataclass
-class Request:
-    """What a forked process is to be; `streams` become its descriptors 0, 1 and 2. `passed` are
-    numbers of descriptors that it has beside them.
-    """
-
-    arguments: tuple[str, ...] = ()
-    call: bytes = b""
-    modules: tuple[str, ...] = ()
-    cwd: str = "."
-    environment: dict[str, str] = field(default_factory=dict)
-    session: bool = False
-    result: int = -1
-    adoption: forkedmain.Adoption | None = None
-    passed: tuple[int, ...] = ()
 
 
 class Process:
@@ -247,16 +202,10 @@ def _reader(descriptor: int | None) -> IO[str] | None:
 class _Server:
     """The server's process, as its only client sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[socket.socket], psutil.Popen | psutil.Process]) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
-            env={**_AT_START, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
+        self._process = start(theirs)
         theirs.close()
         atexit.register(self.end)
 
@@ -273,9 +222,34 @@ class _Server:
 
     def end(self) -> None:
         self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(psutil.TimeoutExpired):
             self._process.wait(10)
-        self._process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()
+
+
+def _new(control: socket.socket) -> psutil.Popen:
+    return psutil.Popen(
+        [sys.executable, "-m", "tests.forkserver", str(control.fileno())],
+        env={**_AT_START, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[control.fileno()],
+    )
+
+
+def _fork(control: socket.socket) -> psutil.Process:
+    pid = os.fork()
+    if pid == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            # Whoever reads what the parent writes would wait for our end too.
+            if descriptor not in (2, null, control.fileno()):
+                with contextlib.suppress(OSError):  # the one of the listing itself
+                    os.fstat(descriptor)
+                    os.dup2(null, descriptor, inheritable=descriptor <= 2)
+        be_server(control)
+    return psutil.Process(pid)
 
 
 _servers: dict[int, _Server] = {}
@@ -284,132 +258,10 @@ _servers: dict[int, _Server] = {}
 def server() -> _Server:
     """The one of this process; a fork of it has another one."""
     if os.getpid() not in _servers:
-        _servers[os.getpid()] = _Server()
+        _servers[os.getpid()] = _Server(_new)
     return _servers[os.getpid()]
 
 
-def serve(control: socket.socket) -> Request | None:
-    """Fork a process for each request until the client is gone: None then, and in a forked process
-    what it is to be.
-    """
-    running: dict[int, socket.socket] = {}
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        readable, _, _ = select.select([control, woken], [], [])
-        if woken in readable:
-            os.read(woken, 4096)
-            _report(running)
-        if control not in readable:
-            continue
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 10)
-        if not word:
-            return None
-        body, *streams, status, result = descriptors[:6]
-        passed = descriptors[6:]
-        with os.fdopen(body, "rb") as stream:
-            stream.seek(0)
-            request: Request = pickle.load(stream)
-        for name in request.modules:
-            if name not in sys.modules:
-                with contextlib.suppress(Exception):  # the process itself says what is wrong
-                    importlib.import_module(name)
-        pid = os.fork()
-        if pid == 0:
-            if request.adoption is not None and os.fork():
-                os._exit(0)  # whose parent has ended goes to the client, which asks for it
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (woken, wake):
-                os.close(descriptor)
-            for ended in running.values():
-                ended.close()
-            control.close()
-            with socket.socket(fileno=status) as client:
-                if request.adoption is not None:
-                    forkedmain.be_adopted(request.adoption)
-                    client.send(_word(os.getpid()))
-            _become(request, streams, passed)
-            request.result = result
-            return request
-        for descriptor in (*streams, result, *passed):
-            os.close(descriptor)
-        if request.adoption is not None:
-            os.waitpid(pid, 0)
-            os.close(status)
-        else:
-            running[pid] = socket.socket(fileno=status)
-            running[pid].send(_word(pid))
-
-
-def _report(running: dict[int, socket.socket]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            with contextlib.suppress(OSError), running.pop(pid) as stream:
-                stream.send(_word(os.waitstatus_to_exitcode(status)))
-
-
-def _word(number: int) -> bytes:
-    return str(number).encode().ljust(16)
-
-
-def _become(request: Request, streams: list[int], passed: list[int]) -> None:
-    if request.session:
-        os.setsid()
-    # Their numbers may be those of others.
-    above = [fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(request.passed)) for each in passed]
-    for descriptor, number in zip(above, request.passed, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    for descriptor, stream in zip(_STANDARD, streams, strict=True):
-        os.dup2(stream, descriptor)
-    for stream in streams:
-        os.close(stream)
-    os.chdir(request.cwd)
-    for name in os.environ.keys() - request.environment.keys():
-        del os.environ[name]
-    os.environ.update(request.environment)
-    sys.argv = ["ingot", *request.arguments]
-
-
-def _do(request: Request) -> None:
-    if not request.call:
-        forkedmain.run_module(request.adoption.module if request.adoption else "ingot")
-        return
-    function, arguments = pickle.loads(request.call)
-    answer = function(*arguments)
-    with os.fdopen(request.result, "wb") as stream:
-        stream.write(answer or b"")
-
-
-def _main() -> None:
-    # A process group's Ctrl-C is for what we have forked.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    sys.modules["torch"].set_num_threads(1)
-    _make_ready()
-    gc.freeze()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        forkedmain.install()
-        forkedmain.run(lambda: _do(request))
-
-
-def _make_ready() -> None:
-    """What each process would make anew, alike in all, and which takes longer than its work."""
-    for name in THEIRS:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    sys.modules["ingot.models.device"].PEAK_SIZE["cpu"] = 256  # tiny models need no better figure
-    importlib.import_module("ingot.cli.app").command()
-    importlib.import_module("ingot.report.page").template()
-
-
-if __name__ == "__main__":
-    # Under its own name, so that what is pickled for it is found.
-    importlib.import_module("tests.forks")._main()
+def fork_server() -> None:
+    """Of this process, which is a fork of another one's server, its own."""
+    _servers[os.getpid()] = _Server(_fork)

@@ -96,7 +96,7 @@ class Seen:
 
 def _seen(tree: ast.AST, path: str) -> Seen:
     # What the fork server loads is what its users run.
-    strings_count = path.startswith(("tests/", "benchmarks/")) and path != "tests/forks.py"
+    strings_count = path.startswith(("tests/", "benchmarks/")) and path != "tests/forkserver.py"
     names, dotted, parameters = list[str](), list[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+from execnet.gateway_io import popen_args
+from execnet.xspec import XSpec
 
 from ingot.base.processes import preexec_die_with_parent
 from ingot.plan.tracing.workers import Tracer
@@ -126,8 +128,37 @@ def test_what_multiprocessing_forks_is_forked_from_the_server() -> None:
     process = start_call(_by_multiprocessing, True)
     assert process.wait(60) == 0
     for began in (_by_multiprocessing(True), process.result()):
-        assert began.count(b"tests.forks") == 2, began
+        assert began.count(b"tests.forkserver") == 2, began
         assert began.count(b"-c") == 0, began
+
+
+WORKER = """
+import subprocess, sys
+import __main__
+from tests import forks
+command = forks.start(["bogus"], stderr=subprocess.DEVNULL)
+print(command.wait(60), vars(sys.modules["ingot.models.device"])["PEAK_SIZE"])
+print(sys.argv, __main__.__spec__, sys.stdin.readline().strip())
+sys.exit(3)
+"""
+
+
+def test_a_worker_of_the_run_is_forked_and_has_a_server_of_its_own() -> None:
+    """Known by what execnet starts; a process that nobody knows would be an interpreter as ever."""
+    args = popen_args(XSpec("popen"))
+    with subprocess.Popen(
+        args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as worker:
+        began = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(f"{WORKER!r}\n")
+        said = [worker.stdout.readline()]
+        worker.stdin.write("told\n")
+        said.append(worker.stdout.readline())
+        assert worker.wait(60) == 3
+    assert b"tests.forkserver" in began
+    assert said == ["2 {'cpu': 1024}\n", "['-c'] None told\n"]
 
 
 def test_an_environment_that_libraries_have_read_needs_a_new_interpreter() -> None:
