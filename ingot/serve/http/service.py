@@ -184,6 +184,8 @@ class Service:
             )
         chat = Chat([one.template_message() for one in body.messages], body.template_tools())
         self._check_size(chat)
+        if any(one.tool_calls for one in body.messages):
+            self._check_calls_are_read()
         ids = await asyncio.to_thread(
             self.loaded.tokenizer.encode_chat,
             chat.messages,
@@ -193,6 +195,16 @@ class Service:
         if chat.tools is not None:
             _ = self.tool_format  # an unknown one is an error before anything is computed
         return ids
+
+    def _check_calls_are_read(self) -> None:
+        """Raises ApiError 400 where the model would not see what the assistant called."""
+        if not self.loaded.tokenizer.chat_format.writes_calls:
+            raise ApiError(
+                400,
+                f"the chat template of model `{self.name}` writes no calls, so that the model would"
+                " not see them; leave `tool_calls` out, and say in `content` what was called",
+                param="messages",
+            )
 
     def submit(
         self,

@@ -84,6 +84,11 @@ class ChatFormat:
             )
         return replace(self, tools=tools)
 
+    @property
+    def writes_calls(self) -> bool:
+        """Whether a template writes what the assistant called."""
+        return _writes_calls(self.template, tuple(self.named.items()))
+
     def as_read(self, chat: Chat) -> Chat:
         """The chat with the arguments of its calls in the form that the template reads."""
         if not any(message.get("tool_calls") for message in chat.messages):
@@ -106,16 +111,41 @@ def _takes_tools(template: str, named: tuple[tuple[str, str], ...]) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
+def _writes_calls(template: str, named: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template writes the calls of an answer, with tools or without."""
+    function = {"name": "probe_of_calls", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+
+    def is_written(arguments: Any, given: Tools | None) -> bool:
+        messages = _called("probe_of_calls", arguments)
+        try:
+            text = render(template, messages, dict(named), generation_prompt=False, tools=given)
+        except WrongInput:
+            return False
+        messages[1]["tool_calls"][0]["function"]["name"] = "another"
+        other = render(template, messages, dict(named), generation_prompt=False, tools=given)
+        return text != other
+
+    return any(
+        is_written(given, some) for given in ({"a": 1}, '{"a": 1}') for some in (None, tools)
+    )
+
+
+def _called(name: str, arguments: Any) -> list[dict[str, Any]]:
+    """A chat in which the assistant calls a function."""
+    call = {"name": name, "arguments": arguments}
+    calls = [{"id": "abcdefgh1", "type": "function", "function": call}]
+    asked = {"role": "user", "content": "a"}
+    return [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+@functools.lru_cache(maxsize=16)
 def _reads_text(template: str, named: tuple[tuple[str, str], ...]) -> bool:
     """Whether a template takes the arguments of a call as a text alone, and no object."""
 
     def is_refused(arguments: Any) -> bool:
-        call = {"name": "f", "arguments": arguments}
-        calls = [{"id": "abcdefgh1", "type": "function", "function": call}]
-        asked = {"role": "user", "content": "a"}
-        answer = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            render(template, [asked, answer], dict(named), generation_prompt=False)
+            render(template, _called("f", arguments), dict(named), generation_prompt=False)
         except WrongInput:
             return True
         return False

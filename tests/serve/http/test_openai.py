@@ -266,6 +266,17 @@ def test_chat(client: openai.OpenAI, loaded: LoadedModel) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
+def test_calls_that_the_model_would_not_see_are_refused(client: openai.OpenAI) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "b"},
+    ]
+    with pytest.raises(openai.BadRequestError, match="writes no calls, so that the model would"):
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+
+
 def test_chat_takes_parts_and_what_clients_send_back(
     client: openai.OpenAI, loaded: LoadedModel
 ) -> None:

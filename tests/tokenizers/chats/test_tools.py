@@ -20,7 +20,7 @@ from ingot.tokenizers.chats.shapes import shape_of
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.tokenizers.chats.test_layouts import check_alike
 from tests.tokenizers.chats.test_masks import A, S, Talk, U, bracketed, turns
-from tests.tokenizers.small import chatty
+from tests.tokenizers.small import CHATML, chatty
 
 IN_TURN = (
     "{% if messages[0].role == 'system' %}{% set before, talk = messages[0].content ~ '\n\n',"
@@ -247,3 +247,15 @@ def test_json_may_make_a_special_token_of_what_is_none(
     arguments = [{"a": text} for text in "bcd"] + [{"a": [text, 1]} for text in "bcd"]
     chats = [[*turns((U, "x")), calling("", call("f", given))] for given in arguments]
     check_alike(tokenizer, chats * 10, monkeypatch)
+
+
+def test_whether_a_template_writes_calls() -> None:
+    for template in (IN_TURN, CALLS, JSON_RESULTS):
+        assert chatty(template).chat_format.writes_calls
+    told = "{% if tools %}{% for m in messages %}{{ m.tool_calls }}{% endfor %}{% endif %}"
+    assert chatty(told).chat_format.writes_calls
+    for template in (
+        CHATML,
+        CALLS.replace("{{ call.function.name }}", "").replace("arguments", "x"),
+    ):
+        assert not chatty(template).chat_format.writes_calls
