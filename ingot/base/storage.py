@@ -161,7 +161,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_partials_of(target)
+        remove_partials_of(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -217,7 +217,7 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
-def _remove_partials_of(target: Path) -> None:
+def remove_partials_of(target: Path) -> None:
     """Remove what killed processes of this machine left while writing `target`; it may be
     gigabytes.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import disk_errors, fsync_folder
+from ingot.base.storage import disk_errors, fsync_folder, remove_partials_of
 from ingot.checkpoints.gguf.families import (
     ROPE_FACTORS,
     Architecture,
@@ -88,7 +88,7 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
             made.write(partial, TYPES[kind], vocabulary, name, lineage)
             made.compare(partial)
         else:
-            between = partial.with_name(partial.name + ".f32")
+            between = partial.with_name(partial.name.replace(".partial-", ".partial-f32-"))
             try:
                 made.write(between, "F32", vocabulary, name, lineage)
                 made.compare(between)
@@ -105,6 +105,7 @@ def _partial(target: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_partials_of(target)
         try:
             yield partial
             with partial.open("rb") as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_what_was_written_wrong_does_not_take_its_name(
     ):
         export_gguf(llama[0], tmp_path / "m.gguf", "q8_0", overwrite=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(
+    llama: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """It may be as large as the model."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for left in (f".m.gguf.partial-{ended.pid}", f".m.gguf.partial-f32-{ended.pid}"):
+        (tmp_path / left).write_bytes(b"half")
+    another = tmp_path / f".m.gguf.partial-{os.getppid()}"  # of a process that is alive
+    another.write_bytes(b"half")
+    export_gguf(llama[0], tmp_path / "m.gguf", "f32", overwrite=False)
+    assert sorted(tmp_path.iterdir()) == [another, tmp_path / "m.gguf"]
 
 
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
