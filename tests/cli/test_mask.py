@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 
 from ingot.base.errors import WrongInput
+from ingot.cli.views import mask
 from ingot.cli.views.audit import (
     Audit,
     AuditedExample,
@@ -121,6 +122,21 @@ def test_documents_of_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "EOS at the end" in out
     assert "trained in 2 of 2 documents" in out
     assert "100.0% of the tokens" in out
+
+
+def test_fewer_long_documents_are_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But all that are shown."""
+    monkeypatch.setattr(mask, "AUDITED_CHARACTERS", 250)
+    chat_file = recipe(tmp_path)
+    texts = [{"text": "copper " * 20} for _ in range(9)]
+    lines = "".join(json.dumps(text) + "\n" for text in texts)
+    (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
+    plain = ["objective.kind=pretrain", f"data.train.0.source={tmp_path / 'texts.jsonl'}"]
+    for examples, looked in ((1, 2), (5, 5)):
+        show_mask([chat_file, *plain], examples)
+        assert f"{looked} documents" in capsys.readouterr().out
 
 
 def test_a_recipes_template_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ counts of typical errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -190,12 +190,12 @@ def _table(recipe: Recipe, tokenizer: Tokenizer, records: TokenRecords) -> Table
 
 
 EXAMPLES = 3
-AUDITED = 1000
+AUDITED, AUDITED_CHARACTERS = 1000, 4_000_000
 
 
 def show_mask(arguments: Sequence[str], examples: int = EXAMPLES, *, as_json: bool = False) -> int:
     """Print `examples` examples of a recipe's training data with trained tokens highlighted, then
-    the audit of the first AUDITED.
+    the audit of the first AUDITED, or of fewer where these are long.
 
     Raises:
         WrongInput: there is no tokenizer or template yet, or the sources cannot be read without
@@ -203,7 +203,7 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES, *, as_json: bo
     """
     recipe = read_recipe(arguments)
     tokenizer, out = _tokenizer(recipe), console()
-    texts = list(islice(training_texts(recipe), AUDITED))
+    texts = _first(training_texts(recipe), examples)
     if not texts:
         raise WrongInput(
             "the first sources of data.train hold no document that can be read; run `ingot ingest`,"
@@ -237,6 +237,17 @@ def show_mask(arguments: Sequence[str], examples: int = EXAMPLES, *, as_json: bo
     else:
         _show(recipe, tokenizer, texts, examples, out)
     return EXIT_DONE
+
+
+def _first(texts: Iterable[str], examples: int) -> list[str]:
+    """The texts that are looked at: whole books would take minutes."""
+    kept, characters = list[str](), 0
+    for text in islice(texts, AUDITED):
+        kept.append(text)
+        characters += len(text)
+        if characters >= AUDITED_CHARACTERS and len(kept) >= examples:
+            break
+    return kept
 
 
 def _show(
