@@ -150,7 +150,8 @@ class Embedder(TextBatches):
 
     def _answers(self, requests: Sequence[Request]) -> list[CompletionChunk]:
         poolings = [
-            request.pooling for request in requests if isinstance(request, EmbeddingRequest)
+            request.pooling if isinstance(request, EmbeddingRequest) else Pooling()
+            for request in requests
         ]
         vectors = embed(self._model, [request.prompt for request in requests], poolings)
         return [

@@ -27,6 +27,8 @@ from ingot.serve.http.middleware import ServerMetrics
 # After this many consecutive failed steps the server reports itself unhealthy, so that its
 # orchestrator can restart it.
 MAX_FAILURES = 3
+PROBE = Request([0], 1)
+"""What every model can answer: where this fails, too, it is not for what clients sent."""
 IDLE_S = 5.0
 """After so long without a request the memory of earlier ones goes back to the system. Between
 requests that follow each other it would be asked for again.
@@ -264,6 +266,8 @@ class ServingEngine:
                 self._metrics.failures.inc()
                 say(f"a step of the model failed:\n{traceback.format_exc()}")
                 self._recover()
+                if self._failures >= MAX_FAILURES and not self._waiting:
+                    self._probe()
 
     def _wait_for_work(self) -> None:
         """Wait for a request, or the end. The caller holds the lock."""
@@ -350,6 +354,19 @@ class ServingEngine:
             self._waiting.extendleft(reversed(kept))
             failed = [self._failed(entry) for entry in causes]
         self._deliver(failed)
+
+    def _probe(self) -> None:
+        """Ask the idle model itself, since one bad request that its client repeats is no reason to
+        start a server again.
+        """
+        try:
+            self._worker.add(PROBE)
+            while not any(piece.finish for _, piece in self._worker.step()):
+                pass
+            self._failures = 0
+        except BaseException:
+            say(f"the model fails on any request:\n{traceback.format_exc()}")
+            self._worker.clear()
 
     def _failed(self, entry: _QueuedRequest) -> _Delivery:
         """The error of a request that made a step fail. The caller holds the lock."""

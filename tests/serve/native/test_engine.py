@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.native import engine as module
-from ingot.serve.native.engine import MAX_FAILURES, ServingEngine, Ticket
-from ingot.serve.native.model import LoadedModel
+from ingot.serve.native.embedding import Embedder
+from ingot.serve.native.engine import MAX_FAILURES, PROBE, ServingEngine, Ticket
+from ingot.serve.native.model import LoadedModel, load
+from tests.serve.test_masks import make_masked
+from tests.serve.tiny import make_classifier, make_scorer, make_summarizer
 
 
 class Failing:
@@ -232,6 +237,24 @@ def test_a_model_that_keeps_failing_is_unhealthy_until_it_works(
     asyncio.run(story())
 
 
+def test_a_bad_request_that_comes_again_and_again_makes_no_server_unhealthy(
+    wide: ServingEngine, failing: Failing
+) -> None:
+    failing.by = lambda tokens: bool((tokens == 300).any())
+
+    async def story() -> None:
+        for _ in range(MAX_FAILURES + 1):
+            with pytest.raises(ApiError):
+                await answers(wide.submit([Request([300, 5], 4)]))
+        until = time.monotonic() + 30
+        while not wide.healthy:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        await answers(wide.submit([request()]))
+
+    asyncio.run(story())
+
+
 def test_the_queue_is_all_or_none(engine: ServingEngine, failing: Failing) -> None:
     async def story() -> None:
         failing.gate.clear()
@@ -324,3 +347,24 @@ def test_a_loop_that_is_gone_harms_nobody(engine: ServingEngine, failing: Failin
         assert len(await answers(engine.submit([request()]))) == 1
 
     asyncio.run(stay())
+
+
+def test_every_kind_of_model_answers_what_a_failing_one_is_asked(
+    folder: Path, tmp_path: Path
+) -> None:
+    folders = [
+        make_summarizer(tmp_path / "t5"),
+        make_classifier(tmp_path / "classes"),
+        make_scorer(tmp_path / "score"),
+        make_masked(tmp_path / "masks"),
+    ]
+    loads = [*map(load, folders), load(folder), load(folder, engine="transformers")]
+    for loaded in loads:
+        worker = loaded.serving_worker(2)
+        worker.add(PROBE)
+        pieces = [piece for _, piece in worker.step()]
+        assert pieces[-1].finish in ("stop", "length"), loaded.kind
+    read = Embedder(loaded.model, max_rows=2)  # as what is served for embeddings alone
+    read.add(PROBE)
+    ((_, vector),) = read.step()
+    assert vector.finish == "stop"
