@@ -206,7 +206,8 @@ class TextStream:
         stop: Sequence[str] = (),
         unstopped: Callable[[int, str], bool] | None = None,
     ) -> None:
-        self._decode, self._stop, self._unstopped = decode, tuple(stop), unstopped
+        self._decode, self._stop = decode, tuple(stop)
+        self._unstopped = unstopped if self._stop else None
         self._window = list(context[-CONTEXT:])
         self._old = len(self._window)  # tokens of the window whose text is all given out
         self._given = decode(self._window).rstrip(
