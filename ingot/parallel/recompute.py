@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -59,6 +60,15 @@ CHOOSING = "aten::topk"
 their last bits, and a token between two near ones would go another way in backward.
 """
 
+_NAMES_OF_SPANS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
+"""What `record_function` calls, which computes nothing. FSDP names other spans where it recomputes
+experts that are a unit of their own than in forward, and torch, which counts operators where some
+are kept, would take that for another computation.
+"""
+
 
 def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
     """Apply activation checkpointing to the layers of a model, or of a pipeline stage, in place.
@@ -83,6 +93,7 @@ def recompute_layers(model: nn.Module, knobs: Recompute) -> None:
     mixture = isinstance(model, Decoder) and model.config.experts is not None
     if mixture or (knobs.kind == "selective" and not runs):
         policy = keep_choices if knobs.kind == "full" else keep_matmuls
+        SAC_IGNORED_OPS.update(_NAMES_OF_SPANS)
         checkpoint_fn = partial(
             checkpoint_fn, context_fn=partial(create_selective_checkpoint_contexts, policy)
         )

@@ -156,3 +156,12 @@ def test_what_is_impossible_is_refused(proving: Proving, texts: Path) -> None:
         found = proving.prover.finding(reference, layout(**knobs))
         assert found.holds is None
         assert reason in found.reason
+
+
+def test_a_layer_with_an_expert_that_all_tokens_meet_is_recomputed(
+    proving: Proving, texts: Path
+) -> None:
+    """That one comes after those that ranks share, so that all of these is computed again, with
+    what FSDP does around them, which is not what it did in forward.
+    """
+    check(proving, texts, "glm4_moe", {"shard": 2, "expert": 2, "recompute": "full"})
