@@ -158,7 +158,9 @@ def _longrope(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
     """Divide the frequency of each channel pair by its own number: the one for rows of at most the
     original positions, since longer rows are refused.
     """
-    return frequencies / torch.tensor(rope.divisors, device=frequencies.device)
+    # Filled in on the device: for a copy the host waits, which a CUDA graph cannot.
+    divisors = [frequencies.new_full((), divisor) for divisor in rope.divisors]
+    return frequencies / torch.stack(divisors)
 
 
 class Scaling(NamedTuple):

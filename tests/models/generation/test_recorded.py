@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.models.device import graph_recorder
 from ingot.models.generation import recorded
 from ingot.models.generation.generator import Generator
-from ingot.models.generation.recorded import RecordedSteps
+from ingot.models.generation.recorded import RecordedSteps, can_be_recorded
 from ingot.models.generation.request import Completion, Request
 from ingot.models.generation.sampling import Sampling
 from ingot.models.hf.folder import load_model
 from tests import tolerances
-from tests.models.tiny import make_member
+from tests.models.tiny import FAMILY, make_member
 
 CPU = torch.device("cpu")
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], list(range(40)), [90, 3], [7] * 33, [13, 17], [96, 0, 96]]
@@ -87,6 +88,43 @@ def test_a_size_is_recorded_once(folder: Path) -> None:
     before = recorder.recorded
     generator.run(REQUESTS[:4])
     assert recorder.recorded == before
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "lift_fresh"}
+"""Operators for which the host waits for the device, or copies to it; `lift_fresh` is a tensor made
+of Python's numbers.
+"""
+
+
+class Waiting(TorchDispatchMode):
+    """Notes all operators."""
+
+    noted: set[str]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.noted.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.drawn(keep=6)
+@pytest.mark.parametrize("case", FAMILY)
+def test_a_step_never_waits_for_the_device(case: str, tmp_path: Path) -> None:
+    """What CUDA refuses to record."""
+    model = load_model(make_member(tmp_path / "m", case), device=CPU)
+    noted: set[str] = set()
+    waiting: Any = Waiting()
+
+    def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        waiting.noted = noted
+        with waiting:
+            work()
+        return work
+
+    Generator(model, record=record).run([Request([1, 2, 3], 3), Request([4], 3)])
+    assert bool(noted) == can_be_recorded(model)
+    assert not noted & WAITS
 
 
 @pytest.mark.parametrize("fault", ["refused", "wrong"])
