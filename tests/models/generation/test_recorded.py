@@ -114,7 +114,7 @@ def test_a_step_never_waits_for_the_device(case: str, tmp_path: Path) -> None:
     """What CUDA refuses to record."""
     model = load_model(make_member(tmp_path / "m", case), device=CPU)
     noted: set[str] = set()
-    waiting: Any = Waiting()
+    waiting = Waiting()  # type: ignore[no-untyped-call]
 
     def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         waiting.noted = noted
