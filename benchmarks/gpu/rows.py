@@ -104,7 +104,7 @@ SPEEDS = (
         micro_batch=1,
         compiled=True,
     ),
-    Row("1B serving", SPEED, "generation", 60, B1),
+    Row("1B serving", SPEED, "generation", 80, B1),
     training(
         "8B, 10 layers, float8 tensorwise", 60, **B8, layers=10, micro_batch=2, float8="tensorwise"
     ),
