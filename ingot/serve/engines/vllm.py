@@ -120,9 +120,9 @@ def vllm_command(
     accelerated = torch.accelerator.is_available()
     scheme = scheme_of(model_config(folder), str(folder))
     dtype = VLLM_TYPES.get(settings.compute, "auto" if accelerated else _cpu_dtype(scheme))
-    more = (
-        () if accelerated else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes()))
-    )
+    more = () if accelerated else ("--kv-cache-memory-bytes", str(kv_cache_bytes()))
+    if not accelerated:
+        settings = settings.model_copy(update={"eager": True})
     argv = (
         python,
         "-m",
