@@ -43,6 +43,22 @@ def text(value: Any) -> str:
 
 
 @pytest.mark.parametrize(
+    ("knob", "told"),
+    [
+        ({"prefix_cache_mb": 0}, "--no-enable-prefix-caching"),
+        ({"eager": True}, "--enforce-eager"),
+        ({"tool_call_parser": "hermes"}, "--enable-auto-tool-choice"),
+    ],
+)
+def test_what_vllm_has_a_word_for_it_is_told(knob: dict[str, Any], told: str) -> None:
+    def arguments(**knobs: Any) -> tuple[str, ...]:
+        return vllm_arguments("m", "n", Serve(**knobs), host="h", port=1, dtype="auto")
+
+    assert told in arguments(**knob)
+    assert told not in arguments()
+
+
+@pytest.mark.parametrize(
     ("name", "settings"),
     [
         (
