@@ -60,9 +60,10 @@ class RecordedSteps:
 
     def logits(self, tokens: Sequence[int], starts: Sequence[int]) -> Tensor | None:
         """Logits `[B, V]` behind a token of each of the first rows, at these positions; None where
-        steps cannot be recorded, which is said once.
+        steps cannot be recorded, which is said once, and under autocast, whose copies of weights
+        are gone before the step is played again.
         """
-        if not self._works:
+        if not self._works or torch.is_autocast_enabled(self._model.head_weight.device.type):
             return None
         size = self._size(len(tokens), max(starts) + 1)
         self._cache.reserve(*size)

@@ -127,6 +127,13 @@ def test_a_step_never_waits_for_the_device(case: str, tmp_path: Path) -> None:
     assert not noted & WAITS
 
 
+def test_nothing_is_recorded_under_autocast(folder: Path) -> None:
+    recorder = Recorder()
+    with torch.autocast("cpu", torch.bfloat16):
+        Generator(load_model(folder, device=CPU), record=recorder).run([Request([1, 2], 4)])
+    assert recorder.recorded == 0
+
+
 @pytest.mark.parametrize("fault", ["refused", "wrong"])
 def test_what_cannot_be_recorded_is_computed(
     folder: Path, fault: str, capsys: pytest.CaptureFixture[str]
