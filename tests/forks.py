@@ -30,7 +30,7 @@ import psutil
 from tests import forkedmain
 from tests.forkserver import Request, be_server
 
-START_S = 300.0
+START_S = 1200.0
 """How long the server may take to fork: its start imports everything, on a crowded machine slowly."""
 _AT_START = dict(os.environ)
 

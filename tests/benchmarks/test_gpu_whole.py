@@ -45,7 +45,7 @@ IMPORTED = (
     "torchao.float8",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "t5", "bert")),
 )
-MINUTES, KILLED_AFTER, DRAWN = 9, 2, 6
+MINUTES, KILLED_AFTER, DRAWN = 9, 2, 4
 
 
 def tried() -> list[Row]:

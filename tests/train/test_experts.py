@@ -106,7 +106,9 @@ def test_a_run_goes_on_in_any_layout(
     assert distance(*weights) < weights_bound
 
 
-@pytest.mark.parametrize("average", [None, "ema", "last"])
+@pytest.mark.parametrize(
+    "average", [None, *(pytest.param(one, marks=pytest.mark.drawn) for one in ("ema", "last"))]
+)
 def test_the_bias_that_balances_goes_on_where_it_was(
     average: str | None, prepared_root: Path, tmp_path: Path
 ) -> None:

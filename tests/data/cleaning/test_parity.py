@@ -58,8 +58,10 @@ def corpus(count: int, seed: int) -> list[str]:
 TRAIN, VALIDATION = corpus(300, 11), [*corpus(300, 11)[5:200:23], *corpus(12, 12)]
 
 
-def undisturbed(root: Path) -> tuple[CleaningReport, Kept]:
-    cleaned, documents = kept(small(root, TRAIN, VALIDATION, **KNOBS))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CleaningReport, Kept]:
+    whole = small(tmp_path_factory.mktemp("undisturbed"), TRAIN, VALIDATION, **KNOBS)
+    cleaned, documents = kept(whole)
     return cleaned.report, documents
 
 
@@ -68,6 +70,7 @@ def undisturbed(root: Path) -> tuple[CleaningReport, Kept]:
     [(10**9, 10**9, 10**9, 2, 1), (15_000, 30_000, 20_000, 4, 2), (700, 6_000, 2_500, 31, 7)],
 )
 def test_cuts_change_nothing(
+    undisturbed: tuple[CleaningReport, Kept],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     group: int,
@@ -76,7 +79,7 @@ def test_cuts_change_nothing(
     pieces: int,
     buckets: int,
 ) -> None:
-    report, documents = undisturbed(tmp_path / "whole")
+    report, documents = undisturbed
     assert all(step.documents > 3 for step in report.steps), report
     cut(monkeypatch, group, part, smallest)
     monkeypatch.setattr(stages, "BUCKET_ROWS", len(TRAIN) // buckets + 20)
@@ -146,9 +149,9 @@ def plainly(validation: Sequence[str], train: Sequence[str]) -> tuple[list[str],
     return [name for name in left if name not in steps[3]], steps
 
 
-def test_as_the_plainest_way(tmp_path: Path) -> None:
+def test_as_the_plainest_way(undisturbed: tuple[CleaningReport, Kept]) -> None:
     expected, steps = plainly(VALIDATION, TRAIN)
-    report, documents = undisturbed(tmp_path)
+    report, documents = undisturbed
     assert sorted(places(documents)) == sorted(expected)
     assert [step.documents for step in report.steps] == [len(dropped) for dropped in steps]
     for step, dropped in zip(report.steps, steps, strict=True):
