@@ -57,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mobilebert": {
         "intra_bottleneck_size": 32,
         "hidden_size": 32,
+        "embedding_size": 16,
         "true_hidden_size": 32,
         "initializer_range": 0.1,
     },
