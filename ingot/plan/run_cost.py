@@ -327,6 +327,8 @@ def _money(place: PlannedPlace, way: str, total_s: Estimate) -> Estimate:
 
 
 def _share_of_peak(inputs: RunInputs, tokens_per_s: Estimate) -> Estimate:
+    if inputs.size is None:
+        return Unknown("the model's configuration")
     if inputs.flops_per_token is None:
         return Unknown("a formula for this kind of model, which there is not")
     if inputs.peak_flops is None:

@@ -28,6 +28,8 @@ from ingot.report.timeline import PART_NAMES, goodput_sentence
 PLAIN_WIDTH = 140
 RECENT_EVENTS = 8
 MAX_INCIDENTS = 10
+LAST_TRAINED, LAST_HELD_OUT = "train/loss (last)", "validation/loss (last)"
+"""Figures of trainings that depend on their data as metrics of an evaluation do."""
 BAR_WIDTH = 24
 """Characters of a full bar."""
 
@@ -281,7 +283,14 @@ def figures(view: RunView) -> dict[str, float]:
 
 
 def comparable(views: Iterable[RunView], name: str) -> bool:
-    """Whether a figure may be compared: not if it was measured on different evaluation sets."""
+    """Whether a figure may be compared: not if it was measured on different evaluation sets, nor
+    where it is the loss of a training on other data, or on the same with another tokenizer.
+    """
+    views = list(views)
+    if name == LAST_TRAINED:
+        return len({view.lineage["data"] for view in views if view.lineage.get("data")}) <= 1
+    if name == LAST_HELD_OUT:
+        name = "loss/loss"  # of the same documents
     sets = {
         view.evaluation.metrics[name].set_fingerprint
         for view in views

@@ -70,6 +70,12 @@ def test_steps_saves_and_evaluations_are_counted(tmp_path: Path) -> None:
     assert likely(found.tokens_per_s) == 4 * 32 / 2.0
 
 
+def test_a_model_that_is_not_known_is_why_its_share_of_the_peak_is_not(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path)
+    assert cost(recipe, size=None).share_of_peak == Unknown("the model's configuration")
+    assert "formula" in str(cost(recipe).share_of_peak)
+
+
 @pytest.mark.parametrize(("every", "count"), [("epoch", 9), ("1m", 200 / 60), (7, 14), (25, 3)])
 def test_what_is_due_by_epoch_or_time_follows_rows_and_seconds(
     tmp_path: Path, every: str | int, count: float

@@ -228,6 +228,27 @@ def test_metrics_of_other_evaluation_sets_are_never_compared(
     assert ["loss/loss", "3.7412", "3.7412", "+0"] in table
 
 
+def test_losses_of_trainings_on_other_data_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two")
+
+    def verdicts() -> dict[str, str]:
+        compare(one, other)
+        return {row[0]: row[-1] for row in rows(capsys.readouterr().out)}
+
+    assert verdicts()["train/loss (last)"] == verdicts()["validation/loss (last)"] == "+0"
+    lineage = other.model / "ingot.json"
+    lineage.write_text(json.dumps(json.loads(lineage.read_bytes()) | {"data": "of another"}))
+    assert verdicts()["train/loss (last)"] == "not comparable"
+    assert verdicts()["validation/loss (last)"] == "+0", "the same documents are held out"
+    report = other.reports / "evaluate.json"
+    content = json.loads(report.read_bytes())
+    content["metrics"]["loss/loss"]["set_fingerprint"] = "another tokenizer"
+    report.write_text(json.dumps(content))
+    assert verdicts()["validation/loss (last)"] == "not comparable"
+
+
 def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"is no run folder \(no recipe\.yaml in it\); `ingot run` makes one"
