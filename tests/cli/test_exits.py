@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers
 
 from ingot.tokenizers.bpe import train_bpe
 from tests.cli.commands import ingot_afresh
+from tests.lazy import lazy
 from tests.serve.tiny import TEXT, make_classifier, make_folder, make_summarizer
 from tests.small import TINY_MODEL, write_documents
 
+transformers = lazy("transformers")
 TIMES = int(os.environ.get("EXITS_TIMES", "20"))
 SIZES = {
     "vocab_size": 320,

@@ -6,13 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.presets import PRESETS, preset
@@ -28,17 +21,19 @@ from ingot.config.shape import (
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from tests import tolerances
+from tests.lazy import lazy
+
+transformers = lazy("transformers")
 
 
-def real_model(config: dict[str, Any]) -> PreTrainedModel:
+def real_model(config: dict[str, Any]) -> Any:
     values = {
         key: value for key, value in config.items() if key not in ("model_type", "architectures")
     }
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values)
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(config["model_type"], **values)
         )
-    return model
 
 
 def real_count(config: dict[str, Any]) -> int:
@@ -53,7 +48,7 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
 def test_the_bound_of_a_gated_t5_holds_all_its_matrices() -> None:
     config = preset("t5-mini")
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(**config))
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**config))
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
     biases = 2 * model.config.num_heads * model.config.relative_attention_num_buckets
     assert least_parameters(config) == matrices - biases

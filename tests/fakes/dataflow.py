@@ -36,8 +36,9 @@ class State:
         id: str,
         name: str,
         labels: Mapping[str, str],
-        state: STATES = STATES.JOB_STATE_RUNNING,
+        state: STATES | None = None,
     ) -> None:
+        state = STATES.JOB_STATE_RUNNING if state is None else state
         self.jobs[id] = types.Job(id=id, name=name, labels=dict(labels), current_state=state)
 
     def list(self, request: types.ListJobsRequest) -> types.ListJobsResponse:

@@ -254,37 +254,38 @@ def test_a_job_goes_from_the_queue_to_its_end(tmp_path: Path, service: vertex_jo
     [
         (
             (
-                STATE.JOB_STATE_FAILED,
+                "JOB_STATE_FAILED",
                 3,
                 "The replica workerpool0-0 exited with a non-zero status of 1.",
             ),
             "failed",
         ),
-        ((STATE.JOB_STATE_FAILED, 10, "The replica workerpool1-0 was preempted."), "preempted"),
+        (("JOB_STATE_FAILED", 10, "The replica workerpool1-0 was preempted."), "preempted"),
         (
             (
-                STATE.JOB_STATE_FAILED,
+                "JOB_STATE_FAILED",
                 8,
                 "Resources are insufficient in region: us-central1. Please try a different region.",
             ),
             "preempted",
         ),
         (
-            (STATE.JOB_STATE_FAILED, 13, "Internal error occurred for the current attempt."),
+            ("JOB_STATE_FAILED", 13, "Internal error occurred for the current attempt."),
             "preempted",
         ),
-        ((STATE.JOB_STATE_EXPIRED, 0, ""), "preempted"),
-        ((STATE.JOB_STATE_PARTIALLY_SUCCEEDED, 0, ""), "failed"),
+        (("JOB_STATE_EXPIRED", 0, ""), "preempted"),
+        (("JOB_STATE_PARTIALLY_SUCCEEDED", 0, ""), "failed"),
     ],
 )
 def test_what_the_place_did_is_told_from_what_the_job_did(
-    ending: tuple[Any, int, str], state: str, tmp_path: Path, service: vertex_jobs.State
+    ending: tuple[str, int, str], state: str, tmp_path: Path, service: vertex_jobs.State
 ) -> None:
-    service.endings = [ending]
+    reached = getattr(STATE, ending[0])
+    service.endings = [(reached, *ending[1:])]
     launcher, handle = launched(tmp_path, service)
     service.jobs[handle.id].state = STATE.JOB_STATE_RUNNING
-    if ending[0] == STATE.JOB_STATE_PARTIALLY_SUCCEEDED:
-        service.jobs[handle.id].state = ending[0]
+    if reached == STATE.JOB_STATE_PARTIALLY_SUCCEEDED:
+        service.jobs[handle.id].state = reached
     assert launcher.status(handle) == state
 
 
