@@ -136,6 +136,9 @@ def _evaluate(recipe: Recipe) -> Knobs:
             knobs |= recipe.select(("evaluate.temperature", "seed"))
     if _evaluates_base(recipe) or recipe.evaluate.base:
         knobs |= recipe.select(("model.source", "model.revision"))
+    own = recipe.data.validation if isinstance(recipe.data.validation, list) else recipe.data.train
+    if recipe.documents != "text" and len(own) > 1:
+        knobs |= {"figures of each source": True}  # which were not told once
     return {"evaluate.tasks": tasks, **knobs, **packages_of(kinds)}
 
 
@@ -251,9 +254,7 @@ STEPS = (
     PipelineStep("ingest", _ingest),
     PipelineStep("prepare", _prepare, _depends_on("ingest"), _prepared_with),
     PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
-    PipelineStep(
-        "evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True, revision=2
-    ),
+    PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
     PipelineStep("gate", _gate, _depends_on("evaluate")),
     PipelineStep("register", _register, _depends_on("train", "evaluate", "gate")),
     PipelineStep("serve", _serve, _depends_on("train", "register")),

@@ -341,3 +341,19 @@ def test_steps_rest_on_the_steps_before_them() -> None:
         "prepare",
     ]
     assert upstream_steps(step_named("ingest"), _recipe()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("objective.kind=sft", "data.train.1.source=b.jsonl"), True),
+        (("objective.kind=sft", "data.validation=[{source: v.jsonl}, {source: w.jsonl}]"), True),
+        (("objective.kind=sft",), False),
+        (("data.train.1.source=b.jsonl",), False),
+    ],
+)
+def test_only_evaluations_that_lack_figures_of_sources_are_done_again(
+    settings: tuple[str, ...], told: bool
+) -> None:
+    """Chats have them since later than texts do; what else was measured stands."""
+    assert ("figures of each source" in step_named("evaluate").knobs(_recipe(*settings))) == told
