@@ -348,7 +348,7 @@ def test_steps_rest_on_the_steps_before_them() -> None:
     [
         (("objective.kind=sft", "data.train.1.source=b.jsonl"), True),
         (("objective.kind=sft", "data.validation=[{source: v.jsonl}, {source: w.jsonl}]"), True),
-        (("objective.kind=sft",), False),
+        (("objective.kind=sft", "data.train=[{source: a.jsonl}]"), False),
         (("data.train.1.source=b.jsonl",), False),
     ],
 )
