@@ -21,7 +21,7 @@ from ingot.data.columns.manifest import prefix_of
 from ingot.data.documents.kinds import said
 from ingot.data.documents.preferences import from_preference
 from ingot.models.device import Compute
-from ingot.models.generation.request import GeneratedToken
+from ingot.models.generation.request import REPLACEMENT, GeneratedToken
 from ingot.serve.http.logprobs import LogprobFormatter
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import whole_chat_ids
@@ -184,7 +184,8 @@ def check_seq2seq(
     for source, answer in zip(sources, answers, strict=True):
         ids = encode_with_sentinels(tokenizer, prefix + source)
         wanted = decoder_for(tokenizer, ids)(model.written(ids, NEW_TOKENS))
-        if answer != wanted:
+        # At the end of an answer a server drops what may be a part of a character.
+        if answer.rstrip(REPLACEMENT) != wanted.rstrip(REPLACEMENT):
             return Check(
                 SERVER,
                 False,
