@@ -165,8 +165,14 @@ class Generator(DecodingLoop):
                 or furthest + longest > self._limits.max_position_embeddings
             ):
                 break
-            self._restore(len(self._batch.decoding) + len(group), job)
             group.append(self._pending.popleft())
+        if group:
+            # For all of them at once: a cache that grows is copied.
+            first = len(self._batch.decoding)
+            longest = max(len(job.request.prompt) for job in group)
+            self._cache.reserve(first + len(group), longest)
+            for row, job in enumerate(group, first):
+                self._restore(row, job)
         return group
 
     def _make_room(self, length: int) -> None:

@@ -85,6 +85,17 @@ def test_an_answer_is_read_once_as_part_of_the_next_turn(plain: Decoder) -> None
     same([later], Generator(plain).run([Request(turn, 5, LOGPROBS)]))
 
 
+def test_a_cache_grows_once_for_those_that_come_together(plain: Decoder) -> None:
+    """Each growth copies what all rows hold."""
+    generator = Generator(plain, prefixes=PrefixStore(MB))
+    for number in range(8):
+        generator.add(Request([*SHARED, number, 1, 2], 9))
+    generator.step()
+    before = generator._cache.changes
+    assert len(generator.step()) == 7 + 8, "seven are read, and all go on"
+    assert generator._cache.changes - before == plain.config.num_hidden_layers
+
+
 def test_eight_at_once_read_what_they_share_once(
     plain: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
