@@ -195,6 +195,14 @@ def dynamic_values(device: torch.device) -> Tensor:
     )
 
 
+def make_tables(device: torch.device) -> None:
+    """Make the tables of codes, which are kept: before a plan, in which what is made has no
+    contents, and would be kept so for the training after it.
+    """
+    for table in (_nf4_values, _nf4_pairs, dynamic_values):
+        table(device)
+
+
 class _Product(torch.autograd.Function):
     """`x W^T + b` with the matrix that bytes stand for, which is made anew for backward."""
 

@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.lora import Lora
 from ingot.config.sections.quantize import Quantize
+from ingot.models import quantized
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.quantized import quantize_base
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.quantized import PackedMatrix, Quantization, packed_matrices
+from ingot.plan.tracing.meter import Meter
+from ingot.plan.tracing.stand_ins import without_contents
 from tests import tolerances
 
 KINDS = {
@@ -164,3 +168,15 @@ def test_a_block_of_zeros_stays_zero() -> None:
     for how in KINDS.values():
         data = how.pack(torch.zeros(4, 64))
         assert torch.equal(how.unpack(data, 4, 64, torch.float32), torch.zeros(4, 64)), how
+
+
+def test_a_plan_leaves_no_table_without_contents() -> None:
+    for table in (quantized._nf4_values, quantized._nf4_pairs, quantized.dynamic_values):
+        table.cache_clear()
+    double = Quantization("nf4", double=True)
+    packed = double.pack(torch.ones(4, 64))
+    quantized._nf4_pairs.cache_clear()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_contents(Meter(rounded=False, gloo=True), 1.0), fake:
+        double.unpack(torch.empty(packed.shape, dtype=torch.uint8), 4, 64, torch.float32)
+    assert torch.equal(double.unpack(packed, 4, 64, torch.float32), torch.ones(4, 64))

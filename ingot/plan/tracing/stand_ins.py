@@ -35,7 +35,7 @@ from ingot.models.native import fused_head, head
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.decoder import Decoder, FeedForward, RMSNorm
 from ingot.models.parameters import local_tensor
-from ingot.models.quantized import dynamic_values
+from ingot.models.quantized import make_tables
 from ingot.models.quantized_experts import ExpertMatrices
 from ingot.objectives.protocol import Objective
 from ingot.parallel.experts import RankExchange
@@ -128,7 +128,7 @@ def without_contents(meter: Meter, crowding: float) -> Iterator[None]:
     """
     with contextlib.ExitStack() as replaced:
         replace = partial(_replaced, replaced)
-        dynamic_values(HOST)  # made from numbers, and kept
+        make_tables(HOST)
         replace(ExpertMatrices, "sizes", _each_as_many)
         replaced.enter_context(counted_dispatches(lambda: meter.count(DISPATCH)))
         if dist.is_initialized():
