@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
@@ -21,7 +22,6 @@ from ingot.data.prepare import prepare
 from ingot.models.native.head import IGNORE
 from ingot.train.trainer import train
 from tests import tolerances
-from tests.lazy import lazy
 from tests.small import small_recipe
 
 pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(900)]
@@ -70,11 +70,7 @@ def test_the_first_loss_is_that_of_transformers(
     ingest(recipe)
     prepare(recipe)
     train(recipe)
-    model = (
-        lazy("transformers", "AutoModelForCausalLM")
-        .from_pretrained(smollm2, dtype=torch.float32)
-        .eval()
-    )
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     losses = [line["train/loss"] for line in read_lines(recipe.folder.metrics)]
     assert losses[0] == pytest.approx(
         reference_loss(model, first_batch(recipe)), rel=tolerances.REAL_LOSS

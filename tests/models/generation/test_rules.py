@@ -8,6 +8,13 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.generator import Generator
@@ -16,10 +23,8 @@ from ingot.models.generation.rules import LogitsRules, rules_of
 from ingot.models.generation.sampling import SHORTLIST, Sampling, sample_tokens
 from ingot.models.hf.folder import load_model
 from ingot.models.native.decoder import Decoder
-from tests.lazy import lazy
 from tests.models.tiny import make_reference
 
-transformers = lazy("transformers")
 PROMPT = [3, 1, 4, 1, 5]
 WRITTEN = [4, 9, 4, 4, 2]
 
@@ -39,7 +44,7 @@ def logits() -> torch.Tensor:
 
 
 def test_the_repetition_penalty_is_transformers(logits: torch.Tensor) -> None:
-    theirs = transformers.RepetitionPenaltyLogitsProcessor(penalty=1.3)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty=1.3)
     wanted = theirs(torch.tensor([PROMPT + WRITTEN]), logits[None].clone())[0]
     assert torch.equal(ruled(Sampling(repetition_penalty=1.3), logits), wanted)
 
@@ -107,13 +112,13 @@ def test_what_can_be_drawn_is_what_transformers_leaves(
 ) -> None:
     """And each with its probability. min-p comes first and top-p last, as in vLLM."""
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * 2
-    warpers = transformers.LogitsProcessorList()
+    warpers = LogitsProcessorList()
     if min_p:
-        warpers.append(transformers.MinPLogitsWarper(min_p))
+        warpers.append(MinPLogitsWarper(min_p))
     if top_k:
-        warpers.append(transformers.TopKLogitsWarper(min(top_k, vocabulary)))
+        warpers.append(TopKLogitsWarper(min(top_k, vocabulary)))
     if top_p < 1:
-        warpers.append(transformers.TopPLogitsWarper(top_p))
+        warpers.append(TopPLogitsWarper(top_p))
     wanted = warpers(torch.zeros(1, 0, dtype=torch.long), logits[None] / 0.8)[0].softmax(dim=0)
     count = 4000
     choices = sample_tokens(
