@@ -22,14 +22,7 @@ from ingot.config.adopt.tuning import (
     source,
 )
 
-KEYS = TunerKeys(
-    batch="per_device_train_batch_size",
-    epochs="num_train_epochs",
-    schedule="lr_scheduler_type",
-    optimizer="optim",
-    rank="lora_rank",
-    targets="lora_target",
-)
+KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 COLUMNS = {

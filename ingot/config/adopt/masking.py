@@ -19,14 +19,7 @@ from ingot.config.adopt.tuning import (
     source,
 )
 
-KEYS = TunerKeys(
-    batch="per_device_train_batch_size",
-    epochs="num_train_epochs",
-    schedule="lr_scheduler_type",
-    optimizer="optim",
-    rank="",
-    targets="",
-)
+KEYS = TunerKeys()
 SPAN = "mean_noise_span_length"
 PUSHED = "`ingot push` puts a run on the hub"
 OF_ADAPTERS = (

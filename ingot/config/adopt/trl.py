@@ -25,14 +25,7 @@ from ingot.config.adopt.tuning import (
     source,
 )
 
-KEYS = TunerKeys(
-    batch="per_device_train_batch_size",
-    epochs="num_train_epochs",
-    schedule="lr_scheduler_type",
-    optimizer="optim",
-    rank="lora_r",
-    targets="lora_target_modules",
-)
+KEYS = TunerKeys(rank="lora_r", targets="lora_target_modules")
 RATES = {"sft": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}

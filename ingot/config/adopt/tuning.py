@@ -36,14 +36,16 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class TunerKeys:
-    """What a tuner calls the keys that `build_training` reads."""
+    """What a tuner calls the keys that `build_training` reads; by default as transformers'
+    TrainingArguments, which know no adapters.
+    """
 
-    batch: str
-    epochs: str
-    schedule: str
-    optimizer: str
-    rank: str
-    targets: str
+    batch: str = "per_device_train_batch_size"
+    epochs: str = "num_train_epochs"
+    schedule: str = "lr_scheduler_type"
+    optimizer: str = "optim"
+    rank: str = ""
+    targets: str = ""
 
 
 def source(given: Given) -> str:

@@ -85,11 +85,11 @@ class RecordedSteps:
     def _size(self, rows: int, length: int) -> _Size:
         power = 1 << (rows - 1).bit_length()
         rows = power if power < ROWS else _multiple(rows, ROWS)
-        # At most a third more tokens are read than there are.
+        # From 1,024 tokens on at most half as many again are read as there are.
         length = _multiple(length, max(TOKENS, (1 << (length - 1).bit_length()) // 4))
         return _Size(min(rows, self._cache.max_rows), min(length, self._cache.max_length))
 
-    def _first(self, size: _Size, inputs: Tensor, count: int) -> Tensor | None:
+    def _first(self, size: _Size, inputs: Tensor, count: int) -> Tensor:
         """The logits of the first step of a size, which is recorded on the way."""
         given = inputs.to(self._model.head_weight.device)
 
