@@ -159,6 +159,11 @@ class TextReader(nn.Module):
         inputs = {"input_ids": tokens, "attention_mask": mask}
         return {**inputs, "position_ids": counted} if kind in POSITIONED else inputs
 
+    def _outputs(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
+        """What the model's own head gives, float32."""
+        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
+        return logits.float()
+
 
 class Encoder(TextReader):
     """A classifier of texts. The classes take the place of the objective's vocabulary."""
@@ -170,8 +175,7 @@ class Encoder(TextReader):
             ends = (mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
             scores: Tensor = self.inner.score(hidden.gather(1, ends)[:, 0])
             return scores.float()
-        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
-        return logits.float()
+        return self._outputs(tokens, positions, segments)
 
     def forward(
         self,
@@ -201,8 +205,7 @@ class MaskedLM(TextReader):
 
     def logits(self, tokens: Tensor, positions: Tensor, segments: Tensor | None = None) -> Tensor:
         """Float32 `[B, S, V]`, of every token."""
-        logits: Tensor = self.inner(**self._inputs(tokens, positions, segments)).logits
-        return logits.float()
+        return self._outputs(tokens, positions, segments)
 
     def forward(
         self,
