@@ -389,19 +389,21 @@ def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["audit"]["labels"] == {"dull": 1, "bright": 1, "none": 0}
 
 
+def asks_for_hidden(path: str, texts: list[str], **objective: Any) -> None:
+    """Let the recipe at `path` train on what is hidden of these texts."""
+    source = Path(path).with_name("texts.jsonl")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    values = yaml.safe_load(Path(path).read_text()) | {"objective": objective}
+    values["data"]["train"] = [{"source": str(source)}]
+    Path(path).write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
 def test_masked_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is asked for, what the model reads, and how much of both; as JSON the same."""
     path = recipe(tmp_path, None)
     train_bpe(["copper melts and rings"] * 9, 300, masks=True).save(tmp_path / "tokenizer")
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(
-            json.dumps({"text": "copper melts and rings " * number}) + "\n" for number in (9, 2)
-        )
-    )
-    values = yaml.safe_load(Path(path).read_text())
-    values |= {"objective": {"kind": "mlm", "mlm_probability": 0.5}}
-    values["data"]["train"] = [{"source": str(tmp_path / "texts.jsonl")}]
-    Path(path).write_text(yaml.safe_dump(values), encoding="utf-8")
+    texts = ["copper melts and rings " * number for number in (9, 2)]
+    asks_for_hidden(path, texts, kind="mlm", mlm_probability=0.5)
     assert show_mask([path]) == 0
     out = capsys.readouterr().out
     assert "--- example 1, 40 tokens," in out
@@ -426,13 +428,8 @@ def test_hidden_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """What is read and what is to be written, and how much is hidden; as JSON the same."""
     path = recipe(tmp_path, None)
     train_bpe(["copper melts and rings"] * 9, 400, spans=True).save(tmp_path / "tokenizer")
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("copper melts and rings " * 9, "a"))
-    )
-    values = yaml.safe_load(Path(path).read_text())
-    values |= {"objective": {"kind": "span_corruption", "noise_density": 0.3}}
-    values["data"]["train"] = [{"source": str(tmp_path / "texts.jsonl")}]
-    Path(path).write_text(yaml.safe_dump(values), encoding="utf-8")
+    texts = ["copper melts and rings " * 9, "a"]
+    asks_for_hidden(path, texts, kind="span_corruption", noise_density=0.3)
     assert show_mask([path]) == 0
     out = capsys.readouterr().out
     assert "--- example 1, 45 tokens: 37 to read, 20 to write" in out
