@@ -238,14 +238,7 @@ class Service:
         items *= logprobs is not None
         if prompt_logprobs is not None:
             items += sum(map(len, prompts)) * choices * (1 + prompt_logprobs)
-        if items > MAX_LOGPROBS_IN_ANSWER:
-            raise ApiError(
-                400,
-                f"the answer would hold {items:,} log-probabilities, at most"
-                f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `max_tokens`, ask for fewer,"
-                " or send prompts in parts",
-                param="logprobs",
-            )
+        _check_logprobs(items)
         if self.loaded.kind == "seq2seq":
             if logprobs is not None:
                 raise ApiError(
@@ -317,3 +310,15 @@ class Service:
                 if len(requests) == choices:
                     raise
                 raise WrongInput(f"prompt {place // choices}: {error}") from None
+
+
+def _check_logprobs(items: int) -> None:
+    """Raises ApiError where an answer would hold too many."""
+    if items > MAX_LOGPROBS_IN_ANSWER:
+        raise ApiError(
+            400,
+            f"the answer would hold {items:,} log-probabilities, at most"
+            f" {MAX_LOGPROBS_IN_ANSWER:,} are given; lower `max_tokens`, ask for fewer,"
+            " or send prompts in parts",
+            param="logprobs",
+        )
