@@ -183,14 +183,14 @@ def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[Spar
 
 def cancel_batch(google: GoogleClients, batch_id: str) -> None:
     """Cancel a batch if it is running, and wait until it has ended. Raises Failed if it
-    does not end.
+    has not ended GONE_S after it was asked to.
     """
     until = time.monotonic() + GONE_S
     requested = False
     while (standing := get_batch(google, batch_id)) is not None and standing.is_alive:
-        if not requested:
-            requested = _cancel_operation(google, standing)
-        if time.monotonic() > until:
+        if not requested and (requested := _cancel_operation(google, standing)):
+            until = time.monotonic() + GONE_S  # what was seen is older than the request
+        elif time.monotonic() > until:
             raise Failed(
                 f"the Spark batch {batch_id} was cancelled {GONE_S:g} s ago and still is"
                 f" {standing.state}; see it in the console"

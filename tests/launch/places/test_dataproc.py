@@ -417,7 +417,7 @@ def test_cancelled_it_is_stopped(
 def test_one_that_does_not_end_is_told(
     made: Callable[..., Recipe], service: dataproc.State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_jobs, "GONE_S", 0.2)
+    monkeypatch.setattr(data_jobs, "GONE_S", 0.0)
     service.pending_s = service.ending_s = 10**6
     launcher = DataprocLauncher(made())
     handle = launcher.submit(JOB)
