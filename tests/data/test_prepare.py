@@ -5,6 +5,7 @@ what changed made again.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ingot.data.prepare import prepare
 from ingot.data.raw import ranges as ranges_module
 from ingot.data.raw import store as raw_module
 from ingot.data.splits import Shares
+from ingot.data.tokenizing import copies as copies_module
 from ingot.data.tokenizing import vocabulary
 from ingot.data.tokenizing.tokenize import TokeniseStage
 from ingot.tokenizers.load import load_tokenizer
@@ -336,6 +338,39 @@ def test_files_are_held_out_whole(tmp_path: Path) -> None:
 
     assert set(held(data__validation__group=r"\d+\.jsonl")) == {0, 20}
     assert len(set(held())) > 2
+
+
+@pytest.mark.parametrize("most", [None, 60])
+def test_held_out_copies_of_what_is_trained_on_are_told(
+    most: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From parts made at once or kept; of a sample where there are too many to look at all."""
+    if most:
+        monkeypatch.setattr(copies_module, "MOST_SAMPLED", most)
+    texts = [*sentences(120), *sentences(40), *sentences(40)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    small = ingested(tmp_path, source)
+    prepare(small)
+    told = capsys.readouterr().err
+    documents = {
+        split: [document.text for document in read_documents(small, split)]
+        for split in ("train", "validation")
+    }
+    copies = sum(text in documents["train"] for text in documents["validation"])
+    assert 0 < copies < len(documents["validation"])
+    if most is None:
+        assert f"warning: {copies} of {len(documents['validation'])} held-out texts are" in told
+    else:
+        (found,) = re.findall(r"(\d+) of a sample of (\d+) held-out texts", told)
+        assert 0 < int(found[0]) < copies
+        assert int(found[1]) < len(documents["validation"])
+    prepare(small)  # with the parts that are there
+    assert "trained on too" in capsys.readouterr().err
+    prepare(recipe(tmp_path, source, data__clean__exact=True))
+    assert "trained on too" not in capsys.readouterr().err
 
 
 def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:

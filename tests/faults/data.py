@@ -13,6 +13,22 @@ FAULTS = [
         "training documents that hold items of the recipe's benchmarks stay",
     ),
     Fault(
+        "all-held-out-told-as-copies",
+        "ingot/data/tokenizing/copies.py",
+        "np.isin(held_out, trained",
+        "np.isin(held_out, held_out",
+        "every held-out document is said to be trained on too",
+        "tests/data/test_prepare.py",
+    ),
+    Fault(
+        "copies-of-kept-parts-untold",
+        "ingot/data/tokenizing/tokenize.py",
+        'HashSample(**marker.get("sample", {}))',
+        "HashSample()",
+        "held-out documents that are trained on too are not told of once some part is kept",
+        "tests/data/test_prepare.py",
+    ),
+    Fault(
         "label-across-documents",
         "ingot/data/batches/rows.py",
         "labels[(row * length + place - 1)[place > 0]] = IGNORE",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class TokenRecords:
     """Sum of the SHA-256 of the documents, so that it identifies the set of texts, independent of
     batching.
     """
+    hashes: npt.NDArray[np.uint64]
+    """The first 64 bits of the SHA-256 of each document."""
     rendered: int = 0
     """How many chats of the kind `chat` were rendered one by one, which is slower."""
 
@@ -108,8 +110,7 @@ def encode_records(
     Raises:
         WrongInput: the chat template refuses a chat.
     """
-    data = [text.encode() for text in texts]
-    digest = sum(int.from_bytes(hashlib.sha256(document).digest()) for document in data)
+    digest, hashes = _hashed(text.encode() for text in texts)
     counts, rendered = np.ones(len(texts), np.int64), 0
     if documents == "chat":
         made, size, counts, rendered = _chats(tokenizer, encode_batch, texts)
@@ -118,7 +119,14 @@ def encode_records(
     names = COLUMNS[documents]
     columns = dict(zip(names, (flat for flat, _ in made), strict=True))
     lengths = dict(zip(names, (lengths for _, lengths in made), strict=True))
-    return TokenRecords(columns, lengths, size, counts, digest, rendered)
+    return TokenRecords(columns, lengths, size, counts, digest, hashes, rendered)
+
+
+def _hashed(documents: Iterable[bytes]) -> tuple[int, npt.NDArray[np.uint64]]:
+    """`digest` and `hashes` of `TokenRecords`."""
+    digests = [hashlib.sha256(document).digest() for document in documents]
+    words = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 4)
+    return sum(map(int.from_bytes, digests)), words[:, 0].copy()
 
 
 EncodedColumns = tuple[list[tuple[npt.NDArray[Any], Lengths]], int]
@@ -337,11 +345,12 @@ def _token_records(documents: list[Ids], split: Split, tokenizer: Tokenizer) -> 
         if split == "validation"
         else 0
     )
-    digest = sum(int.from_bytes(hashlib.sha256(ids.tobytes()).digest()) for ids in documents)
+    digest, hashes = _hashed(ids.tobytes() for ids in documents)
     return TokenRecords(
         {"tokens": np.concatenate(documents)},
         {"tokens": np.array([len(ids) for ids in documents], np.int64)},
         size,
         np.ones(len(documents), np.int64),
         digest,
+        hashes,
     )

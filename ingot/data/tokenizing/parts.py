@@ -18,6 +18,7 @@ from ingot.data.engines.engine import Engine
 from ingot.data.raw.ranges import ranges
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
+from ingot.data.tokenizing.copies import held_out_copies, largest_hash
 from ingot.data.tokenizing.tokenize import (
     TokenisedRange,
     TokeniseStage,
@@ -61,14 +62,16 @@ def tokenise(
     shares, documents, prefix = Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
     tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
     kept = {
-        task: made
+        task: found
         for task in tasks
-        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
+        if (found := keep_finished(recipe.folder.columns, folder, task, inputs))
     }
     missing = [task for task in tasks if task not in kept]
     if not missing:
-        _tell_refused(recipe, list(kept.values()))
-        return [kept[task] for task in tasks]
+        made = [kept[task] for task in tasks]
+        _tell_refused(recipe, made)
+        _tell_copies(recipe, made)
+        return made
     if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
     few = sum(task.bytes for task in missing) < FEW_BYTES
@@ -85,6 +88,7 @@ def tokenise(
         recipe.data.on_bad != "stop",
         inputs,
         0 if tried_here else max(TRIED_AGAIN // len(missing), LEAST_TRIED),
+        largest_hash(sum(task.documents for task in tasks)),
     )
     with Progress(
         "tokenise",
@@ -93,16 +97,18 @@ def tokenise(
         done=sum(task.bytes for task in kept) // 10**6,
     ) as progress:
         new = engine.run(work, missing, progress)
-    for made in (made for made in new if made.redone):
+    for one in (one for one in new if one.redone):
         forget_encoder(tokenizer)
         say(
-            f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
+            f"{encoder} gave other ids than the reference for {one.redone}: part {one.range.name}"
             " was made again with the reference"
         )
-    by_range = kept | {made.range: made for made in new}
-    _tell_refused(recipe, list(by_range.values()))
+    by_range = kept | {one.range: one for one in new}
+    made = [by_range[task] for task in tasks]
+    _tell_refused(recipe, made)
     _tell(new)
-    return [by_range[task] for task in tasks]
+    _tell_copies(recipe, made)
+    return made
 
 
 def _tell_refused(recipe: Recipe, made: Sequence[TokenisedRange]) -> None:
@@ -131,6 +137,20 @@ def _tell(new: Sequence[TokenisedRange]) -> None:
             f"{rendered:,} of {chats:,} chats were rendered one by one, which is exact but slower:"
             " their template, tools or special tokens allow no layout for chats alike"
         )
+
+
+def _tell_copies(recipe: Recipe, made: Sequence[TokenisedRange]) -> None:
+    """Warn of held-out documents that are trained on as well."""
+    copies, seen = held_out_copies([one.sample for one in made])
+    if not copies:
+        return
+    held_out = sum(one.parts["validation"].documents for one in made if "validation" in one.parts)
+    sampled = "" if seen == held_out else "a sample of "
+    which = f"{sampled}{seen:,} held-out {PLURALS[recipe.documents]}"
+    say(
+        f"warning: {copies:,} of {which} are trained on too, word for word, and tell little about"
+        " new ones; data.clean.exact=true keeps one of each"
+    )
 
 
 def _encoder(

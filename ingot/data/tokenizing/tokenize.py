@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ingot.data.documents.kinds import plain_text
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange, read_range
 from ingot.data.splits import Shares, Split, chosen
+from ingot.data.tokenizing.copies import LARGEST, Hashes, HashSample, encoded, up_to
 from ingot.data.tokenizing.encode import TokenRecords, encode_records, existing_records, identity
 from ingot.tokenizers.backend import split_batch
 from ingot.tokenizers.encoders import LONGEST, REFERENCE, BatchEncoder, open_encoder
@@ -54,6 +55,7 @@ class TokenisedRange:
     refused: int = 0
     refusal: str | None = None
     rendered: int = 0
+    sample: HashSample = field(default_factory=HashSample)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class TokeniseStage:
     """Characters at the beginning of every range that are also compared with the reference, whose
     encoder was chosen on other documents.
     """
+    largest_hash: int = LARGEST
+    """The bound of the sample of documents whose hashes are kept."""
 
     def open(self) -> Callable[[RawRange, Advance], TokenisedRange]:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -123,8 +127,10 @@ class TokeniseStage:
                         )
                     )
                 outputs[split].append(records)
+                outputs[split].hashes.append(up_to(self.largest_hash, records.hashes))
                 rendered += records.rendered
         parts = {split: output.part() for split, output in outputs.items()}
+        hashes = {split: encoded(output.hashes) for split, output in outputs.items()}
         names = [
             path.name
             for output in outputs.values()
@@ -132,7 +138,14 @@ class TokeniseStage:
             for path in (bin_path(prefix), idx_path(prefix))
         ]
         made = TokenisedRange(
-            task, parts, [], redone, len(refused), refused[0] if refused else None, rendered
+            task,
+            parts,
+            [],
+            redone,
+            len(refused),
+            refused[0] if refused else None,
+            rendered,
+            HashSample(self.largest_hash, hashes),
         )
         payload = {
             "inputs": fingerprint([asdict(task), self.inputs]),
@@ -141,6 +154,7 @@ class TokeniseStage:
             "refused": made.refused,
             "refusal": made.refusal,
             "rendered": made.rendered,
+            "sample": asdict(made.sample),
         }
         marker = write_marker(
             self.columns,
@@ -305,6 +319,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         marker["refused"],
         marker["refusal"],
         marker.get("rendered", 0),
+        HashSample(**marker.get("sample", {})),
     )
 
 
@@ -334,6 +349,7 @@ class _ColumnOutput:
         }
         self._stack = contextlib.ExitStack()
         self._tokens = self._bytes = self._digest = self._added = 0
+        self.hashes: list[Hashes] = []  # of the sample
 
     def __enter__(self) -> _ColumnOutput:
         for writer in self._writers.values():
