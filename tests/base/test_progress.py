@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -70,9 +71,12 @@ def shown_on_a_terminal(
         monkeypatch.setattr(sys, "stderr", terminal)
         with Progress("train", unit="steps", **given) as progress:
             draw(progress)
-    shown = os.read(leader, 65536).decode()
+    shown = b""
+    with contextlib.suppress(OSError):  # the end, once all that was written has come
+        while read := os.read(leader, 65536):
+            shown += read
     os.close(leader)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
 
 
 def test_on_a_terminal_a_bar_moves_and_the_time_left_goes_on(
