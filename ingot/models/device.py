@@ -216,6 +216,15 @@ def has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def prefers_cudnn_attention(device: torch.device) -> bool:
+    """Whether torch takes cuDNN's attention before its own kernels on this device (NVIDIA's from
+    Hopper on).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

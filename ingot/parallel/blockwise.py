@@ -17,10 +17,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ingot.models.device import kernel_type
 from ingot.models.native.attention import causal_mask
 
-_MASKED = -1e30
+MASKED = -1e30
 """The score of a masked key. Not -inf: a query that sees no key of a block must get weight zero,
 not NaN.
 """
@@ -61,10 +60,6 @@ class BlockKernel(Protocol):
         over all keys, `whole` that output with its log-sum.
         """
         ...
-
-
-def kernel_for(device: torch.device) -> BlockKernel:
-    return FlashKernel() if kernel_type(device) == "cpu" else MatmulKernel()
 
 
 def merge(one: PartialAttention | None, other: PartialAttention) -> PartialAttention:
@@ -114,7 +109,7 @@ class FlashKernel:
 
 def _additive_mask(mask: Tensor | None) -> Tensor | None:
     """The mask in additive form, as the kernel takes it."""
-    return None if mask is None else torch.where(mask, 0.0, _MASKED)
+    return None if mask is None else torch.where(mask, 0.0, MASKED)
 
 
 class MatmulKernel:
@@ -187,6 +182,6 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor,
             batch, k.shape[1], -1, some.shape[2], k.shape[2]
         )
         if mask is not None:
-            scores = scores.masked_fill(~mask[:, :, None, first : first + some.shape[2]], _MASKED)
+            scores = scores.masked_fill(~mask[:, :, None, first : first + some.shape[2]], MASKED)
         first += some.shape[2]
         yield some, scores

@@ -32,8 +32,9 @@ from torch.distributed import ProcessGroup, Work
 
 from ingot.models.device import is_planned
 from ingot.models.native.attention import AttnFn, AttnFnFactory, make_attn_fns
-from ingot.parallel.blockwise import PartialAttention, kernel_for, merge
+from ingot.parallel.blockwise import PartialAttention, merge
 from ingot.parallel.collectives import exchange, gather
+from ingot.parallel.fused_blocks import kernel_for
 from ingot.parallel.rows import chunk_pair, chunk_size, join_rows
 
 

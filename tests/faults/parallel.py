@@ -6,6 +6,30 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "fused-attention-untried",
+        "ingot/parallel/fused_blocks.py",
+        "if is_planned() or is_right(kernel, case):",
+        "if True:",
+        "a kernel of a GPU that gives other numbers is used between ranks that share rows",
+        "tests/parallel/test_fused_blocks.py",
+    ),
+    Fault(
+        "fused-attention-tried-on-its-own-sum",
+        "ingot/parallel/fused_blocks.py",
+        "whole = merge(plain.forward(q, k, v, mask, causal), other)",
+        "whole = tried.forward(q, k, v, mask, causal)",
+        "kernels whose gradients are those of their block alone are taken for right",
+        "tests/parallel/test_fused_blocks.py",
+    ),
+    Fault(
+        "shared-heads-not-summed",
+        "ingot/parallel/fused_blocks.py",
+        ".sum(2, dtype=torch.float32)",
+        "[:, :, 0].float()",
+        "keys that several heads share get the gradient of one head",
+        "tests/parallel/test_blockwise.py",
+    ),
+    Fault(
         "frozen-weights-stay-wide",
         "ingot/parallel/apply.py",
         "        narrow_frozen(model, TYPES[how.compute])",

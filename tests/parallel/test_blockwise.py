@@ -13,12 +13,12 @@ from ingot.parallel.blockwise import (
     FlashKernel,
     MatmulKernel,
     PartialAttention,
-    kernel_for,
     merge,
 )
 from tests import tolerances
+from tests.parallel.stand_in_kernel import STAND_IN
 
-KERNELS = [FlashKernel(), MatmulKernel()]
+KERNELS = [FlashKernel(), MatmulKernel(), STAND_IN]
 
 
 def some(heads: int = 6, keys: int = 2, time: int = 20) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def near(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() < tolerances.SHARED_ROWS * b.norm())
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products", "as on a GPU"])
 @pytest.mark.parametrize("how", ["causal", "mask", "all"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
 def test_a_kernel_equals_attention(kernel: BlockKernel, how: str, heads: tuple[int, int]) -> None:
@@ -59,7 +59,7 @@ def test_a_kernel_equals_attention(kernel: BlockKernel, how: str, heads: tuple[i
         assert near(ours, theirs)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products", "as on a GPU"])
 def test_parts_make_the_whole(kernel: BlockKernel) -> None:
     """Keys cut in two unequal parts, of which some queries see nothing of one."""
     q, k, v, gradient = some()
@@ -103,7 +103,7 @@ def test_products_of_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["fused", "products", "as on a GPU"])
 def test_half_precision_is_summed_in_full(kernel: BlockKernel) -> None:
     q, k, v, _ = (each.bfloat16() for each in some())
     part = kernel.forward(q, k, v, None, True)
@@ -111,8 +111,3 @@ def test_half_precision_is_summed_in_full(kernel: BlockKernel) -> None:
     exact: PartialAttention = MatmulKernel().forward(q.float(), k.float(), v.float(), None, True)
     assert (part.out - exact.out).norm() < tolerances.SHARED_ROWS_BF16 * exact.out.norm()
     assert (part.logsum - exact.logsum).abs().max() < tolerances.LOGPROB
-
-
-def test_each_device_has_a_kernel() -> None:
-    assert isinstance(kernel_for(torch.device("cpu")), FlashKernel)
-    assert isinstance(kernel_for(torch.device("cuda")), MatmulKernel)

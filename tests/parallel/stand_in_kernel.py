@@ -1,0 +1,41 @@
+"""A kernel as those that torch has for GPUs, of what it has for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.parallel.fused_blocks import FusedKernel
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=added
+    )
+    return out, logsum
+
+
+def differentiate(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    out: Tensor,
+    logsum: Tensor,
+    causal: bool,
+) -> Any:
+    assert gradient.is_contiguous()
+    assert out.is_contiguous()
+    assert logsum.is_contiguous()
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, logsum, 0.0, causal, attn_mask=added
+    )
+
+
+STAND_IN = FusedKernel("a CPU's", attend, differentiate)
