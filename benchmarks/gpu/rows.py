@@ -52,6 +52,14 @@ CHECKS = (
         "training beside the CPU", CORRECT, "training", 100, {"part": "beside the CPU"}, shared=True
     ),
     Row("training, bits", CORRECT, "training", 100, {"part": "bits"}, shared=True),
+    Row(
+        "training, bits of long rows",
+        CORRECT,
+        "training",
+        40,
+        {"part": "bits of long rows"},
+        shared=True,
+    ),
     Row("training, rounded", CORRECT, "training", 100, {"part": "rounded"}, shared=True),
     Row(
         "training, weights offloaded",

@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ingot.base.environment import Ranks
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Offload
-from ingot.models.device import backend
+from ingot.models.device import backend, deterministic_kernels
 from ingot.models.parameters import local_tensor
 from ingot.parallel.mesh import Mesh
 from ingot.train.micro_batch.memory import forget_peak
@@ -207,6 +207,29 @@ def bits(steps: int, asked: Asked, record: Record) -> None:
             same_bits(form, knobs, steps, asked, record)
 
 
+def long_rows(steps: int, asked: Asked, record: Record) -> None:
+    """Whether bits come again where gradients of attention are sums over many blocks of keys, as
+    those of short rows are not; and what it costs that they do.
+    """
+    knobs = sized({**BF16, "data.seq_len": 4096}, asked)
+    took = {}
+    for what in ("as torch chooses", "train.deterministic"):
+        with record.trying(what), ExitStack() as kernels:
+            if what == "train.deterministic":
+                kernels.enter_context(deterministic_kernels(asked.device))
+            one, other = (train(knobs, asked.device, steps) for _ in range(2))
+            same = one.losses == other.losses and all(
+                torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+            )
+            told = f"updates by {other.moved_from(one):.1e}"
+            took[f"{what}, s a step"] = min(one.step_s, other.step_s)
+            if what == "train.deterministic":
+                record.holds(f"rows of 4,096, {what}: twice the same bits", same, told)
+            else:
+                took["differs by, relative"] = 0.0 if same else other.moved_from(one)
+    record.figures(**took)
+
+
 def rounded(steps: int, asked: Asked, record: Record) -> None:
     with record.trying("nearly the same"):
         nearly(steps, asked, record)
@@ -328,6 +351,7 @@ def shards_of_one(device: torch.device) -> Iterator[Mesh]:
 PARTS = {
     "beside the CPU": beside_cpu,
     "bits": bits,
+    "bits of long rows": long_rows,
     "rounded": rounded,
     "weights offloaded": offloaded_weights,
 }

@@ -11,12 +11,13 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ingot.base.environment import processor_name
+from ingot.base.errors import WrongInput
 
 Compute = Literal["fp32", "bf16"]
 
@@ -223,6 +224,44 @@ def prefers_cudnn_attention(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def adds_in_any_order() -> bool:
+    """Whether this machine trains on a device some of whose kernels add up in another order each
+    time, unless `deterministic_kernels` are asked for.
+    """
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def deterministic_kernels(device: torch.device) -> Iterator[None]:
+    """Inside the block a GPU adds up in a fixed order, so that the same inputs give the same bits:
+    attention, for one, is that of `make_flex_attn_fns`. A CPU does so anyway.
+
+    Raises:
+        WrongInput: there is no such kernel for something that is computed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    filling.fill_uninitialized_memory = False  # for those who read what they have not written
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic implementation" not in str(error):
+            raise
+        name = str(error).split(" ", 1)[0]
+        raise WrongInput(
+            f"train.deterministic: {name} has no kernel for GPUs that adds up in a fixed order; set"
+            " train.deterministic=false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]
 
 
 def device_name(device: torch.device) -> str:

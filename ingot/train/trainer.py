@@ -24,6 +24,7 @@ from ingot.data.columns.manifest import prepared_for
 from ingot.data.packing.tables import read_packed
 from ingot.models.device import (
     Compute,
+    deterministic_kernels,
     device_name,
     device_record,
     is_fast_in_bf16,
@@ -96,6 +97,8 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
                 record_lost_time(run, events)
             heart.beat("loading")
             mesh = closing.enter_context(running_mesh(starting_layout(recipe.parallel)))
+            if recipe.train.deterministic:
+                closing.enter_context(deterministic_kernels(mesh.device))
             bucket = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
             if not fresh:
                 fetch_missing(bucket, run.checkpoints, mesh)

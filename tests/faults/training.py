@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "deterministic-attention-in-any-order",
+        "ingot/models/native/attention.py",
+        "or torch.are_deterministic_algorithms_enabled()",
+        "or False",
+        "gradients of attention are added up in any order on a GPU, whatever train.deterministic says",
+        "tests/models/native/test_flex_attention.py",
+    ),
+    Fault(
+        "resume-verified-in-any-order",
+        "ingot/verify/resume.py",
+        'exact = ["train.deterministic=true"] if adds_in_any_order() else []',
+        "exact: list[str] = []",
+        "on a GPU a resume that is exact is said not to be",
+        "tests/verify/test_resume.py",
+    ),
+    Fault(
         "padding-is-tokens",
         "ingot/train/step.py",
         "sum(batch.text_tokens for batch in batches),",

@@ -4,9 +4,13 @@ kernels are not run.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 
+from ingot.base.errors import WrongInput
 from ingot.models import device as devices
 from tests.house.source import modules
 
@@ -97,6 +101,38 @@ def test_the_peak_is_measured_in_a_hundredth_of_the_time(monkeypatch: pytest.Mon
     assert not measured
     assert peak.flops(4e9) == 4e9, "others worked whenever it was measured"
     assert peak.flops(2e9) == 4e9
+
+
+def test_a_gpu_adds_up_in_a_fixed_order_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    filling: Any = torch.utils.deterministic
+
+    def state() -> tuple[bool, bool, str | None]:
+        exact = torch.are_deterministic_algorithms_enabled()
+        return exact, filling.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    before = state()
+    assert before[:2] == (False, True)
+    with devices.deterministic_kernels(torch.device("cpu")):
+        assert state() == before
+    with devices.deterministic_kernels(torch.device("cuda")):
+        assert state() == (True, False, ":4096:8")
+    assert state()[:2] == before[:2]
+    missing = (
+        "put_ does not have a deterministic implementation, but you set"
+        " 'torch.use_deterministic_algorithms(True)'."
+    )
+    with pytest.raises(WrongInput, match=r"put_ has no kernel .*set train\.deterministic=false"):
+        _raise_within(RuntimeError(missing))
+    assert state()[:2] == before[:2]
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        _raise_within(RuntimeError("CUDA error"))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+def _raise_within(error: RuntimeError) -> None:
+    with devices.deterministic_kernels(torch.device("cuda")):
+        raise error
 
 
 def test_the_peak_is_that_of_random_numbers_and_draws_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ command turns it red, naming what differs first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,19 @@ def test_a_training_that_cannot_be_is_told_in_its_own_words(root: Path) -> None:
         ),
     ):
         verify_resume(small_recipe(root, **knobs), run_forked)
+
+
+def test_on_a_gpu_both_add_up_in_a_fixed_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr(resume, "adds_in_any_order", lambda: True)
+
+    def run(arguments: Sequence[str]) -> tuple[int, str]:
+        asked.append(arguments)
+        return 1, "no GPU"
+
+    with pytest.raises(Failed, match="no GPU"):
+        verify_resume(small_recipe(root), run)
+    assert "train.deterministic=true" in asked[0]
 
 
 def test_trainings_are_processes_of_their_own() -> None:

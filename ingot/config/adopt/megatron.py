@@ -64,6 +64,7 @@ ROWS = (
     KeyRow("--recompute-granularity", read=one_of("full", "selective")),
     KeyRow("--recompute-method", read=one_of("block", "uniform")),
     KeyRow("--recompute-num-layers", read=degree),
+    KeyRow("--deterministic-mode", "train.deterministic", truth),
     KeyRow("--cpu-offloading", read=truth),
     KeyRow("--cpu-offloading-layers", lost="the activations of all layers are offloaded"),
     KeyRow("--cpu-offloading-activations", read=truth),

@@ -356,6 +356,10 @@ class Train(Section):
     """Compile the model's layers with torch.compile: slower to start, faster per step on most
     devices.
     """
+    deterministic: bool = False
+    """On a GPU: the same bits in every run and after every resume. Attention and a few other
+    kernels then add up in a fixed order, which takes longer. On a CPU it is so anyway.
+    """
     profile: Profile | None = None
     """Write a trace of a few steps to `profile/` in the run folder; null for none."""
 

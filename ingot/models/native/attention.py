@@ -1,11 +1,12 @@
 """Attention of the native decoder: masks, the kernels for CPU and GPU, and the choice among them.
 
 On a GPU, packed rows and windows use torch's flex attention, which skips fully masked blocks; its
-kernel is compiled at first use. On a CPU, training uses `cpu_attention`, in float32 where rows are
-long: a block of queries is multiplied with all its visible keys at once, in products that fit the
-processor's cache, and keys of other documents are skipped. In bf16 scores are rounded before the
-softmax, which computes in float32. It takes 0.5 to 0.8 of the time of torch's flash kernel there,
-and is registered as an operator so that the compiler leaves it alone.
+kernel is compiled at first use. So do whole rows where bits must come again: the gradients of the
+other kernels are added up in any order. On a CPU, training uses `cpu_attention`, in float32 where
+rows are long: a block of queries is multiplied with all its visible keys at once, in products that
+fit the processor's cache, and keys of other documents are skipped. In bf16 scores are rounded
+before the softmax, which computes in float32. It takes 0.5 to 0.8 of the time of torch's flash
+kernel there, and is registered as an operator so that the compiler leaves it alone.
 """
 
 from __future__ import annotations
@@ -357,7 +358,9 @@ def make_attn_fns(
     """The attention functions where every rank has whole rows; an `AttnFnFactory`."""
     windows, length = set(windows), positions.shape[1]
     if positions.device.type == "cuda" and (
-        segments is not None or any(window is not None and window < length for window in windows)
+        segments is not None
+        or any(window is not None and window < length for window in windows)
+        or torch.are_deterministic_algorithms_enabled()
     ):
         return make_flex_attn_fns(segments, length, windows, positions.device)
     seen = attention_masks(segments, length, windows, positions.device)

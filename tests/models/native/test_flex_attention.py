@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ingot.models.device import deterministic_kernels
 from ingot.models.native.attention import attention_masks, make_attn_fns, make_flex_attn_fns
 from tests import tolerances
 
@@ -59,6 +60,9 @@ def test_it_is_taken_on_a_gpu_only_where_plain_causal_attention_would_not_do(
     make_attn_fns(Positions(), segments, [None])  # type: ignore[arg-type]
     make_attn_fns(Positions(), None, [None, 7])  # type: ignore[arg-type]
     assert [given[0] is not None for given in asked] == [True, False]
+    with deterministic_kernels(torch.device("cuda")):
+        make_attn_fns(Positions(), None, [None])  # type: ignore[arg-type]
+    assert len(asked) == 3
 
 
 @pytest.mark.gpu
