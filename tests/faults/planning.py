@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "experts-priced-as-integers",
+        "ingot/plan/tracing/meter.py",
+        'Operator("matmul", _name(args[1]), flops, moved)',
+        'Operator("matmul", _name(inputs[-1]), flops, moved)',
+        "products of experts are planned with the speed of integers, which the offsets of their rows are",
+        "tests/plan/tracing/test_experts.py",
+    ),
+    Fault(
         "loading-of-all-ranks",
         "ingot/plan/loading.py",
         "rows = batch_plan(recipe.train, recipe.parallel, place.world).per_rank",

@@ -336,7 +336,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
         # Each row of the first operand meets one matrix of the second; of a gradient of weights,
         # each column of it one row.
         flops = 2.0 * args[0].numel() * args[1].shape[-1]
-        return Operator("matmul", _name(inputs[-1]), flops, moved)
+        return Operator("matmul", _name(args[1]), flops, moved)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         # What is added comes before the factors, scales of a product in float8 come after them.

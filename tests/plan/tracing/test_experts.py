@@ -98,6 +98,18 @@ def test_a_product_of_experts_counts_for_the_rows_that_choose_them(recipe: Ask) 
 
 
 @pytest.mark.drawn("rows of experts")
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_products_of_experts_are_of_the_type_that_is_computed_in(recipe: Ask, compute: str) -> None:
+    """Not of the numbers that say which rows meet which matrix, which take many times as long."""
+    traced = trace.trace_rank(recipe(f"precision.compute={compute}"), 1)
+    operators = {**traced.micro_batch, **traced.update}
+    types = {operator.dtype for operator in operators if operator.kind == "matmul"}
+    assert types <= {"float32", "bfloat16"}
+    products = [operator for operator in operators if operator.kind == "matmul"]
+    most = max(products, key=lambda operator: operator.flops * operators[operator])
+    assert most.dtype == {"fp32": "float32", "bf16": "bfloat16"}[compute]
+
+
 def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*SHARED), 2)
     exchanges = {
