@@ -95,6 +95,10 @@ class PlannedBatch(Batch):
         with _disable_current_modes():
             return super().text_tokens
 
+    def side(self, number: int) -> Batch:
+        with _disable_current_modes():
+            return super().side(number)
+
 
 class CountingTargets:
     """An objective that counts its targets on the real batch, since that asks for contents."""

@@ -78,6 +78,7 @@ def recipe(tmp_path: Path) -> Any:
         ["memory.offload.activations=true"],
         ["memory.offload.optimizer=0.5"],
         ["objective.kind=dpo"],
+        ["objective.kind=kto"],
         ["objective.kind=seq2seq", "model.source=preset:t5-mini"],
     ],
     ids=" ".join,
