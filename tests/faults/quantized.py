@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "one-kernel-for-all-that-is-compiled",
+        "ingot/models/quantized.py",
+        'why = "it gives other numbers"',
+        "return compiled",
+        "a compiled kernel that turns codes into other numbers is trained with",
+        "tests/models/test_quantized.py",
+    ),
+    Fault(
         "scales-of-another-block",
         "ingot/models/quantized.py",
         "place.copy_(values.view(-1, BLOCK) * scale[:, None])",

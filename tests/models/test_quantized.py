@@ -19,9 +19,10 @@ from ingot.config.sections.quantize import Quantize
 from ingot.models import quantized
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.quantized import quantize_base
+from ingot.models.device import planning_for
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.quantized import PackedMatrix, Quantization, packed_matrices
+from ingot.models.quantized import PackedMatrix, Quantization, compiled_blocks, packed_matrices
 from ingot.plan.tracing.meter import Meter
 from ingot.plan.tracing.stand_ins import without_contents
 from tests import tolerances
@@ -168,6 +169,63 @@ def test_a_block_of_zeros_stays_zero() -> None:
     for how in KINDS.values():
         data = how.pack(torch.zeros(4, 64))
         assert torch.equal(how.unpack(data, 4, 64, torch.float32), torch.zeros(4, 64)), how
+
+
+def bytes_and_scales() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (70, 32), dtype=torch.uint8, generator=generator)
+    return codes, torch.rand(70, generator=generator)
+
+
+def test_one_kernel_gives_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled for a CPU here, as for a GPU there."""
+    compiled = compiled_blocks(torch.device("cpu"))
+    assert compiled is not None
+    assert not capsys.readouterr().err
+    codes, scales = bytes_and_scales()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = compiled(codes, scales, quantized._nf4_pairs(codes.device), dtype)
+        assert torch.equal(found, quantized._in_chunks(codes, scales, dtype))
+
+
+def _cannot(*given: Any) -> Tensor:
+    raise OSError("no compiler\nis here")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "told"),
+    [
+        (lambda *given: quantized._blocks(*given) * 1.01, "it gives other numbers"),
+        (_cannot, "no compiler is here"),
+    ],
+)
+def test_one_kernel_that_is_wrong_is_not_used(
+    compiled: Any, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled)
+    assert compiled_blocks.__wrapped__(torch.device("cpu")) is None
+    assert f"nf4 matrices cannot be turned into numbers by one kernel here ({told})" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["nf4", "double"])
+def test_one_kernel_of_this_gpu_gives_the_same_numbers(kind: str) -> None:
+    assert compiled_blocks(torch.device("cuda", 0)) is not None
+    weight = torch.randn(300, 130, generator=torch.Generator().manual_seed(0))
+    data = KINDS[kind].pack(weight)
+    for dtype in (torch.float32, torch.bfloat16):
+        here, there = (KINDS[kind].unpack(each, 300, 130, dtype) for each in (data, data.cuda()))
+        assert torch.equal(here, there.cpu())
+
+
+def test_a_plan_for_a_gpu_counts_one_kernel() -> None:
+    codes, scales = bytes_and_scales()
+    with planning_for("cuda"):
+        made = quantized._in_one_kernel(codes, scales, torch.bfloat16)
+    assert (made.shape, made.dtype) == ((70, 64), torch.bfloat16)
 
 
 def test_a_plan_leaves_no_table_without_contents() -> None:
