@@ -16,8 +16,8 @@ FAULTS = [
     Fault(
         "scales-of-another-block",
         "ingot/models/quantized.py",
-        "place.copy_(values.view(-1, BLOCK) * scale[:, None])",
-        "place.copy_(values.view(-1, BLOCK) * scale.roll(1)[:, None])",
+        "(values.view(-1, BLOCK) * scales[:, None]).to(dtype)",
+        "(values.view(-1, BLOCK) * scales.roll(1)[:, None]).to(dtype)",
         "each block of four-bit weights is scaled as the one before it",
         by="tests/models/test_quantized.py",
     ),
