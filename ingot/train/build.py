@@ -191,12 +191,17 @@ def make_objectives(
     compute: Compute,
     mesh: Mesh,
     *,
-    filled: bool = True,
+    drafted: Decoder | None = None,
 ) -> Objectives:
     """Make the recipe's objective. `teacher` is the result of `teacher_folder`, `tables` that of
-    `reference_tables`. `filled` False allocates a teacher's weights without reading them.
+    `reference_tables`. `drafted`: the teacher as `draft_teacher` makes it, whose weights are
+    allocated and not read.
     """
-    frozen = None if teacher is None else _frozen(teacher, recipe, compute, mesh, filled=filled)
+    if drafted is not None:
+        allocate(drafted, mesh.device)
+    frozen = drafted
+    if drafted is None and teacher is not None:
+        frozen = _frozen(teacher, recipe, compute, mesh)
     if tables is None:
         one = make_objective(recipe.objective, ObjectiveInputs(teacher=frozen))
         return Objectives(one, one)
@@ -208,23 +213,28 @@ def make_objectives(
     )
 
 
-def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh, *, filled: bool) -> Decoder:
-    """A frozen model in the compute dtype, without gradients, sharded as the student is.
+def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
+    """A frozen model in the compute dtype, without gradients, sharded as the student is."""
+    if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
+        return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
+    model = draft_teacher(folder, recipe, compute, mesh)
+    allocate(model, mesh.device)
+    run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
+    return model
+
+
+def draft_teacher(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decoder:
+    """The frozen model of a folder, sharded, on `meta`.
 
     Pipeline stages apply to the student only: the last stage, which has the head, needs all of the
     teacher's hidden states.
     """
-    if filled and mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
-        return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(model_config(folder), str(folder / CONFIG))).to(
             TYPES[compute]
         )
     model.requires_grad_(False).eval()
     apply_wrappers(model, mesh.unstaged, WrapSettings(recipe.parallel, compute=compute))
-    allocate(model, mesh.device)
-    if filled:
-        run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
     return model
 
 

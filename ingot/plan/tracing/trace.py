@@ -20,6 +20,7 @@ from ingot.models.device import planning_for
 from ingot.models.hf.config import HFConfig
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import is_sharded, local_tensor
 from ingot.models.spec import materialize_model
 from ingot.objectives.protocol import Objective
@@ -38,7 +39,7 @@ from ingot.plan.tracing.stand_ins import (
     new_parameters,
     without_contents,
 )
-from ingot.train.build import draft_model, make_objectives
+from ingot.train.build import draft_model, draft_teacher, make_objectives
 from ingot.train.micro_batch.trial import made_up_plan
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import TrainSetup
@@ -166,6 +167,7 @@ def _trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(rounded=kind != "cpu", gloo=kind == "cpu")
     model = draft_model(plan, plan.model_spec, mesh, planned=True)
+    teacher = _teacher(plan, mesh)
     on_cpu = contextlib.nullcontext()
     device = on_cpu if kind == "cpu" else as_on_cuda(model, mesh, meter, plan.recipe)
     with new_parameters(), without_contents(meter, crowding), device, fake, meter:
@@ -180,7 +182,7 @@ def _trace(
             None if table is None else (table, table),
             plan.compute,
             mesh,
-            filled=False,
+            drafted=teacher,
         ).training
         _assign_weights(meter, model, objective, masters)
         away = [] if kind == "cpu" else _masters_on_host(plan, model, masters, meter)
@@ -261,6 +263,12 @@ class _Untraced(NamedTuple):
         is_outside = self.apart if phase == "update" else self.waiting
         missing = self.buckets if is_outside else max(0, self.buckets - gradients)
         return use.plus("temporary", self.buffers).plus("gradients", missing)
+
+
+def _teacher(plan: TrainSetup, mesh: Mesh) -> Decoder | None:
+    if plan.teacher is None:
+        return None
+    return draft_teacher(plan.teacher, plan.recipe, plan.compute, mesh)
 
 
 def _allocate(plan: TrainSetup, model: AnyModel, mesh: Mesh) -> None:

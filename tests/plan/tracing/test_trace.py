@@ -4,6 +4,7 @@ events.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_memory_is_what_the_allocator_counts(recipe: Any, knobs: list[str]) -> N
     asked = recipe(*([] if "objective.kind=seq2seq" in knobs else SMALL), *knobs)
     traced = trace.trace_rank(asked, 1)
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
+
+
+def test_a_teacher_is_there_without_gradients_or_optimizer(recipe: Any, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = 2 * 512 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
+    alone = trace.trace_rank(recipe(*SMALL), 1)
+    taught = trace.trace_rank(
+        recipe(*SMALL, "objective.kind=distill", f"objective.teacher={tmp_path}"), 1
+    )
+    assert taught.peak.bytes["weights"] - alone.peak.bytes["weights"] == 4 * weights
+    for part in ("gradients", "optimizer"):  # of the student alone
+        assert taught.peak.bytes[part] == alone.peak.bytes[part]
 
 
 @LONG
