@@ -201,7 +201,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: RingSchedule
     ) -> Tensor:
         ring, steps = schedule
-        kernel, ours = kernel_for(q.device), q.chunk(2, 2)
+        ours = q.chunk(2, 2)
         parts: list[PartialAttention | None] = [None, None]
         travelling = torch.stack((k, v))  # [2, B, K, T, E]
         with torch.autocast(q.device.type, enabled=False):
@@ -209,9 +209,10 @@ class _Ring(torch.autograd.Function):
                 arriving, under_way = _pass_on(ring, [travelling] if step + 1 < ring.world else [])
                 here = travelling.chunk(2, 3)
                 for queries, keys, mask, causal in pairs:
+                    query, (key, value) = ours[queries], here[keys]
+                    kernel = kernel_for(query, key, mask)
                     parts[queries] = merge(
-                        parts[queries],
-                        kernel.forward(ours[queries], here[keys][0], here[keys][1], mask, causal),
+                        parts[queries], kernel.forward(query, key, value, mask, causal)
                     )
                 _wait(under_way)
                 travelling = arriving[0] if arriving else travelling
@@ -232,7 +233,6 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsum, sinks = ctx.saved_tensors
         ring, steps = ctx.schedule
-        kernel = kernel_for(q.device)
         ours = list(zip(*(each.chunk(2, 2) for each in (gradient, q, out, logsum)), strict=True))
         dq = torch.zeros_like(q, dtype=torch.float32)
         travelling = torch.stack((k, v))
@@ -249,15 +249,10 @@ class _Ring(torch.autograd.Function):
                     torch.zeros_like(travelling, dtype=torch.float32),
                 )
                 for queries, keys, mask, causal in pairs:
-                    grad, query, *seen = ours[queries]
-                    found = kernel.backward(
-                        grad,
-                        query,
-                        here[keys][0],
-                        here[keys][1],
-                        PartialAttention(*seen),
-                        mask,
-                        causal,
+                    (grad, query, *seen), (key, value) = ours[queries], here[keys]
+                    whole = PartialAttention(*seen)
+                    found = kernel_for(query, key, mask).backward(
+                        grad, query, key, value, whole, mask, causal
                     )
                     for total, part in zip(
                         (dq.chunk(2, 2)[queries], *dkv.chunk(2, 3)[keys]), found, strict=True

@@ -39,23 +39,38 @@ LEAST = 1e-5
 _aten = torch.ops.aten
 
 
+class KernelInputs(NamedTuple):
+    """What a kernel of torch is given: keys and values of each query head, and what is added to
+    scores, `[B, H, P, S]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    added: Tensor | None
+    causal: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> KernelInputs:
+        return cls(q, _for_each_head(k, q), _for_each_head(v, q), _added(mask, q, k), causal)
+
+
 @dataclass(frozen=True)
-class FusedKernel:
-    """One of torch's kernels. It is given keys and values of each query head."""
+class FusedKernel(BlockKernel):
+    """One of torch's kernels."""
 
     name: str
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
-    """q, k, v, what is added to scores, causal -> output and log-sum."""
-    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """The gradient, the arguments of `attend` but for causal, output and log-sum over all keys,
-    causal.
+    attend: Callable[[KernelInputs], tuple[Tensor, Tensor]]
+    """Output and log-sum over the block."""
+    differentiate: Callable[[Tensor, KernelInputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """The gradient of the output, the block, output and log-sum over all keys -> gradients of q, k
+    and v.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> PartialAttention:
-        keys, values = (_for_each_head(x, q) for x in (k, v))
-        out, logsum = self.attend(q, keys, values, _added(mask, q, k), causal)
+        out, logsum = self.attend(KernelInputs.of(q, k, v, mask, causal))
         return PartialAttention(out.float(), logsum.view(out.shape[:3]))
 
     def backward(
@@ -69,9 +84,8 @@ class FusedKernel:
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient, out = (x.to(q.dtype).contiguous() for x in (gradient, whole.out))
-        keys, values = (_for_each_head(x, q) for x in (k, v))
-        seen = _added(mask, q, k), out, whole.logsum.contiguous()
-        dq, dk, dv = self.differentiate(gradient, q, keys, values, *seen, causal)
+        block = KernelInputs.of(q, k, v, mask, causal)
+        dq, dk, dv = self.differentiate(gradient, block, out, whole.logsum.contiguous())
         return dq, _of_groups(dk, k), _of_groups(dv, v)
 
 
@@ -96,71 +110,44 @@ def _added(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return added.expand(shape)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _flash(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    q, k, v, _, causal = block
     out, logsum, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, logsum
 
 
-def _flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    out: Tensor,
-    logsum: Tensor,
-    causal: bool,
-) -> Any:
+def _flash_backward(gradient: Tensor, block: KernelInputs, out: Tensor, logsum: Tensor) -> Any:
+    q, k, v, _, causal = block
     lengths, state = (None, None, q.shape[2], k.shape[2]), _no_random_state(q)
     return _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, logsum, *lengths, 0.0, causal, state, state
     )
 
 
-def _cudnn(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _cudnn(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    q, k, v, _, causal = block
     out, logsum, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out, logsum
 
 
-def _cudnn_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    out: Tensor,
-    logsum: Tensor,
-    causal: bool,
-) -> Any:
+def _cudnn_backward(gradient: Tensor, block: KernelInputs, out: Tensor, logsum: Tensor) -> Any:
+    q, k, v, _, causal = block
     lengths, state = (None, None, q.shape[2], k.shape[2]), _no_random_state(q)
     return _aten._scaled_dot_product_cudnn_attention_backward(
         gradient, q, k, v, out, logsum[..., None], state, state, None, *lengths, 0.0, causal
     )
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _efficient(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    q, k, v, added, causal = block
     out, logsum, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, added, True, 0.0, causal
     )
     return out, logsum
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    out: Tensor,
-    logsum: Tensor,
-    causal: bool,
-) -> Any:
+def _efficient_backward(gradient: Tensor, block: KernelInputs, out: Tensor, logsum: Tensor) -> Any:
+    q, k, v, added, causal = block
     state, wanted = _no_random_state(q), [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, added, out, logsum, state, state, 0.0, wanted, causal
@@ -188,38 +175,13 @@ class Case(NamedTuple):
     masked: bool
 
 
-class GpuKernel:
-    """The fastest kernel that computes a block correctly on this GPU, else plain products."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-    ) -> PartialAttention:
-        return _chosen(q, k, mask).forward(q, k, v, mask, causal)
-
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        whole: PartialAttention,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _chosen(q, k, mask).backward(gradient, q, k, v, whole, mask, causal)
-
-
-def kernel_for(device: torch.device) -> BlockKernel:
-    """The kernel of a type of device."""
-    kind = kernel_type(device)
+def kernel_for(q: Tensor, k: Tensor, mask: Tensor | None) -> BlockKernel:
+    """The kernel for a block: on a GPU the fastest one that computes it correctly."""
+    kind = kernel_type(q.device)
     if kind == "cpu":
         return FlashKernel()
-    return GpuKernel() if kind == "cuda" else MatmulKernel()
-
-
-def _chosen(q: Tensor, k: Tensor, mask: Tensor | None) -> BlockKernel:
     case = Case(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], mask is not None)
-    for kernel in _candidates(q, k, mask):
+    for kernel in _candidates(q, k, mask) if kind == "cuda" else ():
         if is_planned() or is_right(kernel, case):
             return kernel
     return MatmulKernel()

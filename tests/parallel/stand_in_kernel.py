@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.parallel.fused_blocks import FusedKernel
+from ingot.parallel.fused_blocks import FusedKernel, KernelInputs
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def attend(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    q, k, v, added, causal = block
     assert q.shape[1] == k.shape[1] == v.shape[1]
     out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=added
@@ -20,16 +19,8 @@ def attend(
     return out, logsum
 
 
-def differentiate(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    out: Tensor,
-    logsum: Tensor,
-    causal: bool,
-) -> Any:
+def differentiate(gradient: Tensor, block: KernelInputs, out: Tensor, logsum: Tensor) -> Any:
+    q, k, v, added, causal = block
     assert gradient.is_contiguous()
     assert out.is_contiguous()
     assert logsum.is_contiguous()

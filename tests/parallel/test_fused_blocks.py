@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from ingot.parallel.fused_blocks import (
     FLASH,
     Case,
     FusedKernel,
-    GpuKernel,
+    KernelInputs,
     is_right,
     kernel_for,
 )
@@ -56,37 +55,35 @@ def test_a_kernel_that_is_right_is_found_right(case: Case) -> None:
     assert is_right(STAND_IN, case)
 
 
-def _less(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return attend(q * 0.9, *others)
+def _less(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    return attend(block._replace(q=block.q * 0.9))
 
 
-def _other_logsum(*given: Any) -> tuple[Tensor, Tensor]:
-    out, logsum = attend(*given)
+def _other_logsum(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    out, logsum = attend(block)
     return out, logsum / 0.6931
 
 
-def _without_mask(q: Tensor, k: Tensor, v: Tensor, added: Any, causal: bool) -> Any:
-    return attend(q, k, v, None, causal)
+def _without_mask(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    return attend(block._replace(added=None))
 
 
-def _not_causal(q: Tensor, k: Tensor, v: Tensor, added: Any, causal: bool) -> Any:
-    return attend(q, k, v, added, False)
+def _not_causal(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    return attend(block._replace(causal=False))
 
 
 def _nothing(*given: Any) -> Any:
     raise RuntimeError("no kernel image\nis available")
 
 
-def _not_finite(*given: Any) -> Any:
-    out, logsum = attend(*given)
+def _not_finite(block: KernelInputs) -> tuple[Tensor, Tensor]:
+    out, logsum = attend(block)
     return out * float("nan"), logsum
 
 
-def _own_logsum(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *seen: Any) -> Any:
+def _own_logsum(gradient: Tensor, block: KernelInputs, *whole: Tensor) -> Any:
     """A gradient by what this block alone sums to."""
-    added, _, _, causal = seen
-    out, logsum = attend(q, k, v, added, causal)
-    return differentiate(gradient, q, k, v, added, out.contiguous(), logsum.contiguous(), causal)
+    return differentiate(gradient, block, *(own.contiguous() for own in attend(block)))
 
 
 def _in_another_order(*given: Any) -> Any:
@@ -124,33 +121,34 @@ def test_the_first_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     right: set[FusedKernel] = {CUDNN, FLASH, EFFICIENT}
     monkeypatch.setattr(fused, "is_right", lambda kernel, case: kernel in right)
     monkeypatch.setattr(fused, "prefers_cudnn_attention", lambda device: True)
-    chosen: Callable[..., Any] = fused._chosen
-    assert chosen(q(), q(), None) is CUDNN
-    assert chosen(q(), q(), mask) is EFFICIENT
+    monkeypatch.setattr(fused, "kernel_type", lambda device: "cuda")
+    assert kernel_for(q(), q(), None) is CUDNN
+    assert kernel_for(q(), q(), mask) is EFFICIENT
     torch.use_deterministic_algorithms(True)
     try:
-        assert chosen(q(), q(), None) is FLASH
+        assert kernel_for(q(), q(), None) is FLASH
     finally:
         torch.use_deterministic_algorithms(False)
-    assert chosen(q(dtype=torch.float32), q(dtype=torch.float32), None) is EFFICIENT
-    assert isinstance(chosen(q(40), q(40), torch.ones(1, 1, 40, 40).bool()), MatmulKernel)
+    assert kernel_for(q(dtype=torch.float32), q(dtype=torch.float32), None) is EFFICIENT
+    assert isinstance(kernel_for(q(40), q(40), torch.ones(1, 1, 40, 40).bool()), MatmulKernel)
     right.remove(CUDNN)
-    assert chosen(q(), q(), None) is FLASH
+    assert kernel_for(q(), q(), None) is FLASH
     right.remove(FLASH)
-    assert chosen(q(), q(), None) is EFFICIENT
+    assert kernel_for(q(), q(), None) is EFFICIENT
     right.clear()
-    assert isinstance(chosen(q(), q(), None), MatmulKernel)
+    assert isinstance(kernel_for(q(), q(), None), MatmulKernel)
     with planning_for("cuda"):
-        assert chosen(q(), q(), None) is FLASH
-        assert chosen(q(), q(), mask) is EFFICIENT
+        assert kernel_for(q(), q(), None) is FLASH
+        assert kernel_for(q(), q(), mask) is EFFICIENT
 
 
 def test_each_device_has_a_kernel() -> None:
-    assert isinstance(kernel_for(torch.device("cpu")), FlashKernel)
-    assert isinstance(kernel_for(torch.device("cuda")), GpuKernel)
-    assert isinstance(kernel_for(torch.device("mps")), MatmulKernel)
+    q = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
+    assert isinstance(kernel_for(q, q, None), FlashKernel)
     with planning_for("cuda"):
-        assert isinstance(kernel_for(torch.device("cpu")), GpuKernel)
+        assert kernel_for(q, q, None) is FLASH
+    with planning_for("mps"):
+        assert isinstance(kernel_for(q, q, None), MatmulKernel)
 
 
 @pytest.mark.gpu
@@ -167,7 +165,7 @@ def test_on_this_gpu_a_fused_kernel_is_used_and_right(size: int, masked: bool) -
     if masked:
         place = torch.arange(512, device=device)
         mask = ((place[:, None] >= place) & (place[:, None] // 200 == place // 200))[None, None]
-    chosen = fused._chosen(q, k, mask)
+    chosen = kernel_for(q, k, mask)
     assert isinstance(chosen, FusedKernel)
     causal = not masked
     plain: PartialAttention = MatmulKernel().forward(q, k, v, mask, causal)
