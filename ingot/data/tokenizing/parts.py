@@ -62,16 +62,13 @@ def tokenise(
     shares, documents, prefix = Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
     tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
     kept = {
-        task: found
+        task: made
         for task in tasks
-        if (found := keep_finished(recipe.folder.columns, folder, task, inputs))
+        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
     }
     missing = [task for task in tasks if task not in kept]
     if not missing:
-        made = [kept[task] for task in tasks]
-        _tell_refused(recipe, made)
-        _tell_copies(recipe, made)
-        return made
+        return _told(recipe, [kept[task] for task in tasks])
     if kept:
         say(f"{len(kept)} of {len(tasks)} parts are finished already")
     few = sum(task.bytes for task in missing) < FEW_BYTES
@@ -97,16 +94,21 @@ def tokenise(
         done=sum(task.bytes for task in kept) // 10**6,
     ) as progress:
         new = engine.run(work, missing, progress)
-    for one in (one for one in new if one.redone):
+    for made in (made for made in new if made.redone):
         forget_encoder(tokenizer)
         say(
-            f"{encoder} gave other ids than the reference for {one.redone}: part {one.range.name}"
+            f"{encoder} gave other ids than the reference for {made.redone}: part {made.range.name}"
             " was made again with the reference"
         )
-    by_range = kept | {one.range: one for one in new}
-    made = [by_range[task] for task in tasks]
-    _tell_refused(recipe, made)
+    by_range = kept | {made.range: made for made in new}
+    told = _told(recipe, [by_range[task] for task in tasks])
     _tell(new)
+    return told
+
+
+def _told(recipe: Recipe, made: list[TokenisedRange]) -> list[TokenisedRange]:
+    """All ranges, new or kept, once it is said what is wrong with them."""
+    _tell_refused(recipe, made)
     _tell_copies(recipe, made)
     return made
 

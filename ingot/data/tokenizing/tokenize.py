@@ -131,12 +131,6 @@ class TokeniseStage:
                 rendered += records.rendered
         parts = {split: output.part() for split, output in outputs.items()}
         hashes = {split: encoded(output.hashes) for split, output in outputs.items()}
-        names = [
-            path.name
-            for output in outputs.values()
-            for prefix in output.prefixes
-            for path in (bin_path(prefix), idx_path(prefix))
-        ]
         made = TokenisedRange(
             task,
             parts,
@@ -160,7 +154,7 @@ class TokeniseStage:
             self.columns,
             f"{DONE}/{task.name}.json",
             payload,
-            [entry_of(self.columns, name) for name in names],
+            [entry_of(self.columns, name) for output in outputs.values() for name in output.names],
         )
         return replace(made, files=marker["files"])
 
@@ -341,6 +335,9 @@ class _ColumnOutput:
     ) -> None:
         self.prefixes = [
             column_prefix(folder, split, column, number) for column in COLUMNS[documents]
+        ]
+        self.names = [
+            path.name for prefix in self.prefixes for path in (bin_path(prefix), idx_path(prefix))
         ]
         self._number = number
         self._writers = {

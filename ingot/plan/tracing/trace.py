@@ -175,15 +175,7 @@ def _trace(
         masters = make_masters(model, mesh, plan.wrapping)
         knobs, lora = plan.recipe.train, plan.recipe.model.lora
         optimizer = make_optimizer(knobs.optimizer, masters, plan.recipe.seed, knobs.average, lora)
-        table = torch.zeros(len(plan.rows), 2) if plan.recipe.objective.needs_reference else None
-        objective = make_objectives(
-            plan.recipe,
-            plan.teacher,
-            None if table is None else (table, table),
-            plan.compute,
-            mesh,
-            drafted=teacher,
-        ).training
+        objective = _objective(plan, mesh, teacher)
         _assign_weights(meter, model, objective, masters)
         away = [] if kind == "cpu" else _masters_on_host(plan, model, masters, meter)
         built = meter.now
@@ -269,6 +261,16 @@ def _teacher(plan: TrainSetup, mesh: Mesh) -> Decoder | None:
     if plan.teacher is None:
         return None
     return draft_teacher(plan.teacher, plan.recipe, plan.compute, mesh)
+
+
+def _objective(plan: TrainSetup, mesh: Mesh, teacher: Decoder | None) -> Objective:
+    tables = None
+    if plan.recipe.objective.needs_reference:
+        table = torch.zeros(len(plan.rows), 2)
+        tables = table, table
+    return make_objectives(
+        plan.recipe, plan.teacher, tables, plan.compute, mesh, drafted=teacher
+    ).training
 
 
 def _allocate(plan: TrainSetup, model: AnyModel, mesh: Mesh) -> None:
