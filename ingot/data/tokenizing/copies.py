@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ingot.data.cleaning.arrays import Hashes
 from ingot.data.splits import Split
 
 MOST_SAMPLED = 2_000_000
 LARGEST = 2**64 - 1
-
-Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)

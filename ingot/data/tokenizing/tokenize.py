@@ -15,6 +15,7 @@ from ingot.base.markers import entry_of, fingerprint, problems, read_marker, wri
 from ingot.base.storage import link_file
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
+from ingot.data.cleaning.arrays import Hashes
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import DIGESTS, ColumnPart, column_dtype
@@ -22,7 +23,7 @@ from ingot.data.documents.kinds import plain_text
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange, read_range
 from ingot.data.splits import Shares, Split, chosen
-from ingot.data.tokenizing.copies import LARGEST, Hashes, HashSample, encoded, up_to
+from ingot.data.tokenizing.copies import LARGEST, HashSample, encoded, up_to
 from ingot.data.tokenizing.encode import TokenRecords, encode_records, existing_records, identity
 from ingot.tokenizers.backend import split_batch
 from ingot.tokenizers.encoders import LONGEST, REFERENCE, BatchEncoder, open_encoder
