@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.ceilings import wait
 from benchmarks.gpu.record import Asked, Record
-from benchmarks.gpu.steps import recipe_of
+from benchmarks.gpu.steps import emulating, recipe_of
 from ingot.base.environment import Ranks
 from ingot.parallel.mesh import Mesh
 from ingot.train.micro_batch.trial import made_up_plan, open_trial
@@ -33,7 +33,7 @@ def run(asked: Asked, record: Record, **knobs: Any) -> None:
     if asked.cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mesh = Mesh(Ranks(), asked.device)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, emulating(asked):
         plan = made_up_plan(recipe_of(Path(name), tiny=asked.tiny, **knobs), mesh)
         with open_trial(plan, mesh, quick=True) as trial, trial.step_function(plan.batch) as take:
             for step in range(WARM_UP):

@@ -85,6 +85,13 @@ SPEEDS = (
     training("8B LoRA, 2 rows", 60, "8B LoRA, 4 rows", **B8, micro_batch=2, lora=True),
     training("8B, 10 layers, bf16", 50, **B8, layers=10, micro_batch=2),
     training("8B, 10 layers, float8 rowwise", 60, **B8, layers=10, micro_batch=2, float8="rowwise"),
+    Row(
+        "8B kernels, float8 rowwise",
+        SPEED,
+        "kernels",
+        35,
+        {**B8, "layers": 10, "micro_batch": 2, "float8": "rowwise"},
+    ),
     training("8B, 6 layers, bf16", 50, "8B, 10 layers, bf16", **B8, layers=6, micro_batch=2),
     training(
         "8B, 6 layers, float8 rowwise",

@@ -211,7 +211,10 @@ def long_rows(steps: int, asked: Asked, record: Record) -> None:
     """Whether bits come again where gradients of attention are sums over many blocks of keys, as
     those of short rows are not; and what it costs that they do.
     """
-    knobs = sized({**BF16, "data.seq_len": 4096}, asked)
+    length = 4096
+    knobs = sized(
+        {**BF16, "data.seq_len": length, "model.config": {"max_position_embeddings": length}}, asked
+    )
     took = {}
     for what in ("as torch chooses", "train.deterministic"):
         with record.trying(what), ExitStack() as kernels:

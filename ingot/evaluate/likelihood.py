@@ -17,7 +17,7 @@ from torch import Tensor
 from ingot.base.errors import Failed
 from ingot.evaluate.distribute import Floats, by_length, rank_share, sum_over_ranks
 from ingot.evaluate.subject import EvalModel
-from ingot.models.device import computing_in
+from ingot.models.device import computing_in, kernels_for_any_length
 from ingot.models.native.head import IGNORE, LogitsView, VocabularyHead, apply_head
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -104,6 +104,7 @@ def log_likelihoods(
     with (
         subject.progress(title, len(spans), "continuations") as progress,
         torch.no_grad(),
+        kernels_for_any_length,
         computing_in(subject.compute, subject.device),
     ):
         for group in subject.until_stopped(groups):

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -226,6 +227,33 @@ def prefers_cudnn_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+class _KernelsForAnyLength(contextlib.ContextDecorator):
+    """Inside the block, or the decorated function, attention is not cuDNN's, which makes a plan for
+    each new shape first: on an H200 some 50 ms for each length that a text happens to have.
+
+    The switch is torch's, for all threads: those that are inside at once share it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+kernels_for_any_length = _KernelsForAnyLength()
+
+
 def adds_in_any_order() -> bool:
     """Whether this machine trains on a device some of whose kernels add up in another order each
     time, unless `deterministic_kernels` are asked for.
@@ -374,16 +402,51 @@ class GraphRecorder:
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Memory that recordings share. It can be shared no more once none of them is left."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and ask the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        # A recording that fails leaves its own stream as the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            if self._first is None:
+                self._first, _ = _recorded(_one_number, self._pool)
+            try:
+                graph, result = _recorded(work, self._pool)
+            except RuntimeError:
+                self._clean_up()
+                raise
 
         def play() -> torch.Tensor:
             graph.replay()
             return result
 
         return play
+
+    def _clean_up(self) -> None:
+        """After a recording that failed: memory would be taken for it, and random numbers of the
+        device be put off to its end, for ever.
+        """
+        with contextlib.suppress(RuntimeError, AttributeError):
+            ended: Any = torch._C._cuda_endAllocateToPool
+            ended(torch.cuda.current_device(), self._pool)
+        self._begin()
+        with contextlib.suppress(RuntimeError):
+            _recorded(_one_number, torch.cuda.graph_pool_handle())
+
+
+def _recorded(
+    work: Callable[[], torch.Tensor], pool: Any
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may allocate and ask the device meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = work()
+    return graph, result
+
+
+def _one_number() -> torch.Tensor:
+    return torch.zeros(1, device="cuda")

@@ -149,6 +149,8 @@ def _efficient(block: KernelInputs) -> tuple[Tensor, Tensor]:
 def _efficient_backward(gradient: Tensor, block: KernelInputs, out: Tensor, logsum: Tensor) -> Any:
     q, k, v, added, causal = block
     state, wanted = _no_random_state(q), [True, True, True, False]
+    # In memory as the kernel writes outputs, heads after tokens: in bf16 it relies on that.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return _aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, added, out, logsum, state, state, 0.0, wanted, causal
     )[:3]

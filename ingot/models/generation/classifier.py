@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ingot.models.device import kernels_for_any_length
 from ingot.models.generation.request import CompletionChunk, DecoderLimits, Request
 from ingot.models.generation.seq2seq import check_text
 from ingot.models.hf.models import Encoder
@@ -27,6 +28,7 @@ class ClassScores(CompletionChunk):
     scores: tuple[float, ...] = ()
 
 
+@kernels_for_any_length
 @torch.inference_mode()
 def classify(model: Encoder, texts: Sequence[Sequence[int]]) -> list[list[float]]:
     """Class probabilities of each text (framed ids), computed in one batch; of a model with one

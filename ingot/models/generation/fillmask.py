@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ingot.models.device import kernels_for_any_length
 from ingot.models.generation.classifier import TextBatches, padded_texts
 from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.hf.models import MaskedLM
@@ -34,6 +35,7 @@ class MaskChoices(CompletionChunk):
     masks: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+@kernels_for_any_length
 @torch.inference_mode()
 def fill_masks(
     model: MaskedLM, texts: Sequence[Sequence[int]], mask: int | None, top_k: int

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed
+from ingot.models.device import kernels_for_any_length
 from ingot.models.generation.request import (
     Completion,
     CompletionChunk,
@@ -222,6 +223,7 @@ class DecodingLoop(ABC):
         job.begin_again()
         self._pending.append(job)
 
+    @kernels_for_any_length
     @torch.inference_mode()
     def step(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Admit requests, then decode one token for each running one. Several chunks of one job are

@@ -7,7 +7,6 @@ of the batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -121,10 +120,9 @@ def sample_tokens(
         if asked
         else []
     )
-    choices = [
-        SampledToken(token, math.isfinite(top))
-        for token, top in zip(tokens.tolist(), whole.tolist(), strict=True)
-    ]
+    # One tensor, since the host waits for each that it reads.
+    found = torch.where(whole.isfinite(), tokens, -1).tolist()
+    choices = [SampledToken(max(token, 0), token >= 0) for token in found]
     for row, (logprob, top) in zip(asked, logprobs, strict=True):
         choices[row] = SampledToken(
             choices[row].token, choices[row].finite, logprob, top[: samplings[row].logprobs]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.models.device import kernels_for_any_length
 from ingot.models.generation.request import (
     DecoderLimits,
     FinishReason,
@@ -89,6 +90,7 @@ def generate(
     return [written.ids for written in answer_batch(model, requests, eos)] if requests else []
 
 
+@kernels_for_any_length
 @torch.inference_mode()
 def answer_batch(
     model: Seq2Seq,

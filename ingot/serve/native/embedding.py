@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
+from ingot.models.device import kernels_for_any_length
 from ingot.models.generation.classifier import TextBatches, TextJob
 from ingot.models.generation.request import CompletionChunk, Request
 from ingot.models.hf.models import TextReader
@@ -96,6 +97,7 @@ def embeds(model: AnyModel | CausalModel) -> bool:
     return isinstance(model, Decoder | CausalModel)
 
 
+@kernels_for_any_length
 @torch.inference_mode()
 def embed(
     model: AnyModel | CausalModel, texts: Sequence[Sequence[int]], poolings: Sequence[Pooling]

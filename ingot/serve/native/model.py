@@ -29,6 +29,7 @@ from ingot.models.hf.folder import holds_bf16, stored_shapes
 from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq, TextReader
 from ingot.models.kinds import AnyModel, open_model
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.joined import join_layers
 from ingot.models.native.packed import pack_weights
 from ingot.models.packed_folder import open_packed
 from ingot.serve.native.causal import (
@@ -242,8 +243,9 @@ def load(
     says.
 
     `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
-    models always through its `generate`. `pack`: see `pack_weights`; it takes a second or two per
-    100 million weights, which a server earns back and a single answer does not.
+    models always through its `generate`. `pack`: see `pack_weights` (it
+    takes a second or two per 100 million weights, which a server earns back and a single answer
+    does not) and, on a GPU, `join_layers`.
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,
@@ -252,7 +254,8 @@ def load(
     # The tokenizer is checked first, so that a missing one is an error before minutes of loading.
     checked = check_model_folder(folder, any_template=any_template)
     device = pick_device()
-    pack = pack and checked.kind == "decoder" and device.type == "cpu"
+    decodes = pack and checked.kind == "decoder"
+    pack, join = decodes and device.type == "cpu", decodes and device.type == "cuda"
     compute = serving_compute(compute, folder, device, pack=pack)
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     model: AnyModel | CausalModel | None = None
@@ -266,6 +269,8 @@ def load(
     if model is None:
         model = open_model(folder, device=device, dtype=dtype)
         packed = pack and isinstance(model, Decoder) and pack_weights(model, compute=compute)
+        if join and isinstance(model, Decoder):
+            join_layers(model)
     check_vocabulary(checked, model.config.vocab_size)
     counts = (
         map(math.prod, stored_shapes(checked.base).values())  # packed ones are no parameters

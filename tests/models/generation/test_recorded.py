@@ -6,6 +6,7 @@ moment, which play on without any of the Python that launched them, as in a CUDA
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ingot.models.device import graph_recorder
+from ingot.models.device import GraphRecorder, graph_recorder
 from ingot.models.generation import recorded
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.recorded import RecordedSteps, can_be_recorded
@@ -182,6 +183,30 @@ def test_cuda_graphs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         for one, other in zip(generator.run(REQUESTS), wanted, strict=True):
             assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_failed_recording_leaves_the_device_as_it_was() -> None:
+    record, numbers = GraphRecorder(), torch.ones(4, device="cuda")
+    stream = torch.cuda.current_stream()
+    twice = record(lambda: numbers * 2)
+    with pytest.raises(RuntimeError):
+        record(lambda: numbers * float(numbers.sum()))  # waits for the device
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(2, device="cuda").max() < 1
+    numbers.fill_(3)
+    assert twice().tolist() == [6] * 4
+    assert record(lambda: numbers + 1)().tolist() == [4] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_recorded_once_all_before_is_forgotten() -> None:
+    record, numbers = GraphRecorder(), torch.ones(4, 64, device="cuda")
+    for size in (1, 2, 4):
+        # A product, whose workspace outlives the recording that it was made in.
+        assert record(partial(torch.mm, numbers[:size], numbers.T))()[0].tolist() == [64] * 4
 
 
 def _refuse(steps: Any, reason: str, logits: Tensor) -> Tensor:
