@@ -32,7 +32,11 @@ def arguments() -> argparse.ArgumentParser:
         " are appended",
     )
     parser.add_argument(
-        "--also", nargs="+", default=[], metavar="COMMIT", help="rows of these commits count, too"
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="COMMIT",
+        help="rows of these commits count, too, unless a check failed",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -81,7 +81,9 @@ def version(name: str) -> str:
 
 @dataclass
 class Results:
-    """What is known of rows: of this commit, and of others that count as well (`also`)."""
+    """What is known of rows: of this commit, and of others (`also`), but for checks that failed
+    there.
+    """
 
     path: Path
     head: dict[str, Any]
@@ -129,11 +131,17 @@ class Results:
                 line
                 for line in self.lines
                 if (line["row"], line["about"]) == (row.name, row.about)
-                and line["commit"] in (self.head["commit"], *self.also)
+                and self._counts(line)
                 and line["device"] == self._device(row)
             ]
         done = [line for line in found if line["status"] in DONE]
         return done[-1] if done else found[-1] if found else None
+
+    def _counts(self, line: Mapping[str, Any]) -> bool:
+        if self.only_read or line["commit"] == self.head["commit"]:
+            return True
+        failed = any(check["holds"] is False for check in line.get("checks", ()))
+        return line["commit"] in self.also and not failed
 
     def is_done(self, row: Row) -> bool:
         known = self.of(row)

@@ -81,15 +81,15 @@ SPEEDS = (
     # After what compiled the same step.
     Row("1B kernels, 8 rows", SPEED, "kernels", 25, {**B1, "micro_batch": 8}),
     Row("1B kernels, 2 rows", SPEED, "kernels", 30, {**B1, "micro_batch": 2}, "1B kernels, 8 rows"),
-    training("8B LoRA, 4 rows", 60, **B8, micro_batch=4, lora=True),
+    training("8B LoRA, 4 rows", 120, **B8, micro_batch=4, lora=True),
     training("8B LoRA, 2 rows", 60, "8B LoRA, 4 rows", **B8, micro_batch=2, lora=True),
-    training("8B, 10 layers, bf16", 50, **B8, layers=10, micro_batch=2),
-    training("8B, 10 layers, float8 rowwise", 60, **B8, layers=10, micro_batch=2, float8="rowwise"),
+    training("8B, 10 layers, bf16", 45, **B8, layers=10, micro_batch=2),
+    training("8B, 10 layers, float8 rowwise", 40, **B8, layers=10, micro_batch=2, float8="rowwise"),
     Row(
         "8B kernels, float8 rowwise",
         SPEED,
         "kernels",
-        35,
+        50,
         {**B8, "layers": 10, "micro_batch": 2, "float8": "rowwise"},
     ),
     training("8B, 6 layers, bf16", 50, "8B, 10 layers, bf16", **B8, layers=6, micro_batch=2),
@@ -102,7 +102,7 @@ SPEEDS = (
         micro_batch=2,
         float8="rowwise",
     ),
-    trainer("1B full, Trainer compiled, 4 rows", 75, **B1, micro_batch=4, compiled=True),
+    trainer("1B full, Trainer compiled, 4 rows", 95, **B1, micro_batch=4, compiled=True),
     trainer(
         "1B full, Trainer compiled, 2 rows",
         75,
@@ -121,11 +121,11 @@ SPEEDS = (
     ),
     Row("1B serving", SPEED, "generation", 80, B1),
     training(
-        "8B, 10 layers, float8 tensorwise", 60, **B8, layers=10, micro_batch=2, float8="tensorwise"
+        "8B, 10 layers, float8 tensorwise", 40, **B8, layers=10, micro_batch=2, float8="tensorwise"
     ),
-    training("mixture, 4 rows", 60, preset="mixture", micro_batch=4),
+    training("mixture, 4 rows", 50, preset="mixture", micro_batch=4),
     training("mixture, 2 rows", 60, "mixture, 4 rows", preset="mixture", micro_batch=2),
-    training("1B full, packed, 4 rows", 60, **B1, micro_batch=4, packed=True),
+    training("1B full, packed, 4 rows", 90, **B1, micro_batch=4, packed=True),
     training("1B full, not compiled, 4 rows", 40, **B1, micro_batch=4, compiled=False),
     trainer("1B full, Trainer, 2 rows", 40, **B1, micro_batch=2, compiled=False),
     Row("memory", CORRECT, "memory", 120),

@@ -178,6 +178,8 @@ def _nf4_pairs(device: torch.device) -> Tensor:
 
 def _blocks(codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights `[N, 64]` of bytes `[N, 32]` and scales `[N]`; `pairs` as `_nf4_pairs`."""
+    # Sizes that never differ are written out: a kernel divides by them, which takes its time.
+    codes, pairs = codes.view(-1, BLOCK // 2), pairs.view(256, 2)
     values = functional.embedding(codes.int(), pairs)  # [N, 32, 2]
     return (values.view(-1, BLOCK) * scales[:, None]).to(dtype)
 

@@ -12,6 +12,11 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.models import device as devices
+from ingot.models.generation.classifier import classify
+from ingot.models.generation.fillmask import fill_masks
+from ingot.models.generation.loop import DecodingLoop
+from ingot.models.generation.seq2seq import answer_batch
+from ingot.serve.native.embedding import embed
 from tests.house.source import modules
 
 TPU = torch.device("privateuseone", 3)
@@ -144,3 +149,50 @@ def test_the_peak_is_that_of_random_numbers_and_draws_none(monkeypatch: pytest.M
     assert devices.measured_peak(torch.device("cpu"), "fp32") > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert all(0.9 < float(side.std()) < 1.1 for side in seen)
+
+
+def test_attention_for_any_length_is_shared_and_given_back() -> None:
+    """Whoever leaves first does not take it from the others."""
+    kernels, said = devices.kernels_for_any_length, list[bool]()
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+
+    @kernels
+    def inside() -> None:
+        said.append(allowed())
+
+    before = allowed()
+    with kernels:
+        inside()
+        said.append(allowed())
+    assert said == [False, False]
+    assert allowed() == before
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        inside()
+        assert not allowed()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_generation_and_answers_ask_for_it() -> None:
+    asked = [
+        DecodingLoop.step,
+        answer_batch,
+        classify,
+        embed,
+        fill_masks,
+    ]
+    held = torch.backends.cuda.cudnn_sdp_enabled
+    for function in asked:
+        found = _wrapped(function)
+        assert devices.kernels_for_any_length in found, function
+    assert held()
+
+
+def _wrapped(function: Any) -> list[Any]:
+    """What the closures of a function's decorators hold."""
+    found = []
+    while function is not None:
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        function = getattr(function, "__wrapped__", None)
+    return found

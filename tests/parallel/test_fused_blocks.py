@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.models.device import planning_for
 from ingot.parallel import fused_blocks as fused
@@ -48,6 +49,24 @@ def test_torch_has_them_with_these_arguments(kernel: FusedKernel) -> None:
         assert part.out.dtype == part.logsum.dtype == torch.float32
         found = kernel.backward(part.out, q, k, v, part, mask, False)
         assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
+
+
+def test_the_output_is_read_as_it_was_written() -> None:
+    """The memory-efficient kernel takes one layout of it for granted in bf16."""
+    q = torch.empty(2, 8, 64, 32, dtype=torch.bfloat16, device="meta")
+    part, seen = EFFICIENT.forward(q, q, q, None, True), list[Tensor]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "efficient_attention_backward" in str(func):
+                seen.append(args[5])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        EFFICIENT.backward(q, q, q, q, part, None, True)
+    assert [each.transpose(1, 2).is_contiguous() for each in seen] == [True]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
