@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ingot.base.malloc import mapping_blocks
 from ingot.config.models.source import CONFIG, model_config
-from ingot.models.device import Compute, mapping_blocks
+from ingot.models.device import Compute
 from ingot.models.hf.folder import load_weights, named_tensors
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

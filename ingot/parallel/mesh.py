@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ingot.base.environment import Ranks, ranks
+from ingot.base.malloc import keep_freed_memory
 from ingot.config.degrees import AXES, Degrees, degrees_of
 from ingot.config.sections.layout import Parallel
-from ingot.models.device import backend, keep_freed_memory, pick_device, use_all_cores
+from ingot.models.device import backend, pick_device, use_all_cores
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ingot.models.device import mapping_blocks
+from ingot.base.malloc import mapping_blocks
 from ingot.models.native.attention import attend
 
 LEAST_LENGTH, SHORT_LENGTH = 32, 1024

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ingot.models.device import give_back_pages
+from ingot.base.malloc import give_back_pages
 
 DEPTH = 512
 """Columns of a block."""

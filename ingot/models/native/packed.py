@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.models.device import Compute, mapping_blocks, return_freed_memory
+from ingot.base.malloc import mapping_blocks, return_freed_memory
+from ingot.models.device import Compute
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import AttentionCache, Block, Decoder, FeedForward

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from ingot.base.malloc import return_freed_memory
 from ingot.base.progress import say
-from ingot.models.device import return_freed_memory
 from ingot.models.generation.request import Completion, CompletionChunk, Request, join_chunks
 from ingot.serve.http.bodies import check_count
 from ingot.serve.http.errors import ApiError
