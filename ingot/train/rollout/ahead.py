@@ -7,6 +7,7 @@ with, and the first ones those that all training began with.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed
+from ingot.models.device import kernels_for_any_length
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.train.rollout.answers import RolloutAnswers
@@ -50,6 +52,10 @@ class RolloutsAhead:
             1, "sampling", initializer=_use_device, initargs=(mesh.device,)
         )
         self._closing = threading.Event()
+        # Sampling asks for these kernels, and the switch is the whole process's: training must not
+        # have others while nothing is sampled, or its bits would depend on how fast that is.
+        self._kernels = contextlib.ExitStack()
+        self._kernels.enter_context(kernels_for_any_length)
         self._running: dict[int, Future[RolloutAnswers | None]] = {}
         self._done = {
             int(number): RolloutAnswers.unpack(text) for number, text in saved["answers"].items()
@@ -86,6 +92,7 @@ class RolloutsAhead:
     def close(self) -> None:
         self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._kernels.close()
 
     def _begin(self, number: int) -> None:
         """Begin what is to be sampled from the weights as they are when rollout `number` begins."""

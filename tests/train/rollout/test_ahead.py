@@ -44,15 +44,19 @@ def test_answers_are_of_the_weights_that_many_rollouts_before(
     staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a checksum of the weights themselves, when a step begins and where answers are sampled.
-    Within the first rollouts all are those of the beginning.
+    Within the first rollouts all are those of the beginning. Training has the kernels of sampling,
+    whether anything is sampled at that moment or not.
     """
     begun: list[int] = []
+    kernels: list[bool] = []
+    before = torch.backends.cuda.cudnn_sdp_enabled()
     sampled: dict[int, int] = {}
     step, sample = Rollout.step, AnswerSampler.sample
 
     def stepping(self: Rollout, i: int, *given: Any) -> Any:
         assert isinstance(self._state.model, Decoder)
         begun.append(own_checksum(self._state.model))
+        kernels.append(torch.backends.cuda.cudnn_sdp_enabled())
         return step(self, i, *given)
 
     def sampling(
@@ -68,6 +72,8 @@ def test_answers_are_of_the_weights_that_many_rollouts_before(
     )
     train(recipe)
     assert len(set(begun)) == 5
+    assert kernels == [False] * 5
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
     wanted = [max(0, number - staleness) for number in range(5)]
     assert [begun.index(sampled[number]) for number in sorted(sampled)] == wanted
     behind = [number - one for number, one in enumerate(wanted)]
