@@ -1,5 +1,6 @@
 """Greedy generation by 1, 8 and 64 requests at once, bf16 weights, beside transformers' `generate`
-and our own without CUDA graphs: tokens a second, and the time to the first token of a long prompt.
+and our own without CUDA graphs: tokens a second, those of one request behind a very long prompt,
+and the time to the first token of a long one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.native.joined import join_layers
 from ingot.models.parameters import init_weights
 
-TOGETHER, PROMPT, NEW_TOKENS, LONG = (1, 8, 64), 128, 128, 1000
+TOGETHER, PROMPT, NEW_TOKENS, LONG, DEEP = (1, 8, 64), 128, 128, 1000, 8000
 TINY_TOGETHER, TINY_PROMPT, TINY_NEW_TOKENS = (1, 2), 4, 3
 
 
@@ -76,6 +77,10 @@ def measure(name: str, work: Work, vocabulary: int, asked: Asked, record: Record
         record.figures(**{f"{name}_{together}_tokens_per_s": rate})
     seconds(1, longest, 1)
     record.figures(**{f"{name}_first_token_s": seconds(1, longest, 1)})
+    deep = TINY_PROMPT if asked.tiny else DEEP
+    seconds(1, deep, tokens)
+    took = seconds(1, deep, tokens) - seconds(1, deep, 1)
+    record.figures(**{f"{name}_1_deep_tokens_per_s": (tokens - 1) / took})
     if asked.cuda:
         record.figures(**{f"{name}_allocated_bytes": torch.cuda.max_memory_allocated()})
 

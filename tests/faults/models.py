@@ -750,6 +750,22 @@ FAULTS = [
         by="tests/parallel/test_fused_blocks.py",
     ),
     Fault(
+        "parts-count-alike",
+        "ingot/models/generation/split_keys.py",
+        ".unflatten(1, (shared, count)).softmax(2)",
+        ".unflatten(1, (shared, count)).softmax(2).mean(2, keepdim=True)",
+        "of a long text on a GPU each part of the keys counts as much as any other",
+        by="tests/models/generation/test_split_keys.py",
+    ),
+    Fault(
+        "parts-nobody-sees",
+        "ingot/models/generation/split_keys.py",
+        "    return apart <= bound or _left_out",
+        "    return True or _left_out",
+        "a GPU's kernel that says other sums of scores is used all the same",
+        by="tests/models/generation/test_split_keys.py",
+    ),
+    Fault(
         "cache-block-cut",
         "ingot/models/generation/cache.py",
         "max(0, least + first - window + 1), most + end)",

@@ -4,7 +4,6 @@ request, and the view of it that the layers see in one forward pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ingot.base.malloc import mapping_blocks
+from ingot.models.generation.split_keys import MASKED, PART, attend_one
 from ingot.models.native.attention import attend
 
 LEAST_LENGTH, SHORT_LENGTH = 32, 1024
@@ -73,7 +73,15 @@ class KVCache:
         """Let `store` make room for so many rows of so many tokens."""
         spare = self._spare
         self._rows = _grown_size(self._rows, rows + spare, 1, self.max_rows + spare)
-        self._length = _grown_size(self._length, length, LEAST_LENGTH, self.max_length)
+        # Recorded steps attend to many keys in parts.
+        least = PART if spare and length > SHORT_LENGTH else LEAST_LENGTH
+        self._length = _grown_size(self._length, length, least, self.max_length)
+
+    def read_by_a_step(self, length: int) -> int:
+        """How many tokens of a row a step reads that needs `length` of them: where they are many,
+        all that there is room for, which are whole parts.
+        """
+        return self._length if length > SHORT_LENGTH else length
 
     @property
     def spare_row(self) -> int:
@@ -160,7 +168,7 @@ class _View:
     def added(self, like: Tensor) -> Tensor | None:
         """What the mask adds to scores, in the dtype of `like`; made once for all layers."""
         if self._added is None and self.seen is not None:
-            self._added = like.new_zeros(()).masked_fill(~self.seen, -math.inf)
+            self._added = like.new_zeros(()).masked_fill(~self.seen, MASKED)
         return self._added
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -170,13 +178,14 @@ class _View:
         if sinks is not None:
             return attend(q, k, v, self.seen, sinks)
         added, shared = self.added(q), q.shape[1] != k.shape[1]
-        if added is not None and shared and skips_masked(q.device):
+        if added is not None and skips_masked(q.device):
             # The kernel for masks does not know heads that share keys, and the one for all else has
             # each score in float32.
             if q.shape[2] == 1:
                 grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # as so many queries
-                return _scaled(grouped, k, v, added).reshape(q.shape)
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+                return attend_one(grouped, k, v, added).reshape(q.shape)
+            if shared:
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             return _scaled(q, k, v, added)
         return _scaled(q, k, v, added, is_causal=self.causal, enable_gqa=shared)
 
@@ -258,18 +267,18 @@ class StepWindow:
     Args:
         rows: `[B]` the row that each token belongs to: its own place, or the spare row.
         positions: `[B, 1]`.
-        length: how many of the stored tokens are read; all `positions` are below it.
+        length: how many of the stored tokens are needed; all `positions` are below it.
     """
 
     def __init__(self, cache: KVCache, rows: Tensor, positions: Tensor, length: int) -> None:
-        self._cache, self._length = cache, length
+        self._cache, self._length = cache, cache.read_by_a_step(length)
         self._place = rows[:, None], slice(None), positions
-        keys = torch.arange(length, device=positions.device)
+        keys = torch.arange(self._length, device=positions.device)
         distance = positions[:, None, :, None] - keys  # [B, 1, 1, S]
         self._views = {
             window: _View(
                 slice(0, 1),
-                slice(0, length),
+                slice(0, self._length),
                 _reached(distance, window),
             )
             for window in set(cache.windows)
