@@ -183,6 +183,20 @@ def test_what_another_machine_measured_is_shown(
         results.kept(tmp_path / "none.jsonl")
 
 
+def test_what_failed_in_another_commit_is_done_again(tmp_path: Path) -> None:
+    """And is shown all the same."""
+    (row,), file = rows("1B serving"), tmp_path / "gpu.jsonl"
+    checks = [{"check": "steps are recorded", "holds": False, "detail": "no kernel"}]
+    before = Results(file, {**HEAD, "commit": "old"})
+    before.add(row, {"status": "measured", "reason": "", "figures": {}, "checks": checks})
+    assert before.is_done(row)
+    after = Results(file, HEAD, also=["old"])
+    assert not after.is_done(row)
+    assert results.kept(file).of(row) is not None
+    after.add(row, {"status": "measured", "reason": "", "figures": {}, "checks": checks})
+    assert after.is_done(row)
+
+
 def test_a_fault_is_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     was = attention.make_attn_fns
 
