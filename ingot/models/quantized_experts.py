@@ -104,6 +104,10 @@ class ExpertMatrices(nn.Module):
 class PackedExperts(Experts):
     """Experts whose matrices are kept as bytes; made of a layer's by `quantize_experts`."""
 
+    @property
+    def launches_alike(self) -> bool:
+        return False
+
     def _grouped(self, rows: Tensor, weights: Any, counts: Tensor) -> Tensor:
         out: Tensor = weights(rows, counts)
         return out

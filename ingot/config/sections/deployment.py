@@ -179,7 +179,7 @@ class Serve(Section):
     eager: bool = False
     """On an NVIDIA GPU, launch the kernels of each token one by one. Otherwise those of a step are
     recorded once for each size (CUDA graphs) and launched together, which few requests at a time
-    are several times faster with; ingot's own decoders without experts, and vLLM.
+    are several times faster with; ingot's own decoders (those with experts in bf16), and vLLM.
     """
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 512
     """Memory (10^6 bytes) in which ingot's own decoders keep what they computed of prompts. One

@@ -17,6 +17,7 @@ from torch import Tensor
 from ingot.base.progress import say
 from ingot.models.generation.cache import KVCache, StepWindow
 from ingot.models.native.decoder import Decoder
+from ingot.models.native.experts import Experts
 
 ROWS, TOKENS = 8, 256
 """From these numbers on sizes are multiples of them."""
@@ -43,10 +44,8 @@ class _Step:
 
 
 def can_be_recorded(model: Decoder) -> bool:
-    """Whether a step of this model launches the same kernels whatever its tokens are: those of
-    experts depend on where tokens are sent.
-    """
-    return model.config.experts is None
+    """Whether a step of this model launches the same kernels whatever its tokens are."""
+    return all(part.launches_alike for part in model.modules() if isinstance(part, Experts))
 
 
 class RecordedSteps:

@@ -237,6 +237,17 @@ class Experts(nn.Module):
             self.down_proj_bias = nn.Parameter(torch.empty(experts.count, hidden))
         self.exchange: ExpertExchange | None = None
 
+    @property
+    def launches_alike(self) -> bool:
+        """Whether a GPU is given the same kernels wherever rows are sent: those of grouped products
+        read on the device how many rows each expert has, in bf16; what stands in for them asks.
+        """
+        matrices = self.gate_up_proj, self.down_proj
+        return self.exchange is None and all(
+            isinstance(each, Tensor) and each.dtype == torch.bfloat16 and _has_kernel(each, each)
+            for each in matrices
+        )
+
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x `[R, D]`, the experts of each row and their weights `[R, k]` -> `[R, D]`."""
         slots, k = chosen.flatten(), chosen.shape[1]
