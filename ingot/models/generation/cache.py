@@ -4,24 +4,19 @@ request, and the view of it that the layers see in one forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ingot.base.malloc import mapping_blocks
-from ingot.models.generation.split_keys import MASKED, PART, attend_one
-from ingot.models.native.attention import attend
+from ingot.models.generation.windows import PART, CacheWindow
 
 LEAST_LENGTH, SHORT_LENGTH = 32, 1024
 OWN_BYTES = 2**20
 """From this size on keys and values are mapped alone, so that those that they outgrow are the
 system's again.
 """
-QUERIES = 128
-"""Queries of a block that attends together."""
 
 
 class KVCache:
@@ -151,153 +146,6 @@ class KVCache:
         for store in self._stores:
             for tensor in store or ():
                 tensor[row].zero_()
-
-
-@dataclass
-class _View:
-    """What some queries of a pass see: the places of both, and bool `[B, 1, t, S]`, None where they
-    see all of it, or, of whole rows (`causal`), each itself and those before it.
-    """
-
-    queries: slice
-    stored: slice
-    seen: Tensor | None
-    causal: bool = False
-    _added: Tensor | None = None
-
-    def added(self, like: Tensor) -> Tensor | None:
-        """What the mask adds to scores, in the dtype of `like`; made once for all layers."""
-        if self._added is None and self.seen is not None:
-            self._added = like.new_zeros(()).masked_fill(~self.seen, MASKED)
-        return self._added
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """These queries q `[B, H, t, E]`, and what is stored there, k and v `[B, K, S, E]`;
-        `[B, H, t, E]`.
-        """
-        if sinks is not None:
-            return attend(q, k, v, self.seen, sinks)
-        added, shared = self.added(q), q.shape[1] != k.shape[1]
-        if added is not None and skips_masked(q.device):
-            # The kernel for masks does not know heads that share keys, and the one for all else has
-            # each score in float32.
-            if q.shape[2] == 1:
-                grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # as so many queries
-                return attend_one(grouped, k, v, added).reshape(q.shape)
-            if shared:
-                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            return _scaled(q, k, v, added)
-        return _scaled(q, k, v, added, is_causal=self.causal, enable_gqa=shared)
-
-
-_scaled = functional.scaled_dot_product_attention
-
-
-def skips_masked(device: torch.device) -> bool:
-    """Whether kernels of this device do not compute scores that a causal mask hides."""
-    return device.type != "cpu"
-
-
-class CacheWindow:
-    """The cache as the layers see it in one forward pass."""
-
-    def __init__(
-        self, cache: KVCache, first: int, starts: Sequence[int], time: int, device: torch.device
-    ) -> None:
-        self._cache, self._here = cache, slice(first, first + len(starts))
-        begin = torch.tensor(starts, device=device)
-        self.positions = begin[:, None] + torch.arange(time, device=device)  # [B, T]
-        # Where new keys and values belong: one place in all rows, or one in each.
-        self._together = min(starts) == max(starts)
-        self._place: tuple[slice | Tensor, slice, slice | Tensor] = (
-            (self._here, slice(None), slice(starts[0], starts[0] + time))
-            if self._together
-            else (
-                torch.arange(first, first + len(starts), device=device)[:, None],  # [B, 1]
-                slice(None),
-                self.positions,
-            )
-        )
-        self._views = {
-            window: list(self._seen(window, min(starts), max(starts), time))
-            for window in set(cache.windows)
-        }
-
-    def _seen(self, window: int | None, least: int, most: int, time: int) -> Iterator[_View]:
-        """What a layer with this window sees. On a CPU, which computes masked scores as well, block
-        by block of queries.
-        """
-        skips = skips_masked(self.positions.device)
-        if skips and most == 0 and time > 1 and (window is None or window >= time):
-            yield _View(slice(0, time), slice(0, time), None, causal=True)
-            return
-        step = time if skips else QUERIES
-        for first in range(0, time, step):
-            end = min(first + step, time)
-            stored = slice(0 if window is None else max(0, least + first - window + 1), most + end)
-            seen = None
-            if end - first > 1 or least != most:
-                keys = torch.arange(stored.start, stored.stop, device=self.positions.device)
-                seen = _reached(self.positions[:, None, first:end, None] - keys, window)
-            yield _View(slice(first, end), stored, seen)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Store new keys and values `[B, K, T, E]`, and attend with q `[B, H, T, E]` over all that
-        each query sees, computing in the type of q; `[B, H, T, E]`.
-        """
-        stores = self._cache.store(layer, k)
-        for store, new in zip(stores, (k, v), strict=True):
-            store[self._place] = new if self._together else new.transpose(1, 2)
-        views = self._views[self._cache.windows[layer]]
-        end = views[-1].stored.stop
-        keys, values = (store[self._here, :, :end].to(q.dtype) for store in stores)
-        mixed = []
-        for view in views:
-            k, v = keys[:, :, view.stored], values[:, :, view.stored]
-            mixed.append(view.attend(q[:, :, view.queries], k, v, sinks))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
-
-
-class StepWindow:
-    """The cache as the layers see it in a step of one token of each of the first rows, in which
-    everything that differs from step to step is a tensor: what can be recorded, and played again.
-
-    Args:
-        rows: `[B]` the row that each token belongs to: its own place, or the spare row.
-        positions: `[B, 1]`.
-        length: how many of the stored tokens are needed; all `positions` are below it.
-    """
-
-    def __init__(self, cache: KVCache, rows: Tensor, positions: Tensor, length: int) -> None:
-        self._cache, self._length = cache, cache.read_by_a_step(length)
-        self._place = rows[:, None], slice(None), positions
-        keys = torch.arange(self._length, device=positions.device)
-        distance = positions[:, None, :, None] - keys  # [B, 1, 1, S]
-        self._views = {
-            window: _View(
-                slice(0, 1),
-                slice(0, self._length),
-                _reached(distance, window),
-            )
-            for window in set(cache.windows)
-        }
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
-        """As `CacheWindow.attend`, of one token."""
-        stores = self._cache.store(layer, k)
-        for store, new in zip(stores, (k, v), strict=True):
-            store[self._place] = new.transpose(1, 2)
-        keys, values = (store[: len(q), :, : self._length].to(q.dtype) for store in stores)
-        return self._views[self._cache.windows[layer]].attend(q, keys, values, sinks)
-
-
-def _reached(distance: Tensor, window: int | None) -> Tensor:
-    """Whether keys are seen that are so far before their query."""
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:

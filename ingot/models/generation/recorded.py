@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.progress import say
-from ingot.models.generation.cache import KVCache, StepWindow
+from ingot.models.generation.cache import KVCache
+from ingot.models.generation.windows import StepWindow
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.experts import Experts
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ingot.models.generation import cache as cache_file
-from ingot.models.generation.cache import KVCache, StepWindow
+from ingot.models.generation import windows
+from ingot.models.generation.cache import KVCache
+from ingot.models.generation.windows import StepWindow
 from ingot.models.native.attention import attend, causal_mask
 from tests import tolerances
 
@@ -29,7 +30,7 @@ def test_generation_sees_what_training_sees(
     """Rows that are stored up to `starts` and then read on, in blocks of queries where they are
     long, or as a GPU reads them, attend as rows that are read whole.
     """
-    monkeypatch.setattr(cache_file, "skips_masked", lambda device: skips)
+    monkeypatch.setattr(windows, "skips_masked", lambda device: skips)
     rows = len(starts)
     draw = torch.Generator().manual_seed(3)
     q = torch.randn(rows, 4, length, 8, generator=draw)
@@ -68,7 +69,7 @@ def test_a_step_that_is_recorded_sees_the_same(
     for cache in caches:
         cache.window(0, [0] * 3, 7, CPU).attend(0, stored[0].repeat(1, 2, 1, 1), *stored)
     wanted = caches[0].window(0, starts, 1, CPU).attend(0, q[:2], k[:2], v[:2], extra)
-    monkeypatch.setattr(cache_file, "skips_masked", lambda device: True)
+    monkeypatch.setattr(windows, "skips_masked", lambda device: True)
     rows = torch.tensor([0, 1, caches[1].spare_row])
     step = StepWindow(caches[1], rows, torch.tensor([[7], [2], [0]]), 16)
     found = step.attend(0, q, k, v, extra)[:2]

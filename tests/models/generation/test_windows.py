@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ingot.models.generation import cache as cache_file
-from ingot.models.generation import split_keys
-from ingot.models.generation.cache import KVCache, StepWindow
-from ingot.models.generation.split_keys import MANY_KEYS, MASKED, PART, attend_one, in_parts
+from ingot.models.generation import windows
+from ingot.models.generation.cache import KVCache
+from ingot.models.generation.windows import (
+    MANY_KEYS,
+    MASKED,
+    PART,
+    StepWindow,
+    attend_one,
+    in_parts,
+)
 from tests import tolerances
 
 CPU = torch.device("cpu")
@@ -27,14 +33,14 @@ def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> tuple[Tensor, 
 
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(split_keys, "_kernel", cpu_kernel)
-    split_keys._is_right.cache_clear()
+    monkeypatch.setattr(windows, "_kernel", cpu_kernel)
+    windows._is_right.cache_clear()
     yield
-    split_keys._is_right.cache_clear()
+    windows._is_right.cache_clear()
 
 
-def kind(size: int = 16) -> split_keys._Kind:
-    return split_keys._Kind(CPU, torch.float32, 3, size)
+def kind(size: int = 16) -> windows._Kind:
+    return windows._Kind(CPU, torch.float32, 3, size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,7 +64,7 @@ def test_parts_give_what_the_whole_gives(dtype: torch.dtype) -> None:
 def test_a_step_over_many_keys_sees_the_same(
     window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_file, "skips_masked", lambda device: True)
+    monkeypatch.setattr(windows, "skips_masked", lambda device: True)
     draw, time, starts = torch.Generator().manual_seed(2), 2100, [2100, 40]
     stored = torch.randn(2, 2, 2, time, 16, generator=draw)
     q = torch.randn(3, heads, 1, 16, generator=draw)
@@ -72,10 +78,10 @@ def test_a_step_over_many_keys_sees_the_same(
 
     def parts(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
         taken.append(k.shape[2])
-        assert split_keys._splits(k)
+        assert windows._splits(k)
         return in_parts(q, k, v, added)
 
-    monkeypatch.setattr(cache_file, "attend_one", parts)
+    monkeypatch.setattr(windows, "attend_one", parts)
     caches[1].reserve(3, 2176)
     rows = torch.tensor([0, 1, caches[1].spare_row])
     step = StepWindow(caches[1], rows, torch.tensor([[2100], [40], [0]]), 2176)
@@ -86,16 +92,16 @@ def test_a_step_over_many_keys_sees_the_same(
 
 def test_keys_that_lie_otherwise_are_not_split() -> None:
     k = torch.empty(2, 3, 4 * PART, 8)
-    assert split_keys._splits(k)
-    assert not split_keys._splits(k[:, :, : 2 * PART])
-    assert not split_keys._splits(k[:, :, : 2 * PART + 8])
-    assert not split_keys._splits(k.transpose(0, 1)[:, :, 1:])
+    assert windows._splits(k)
+    assert not windows._splits(k[:, :, : 2 * PART])
+    assert not windows._splits(k[:, :, : 2 * PART + 8])
+    assert not windows._splits(k.transpose(0, 1)[:, :, 1:])
 
 
 def test_parts_that_are_wrong_are_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert split_keys._is_right(kind())
+    assert windows._is_right(kind())
 
     def other(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         out, logsum = cpu_kernel(q, k, v, added)
@@ -105,9 +111,9 @@ def test_parts_that_are_wrong_are_not_used(
         raise RuntimeError("no kernel\nfor this")
 
     for kernel, told in {other: "it is ", none: "no kernel for this"}.items():
-        monkeypatch.setattr(split_keys, "_kernel", kernel)
-        split_keys._is_right.cache_clear()
-        assert not split_keys._is_right(kind())
+        monkeypatch.setattr(windows, "_kernel", kernel)
+        windows._is_right.cache_clear()
+        assert not windows._is_right(kind())
         assert f"keys cannot be attended to in parts here ({told}" in capsys.readouterr().err
 
 
@@ -123,7 +129,7 @@ def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     seen = torch.arange(2 * MANY_KEYS) < torch.tensor([[3000], [40]])
     added = q.new_zeros(()).masked_fill(~seen[:, None, None].cuda(), MASKED)
-    assert split_keys._is_right(split_keys._Kind(q.device, dtype, 4, 64))
+    assert windows._is_right(windows._Kind(q.device, dtype, 4, 64))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, added).float()
     found = attend_one(q, k, v, added).float()
     assert float((found - wanted).norm() / wanted.norm()) < 2**-6
