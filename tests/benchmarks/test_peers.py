@@ -47,8 +47,9 @@ def peers_plan(task: dict[str, int]) -> BatchPlan:
 
 @pytest.mark.slow
 def test_turns_over_pipes(tmp_path: Path) -> None:
+    task = {"steps": 1, "compute": "fp32"}
     player = peers.Player(
-        Contender("peak", "peak", None), sys.executable, {"steps": 1}, tmp_path / "one", threads=1
+        Contender("peak", "peak", None), sys.executable, task, tmp_path / "one", threads=1
     )
     try:
         answers = [player.turn() for _ in range(2)]
