@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.malloc import mapping_blocks
-from ingot.models.generation.windows import PART, CacheWindow
+from ingot.models.generation.windows import FEW_ROWS, PART, CacheWindow
 
 LEAST_LENGTH, SHORT_LENGTH = 32, 1024
 OWN_BYTES = 2**20
@@ -72,11 +72,13 @@ class KVCache:
         least = PART if spare and length > SHORT_LENGTH else LEAST_LENGTH
         self._length = _grown_size(self._length, length, least, self.max_length)
 
-    def read_by_a_step(self, length: int) -> int:
-        """How many tokens of a row a step reads that needs `length` of them: where they are many,
-        all that there is room for, which are whole parts.
+    def read_by_a_step(self, rows: int, length: int) -> int:
+        """How many tokens of each of some rows a step reads that needs `length` of them: of few
+        rows, where they are many, all that there is room for, which are whole parts, unless a
+        longer request has left much more than that.
         """
-        return self._length if length > SHORT_LENGTH else length
+        splits = rows <= FEW_ROWS and length > SHORT_LENGTH and 2 * self._length <= 3 * length
+        return self._length if splits else length
 
     @property
     def spare_row(self) -> int:

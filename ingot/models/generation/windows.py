@@ -26,8 +26,10 @@ QUERIES = 128
 """Queries of a block that attends together."""
 PART = 512
 """Keys of a part."""
-MANY_KEYS, FEW_HEADS = 2048, 128
-"""From so many keys on, for no more key/value heads of all rows: an H100 computes 132 at once."""
+MANY_KEYS, FEW_HEADS, FEW_ROWS = 2048, 128, 16
+"""From so many keys on, for no more key/value heads of all rows: an H100 computes 132 at once. Rows
+have eight, often.
+"""
 MASKED = -1e30
 """Added to scores that are not seen. A part of which nothing is seen then counts for nothing; of
 scores of minus infinity the kernel says that their sum is one.
@@ -48,8 +50,10 @@ class StoredKeys(Protocol):
         """Keys and values of a layer, each `[rows, K, length, E]`."""
         ...
 
-    def read_by_a_step(self, length: int) -> int:
-        """How many tokens of a row a recorded step reads that needs `length` of them."""
+    def read_by_a_step(self, rows: int, length: int) -> int:
+        """How many tokens of each of some rows a recorded step reads that needs `length` of
+        them.
+        """
         ...
 
 
@@ -171,7 +175,7 @@ class StepWindow:
     """
 
     def __init__(self, cache: StoredKeys, rows: Tensor, positions: Tensor, length: int) -> None:
-        self._cache, self._length = cache, cache.read_by_a_step(length)
+        self._cache, self._length = cache, cache.read_by_a_step(len(rows), length)
         self._place = rows[:, None], slice(None), positions
         keys = torch.arange(self._length, device=positions.device)
         distance = positions[:, None, :, None] - keys  # [B, 1, 1, S]

@@ -90,6 +90,18 @@ def test_a_step_over_many_keys_sees_the_same(
     assert float((found - wanted).norm() / wanted.norm()) < tolerances.SHARED_ROWS
 
 
+def test_a_step_reads_no_more_than_it_needs_by_half() -> None:
+    """Of many rows, of few tokens, and of a cache that a longer request has left, what it needs."""
+    cache = KVCache([None], 64, 16_384, recorded=True)
+    cache.reserve(20, 1000)
+    assert cache.read_by_a_step(2, 768) == 768
+    cache.reserve(20, 5000)
+    assert cache.read_by_a_step(2, 5000) == 5120
+    assert cache.read_by_a_step(16, 3584) == 5120
+    assert cache.read_by_a_step(17, 5000) == 5000
+    assert cache.read_by_a_step(2, 3072) == 3072
+
+
 def test_keys_that_lie_otherwise_are_not_split() -> None:
     k = torch.empty(2, 3, 4 * PART, 8)
     assert windows._splits(k)
