@@ -728,10 +728,26 @@ FAULTS = [
     Fault(
         "joined-gate-for-up",
         "ingot/models/native/joined.py",
-        "gate, up = self.gate_up_proj(_normed(self.before_mlp, x)).chunk(2, dim=-1)",
-        "up, gate = self.gate_up_proj(_normed(self.before_mlp, x)).chunk(2, dim=-1)",
+        "gate, up = self.gate_up_proj(_normed(self.norm, x)).chunk(2, dim=-1)",
+        "up, gate = self.gate_up_proj(_normed(self.norm, x)).chunk(2, dim=-1)",
         "a server on a GPU takes one half of the feed-forward's columns for the other",
         by="tests/models/native/test_joined.py",
+    ),
+    Fault(
+        "nothing-joined",
+        "ingot/serve/native/model.py",
+        "        if join and isinstance(model, Decoder):\n            join_layers(model)\n",
+        "",
+        "a server on a GPU launches twice as many kernels a token, and nobody hears of it",
+        by="tests/models/native/test_joined.py",
+    ),
+    Fault(
+        "likelihoods-wait-for-plans",
+        "ingot/evaluate/likelihood.py",
+        "@kernels_for_any_length\n",
+        "",
+        "each length of a task's texts waits for a plan by cuDNN",
+        by="tests/models/test_device.py",
     ),
     Fault(
         "any-length-left-for-all",

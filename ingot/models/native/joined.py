@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.models.native.attention import AttnFn
-from ingot.models.native.decoder import AttentionCache, Block, Decoder, FeedForward, RMSNorm
-from ingot.models.native.packed import Rotation, adjacent_pairs, is_plain
-from ingot.models.native.rope import Rope, Turns
+from ingot.models.native.decoder import Block, Decoder, FeedForward, RMSNorm
+from ingot.models.native.packed import (
+    Rotation,
+    TwoPartBlock,
+    is_plain,
+    put_pairs_together,
+)
+from ingot.models.native.rope import Rope
 
 
 def _join(*linears: nn.Linear) -> nn.Linear:
@@ -35,51 +39,22 @@ def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
     return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
-class JoinedBlock(nn.Module):
-    """A layer of a Llama (`is_plain`)."""
+class JoinedBefore(nn.Module):
+    """As `BeforeAttention`, in one product and, without norms of heads, one rotation."""
 
-    def __init__(self, block: Block, head_dim: int, rotation: Rotation) -> None:
+    def __init__(self, block: Block, head_dim: int) -> None:
         super().__init__()
-        attention, mlp, rope = block.self_attn, cast("FeedForward", block.mlp), block.rope
+        attention, rope = block.self_attn, block.rope
         assert rope is not None
-        self.number, self.window, self.rope = block.number, block.window, block.rope
-        self._rotation, self.head_dim = rotation, head_dim
-        self.before_attention = getattr(block, block.norms.before_attention or "")
-        self.before_mlp = getattr(block, block.norms.before_mlp or "")
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        turned = (attention.q_proj, attention.k_proj, self.q_norm, self.k_norm)
-        order = adjacent_pairs(rope, head_dim).to(attention.q_proj.weight.device)
-        for parameter in (p for part in turned if part is not None for p in part.parameters()):
-            heads = parameter.view(-1, head_dim, *parameter.shape[1:])
-            parameter.copy_(heads[:, order].view_as(parameter))
+        self.norm: RMSNorm = getattr(block, block.norms.before_attention or "")
+        self.q_norm, self.k_norm, self.head_dim = attention.q_norm, attention.k_norm, head_dim
+        put_pairs_together(attention, rope, head_dim)
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         self.heads = [linear.out_features // head_dim for linear in linears]
-        self.qkv_proj, self.o_proj = _join(*linears), attention.o_proj
-        self.gate_up_proj, self.down_proj = _join(mlp.gate_proj, mlp.up_proj), mlp.down_proj
+        self.qkv_proj = _join(*linears)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        turns: Turns,
-        attn_fn: AttnFn | None,
-        cache: AttentionCache | None = None,
-    ) -> Tensor:
-        """As `Block.forward`."""
-        q, k, v = self._projected(_normed(self.before_attention, x), self._rotation.of(turns))
-        if attn_fn is not None:
-            mixed = attn_fn(q, k, v)
-        else:
-            assert cache is not None
-            mixed = cache.attend(self.number, q, k, v)
-        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up_proj(_normed(self.before_mlp, x)).chunk(2, dim=-1)  # [B, T, F]
-        out: Tensor = x + self.down_proj(functional.silu(gate).mul_(up))
-        return out
-
-    def _projected(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, H, T, E]`, k and v `[B, K, T, E]` of normalised x `[B, T, D]`."""
-        heads = self.qkv_proj(x).unflatten(-1, [-1, self.head_dim])
+    def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.qkv_proj(_normed(self.norm, x)).unflatten(-1, [-1, self.head_dim])
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split(self.heads, dim=2)  # [B, T, H or K, E]
             q, k = (
@@ -90,6 +65,23 @@ class JoinedBlock(nn.Module):
             both, v = heads.split([sum(self.heads[:2]), self.heads[2]], dim=2)
             q, k = _rotated(both, rotation).split(self.heads[:2], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+class JoinedAfter(nn.Module):
+    """As `AfterAttention`."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        mlp = cast("FeedForward", block.mlp)
+        self.norm: RMSNorm = getattr(block, block.norms.before_mlp or "")
+        self.o_proj, self.down_proj = block.self_attn.o_proj, mlp.down_proj
+        self.gate_up_proj = _join(mlp.gate_proj, mlp.up_proj)
+
+    def forward(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up_proj(_normed(self.norm, x)).chunk(2, dim=-1)  # [B, T, F]
+        out: Tensor = x + self.down_proj(functional.silu(gate).mul_(up))
+        return out
 
 
 def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
@@ -104,14 +96,13 @@ def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
 
 @torch.no_grad()
 def join_layers(model: Decoder) -> None:
-    """Replace the layers that have nothing else than `JoinedBlock` computes, one by one; the model
-    can then only generate.
-    """
+    """Replace the layers of a Llama (`is_plain`), one by one; the model can then only generate."""
     rotations: dict[Rope | None, Rotation] = {rope: Rotation() for rope in set(model.config.ropes)}
     for name in [name for name, _ in model.model.layers.named_children()]:
         layer = cast("Block", model.model.layers.get_submodule(name))
         if is_plain(layer, model.config) and _is_plain_inside(layer):
-            joined = JoinedBlock(layer, model.config.head_dim, rotations[layer.rope])
+            before, after = JoinedBefore(layer, model.config.head_dim), JoinedAfter(layer)
+            joined = TwoPartBlock(layer, rotations[layer.rope], before, after)
             setattr(model.model.layers, name, joined.eval())
 
 

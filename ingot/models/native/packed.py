@@ -26,7 +26,13 @@ from ingot.base.malloc import mapping_blocks, return_freed_memory
 from ingot.models.device import Compute
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import DecoderConfig
-from ingot.models.native.decoder import AttentionCache, Block, Decoder, FeedForward
+from ingot.models.native.decoder import (
+    Attention,
+    AttentionCache,
+    Block,
+    Decoder,
+    FeedForward,
+)
 from ingot.models.native.fbgemm import CHUNK_WEIGHTS, Float16Matrix, PackedLinear
 from ingot.models.native.head import VocabularyHead
 from ingot.models.native.onednn import BFloat16Linear, multiplies_bfloat16
@@ -74,11 +80,7 @@ class BeforeAttention(nn.Module):
         assert rope is not None
         self.norm = getattr(block, block.norms.before_attention or "")
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        turned = (attention.q_proj, attention.k_proj, self.q_norm, self.k_norm)
-        order = adjacent_pairs(rope, head_dim)
-        for parameter in (p for part in turned if part is not None for p in part.parameters()):
-            heads = parameter.view(-1, head_dim, *parameter.shape[1:])
-            parameter.copy_(heads[:, order].view_as(parameter))
+        put_pairs_together(attention, rope, head_dim)
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         self.head_dim = head_dim
         self.heads = [linear.out_features // head_dim for linear in linears]
@@ -98,12 +100,17 @@ class BeforeAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def adjacent_pairs(rope: Rope, head_dim: int) -> Tensor:
-    """The order of a head's channels in which the pairs (i, i + R/2) are (2i, 2i + 1)."""
+def put_pairs_together(attention: Attention, rope: Rope, head_dim: int) -> None:
+    """Reorder the channels of queries and keys in place: the pairs (i, i + R/2) that are rotated
+    become (2i, 2i + 1).
+    """
     rotated = int(head_dim * rope.share)
-    order = torch.arange(head_dim)
+    order = torch.arange(head_dim, device=attention.q_proj.weight.device)
     order[:rotated] = order[:rotated].view(2, -1).T.flatten()
-    return order
+    turned = attention.q_proj, attention.k_proj, attention.q_norm, attention.k_norm
+    for parameter in (p for part in turned if part is not None for p in part.parameters()):
+        heads = parameter.view(-1, head_dim, *parameter.shape[1:])
+        parameter.copy_(heads[:, order].view_as(parameter))
 
 
 class AfterAttention(nn.Module):
@@ -142,17 +149,17 @@ class Rotation:
         return made[1]
 
 
-class PackedBlock(nn.Module):
-    """A layer of a Llama (`is_plain`) in two parts around attention. They run without Python, which
-    between the small operators of a single token takes as long as these.
+class TwoPartBlock(nn.Module):
+    """A layer of a Llama (`is_plain`) in two parts around attention, which are called as
+    `BeforeAttention` and `AfterAttention`.
     """
 
-    def __init__(self, block: Block, head_dim: int, rotation: Rotation, compute: Compute) -> None:
+    def __init__(
+        self, block: Block, rotation: Rotation, before: nn.Module, after: nn.Module
+    ) -> None:
         super().__init__()
         self.number, self.window, self.rope = block.number, block.window, block.rope
-        self._rotation = rotation
-        self.before = without_python(BeforeAttention(block, head_dim, compute))
-        self.after = without_python(AfterAttention(block, compute))
+        self._rotation, self.before, self.after = rotation, before, after
 
     def forward(
         self,
@@ -174,7 +181,7 @@ class PackedBlock(nn.Module):
 
 
 def is_plain(block: Block, config: DecoderConfig) -> bool:
-    """Whether a layer has nothing but what `PackedBlock` computes."""
+    """Whether a layer has nothing but what the two parts of a `TwoPartBlock` compute."""
     norms = config.norms
     return (
         type(block.mlp) is FeedForward
@@ -319,8 +326,10 @@ def _pack_layer(
         if id(parameter) not in whole:
             parameter.data = parameter.data.float()
     if is_plain(layer, model.config):
-        packed = PackedBlock(layer, model.config.head_dim, rotations[layer.rope], compute)
-        setattr(model.model.layers, name, packed)
+        # Between the small operators of a single token Python takes as long as these.
+        before = without_python(BeforeAttention(layer, model.config.head_dim, compute))
+        after = without_python(AfterAttention(layer, compute))
+        setattr(model.model.layers, name, TwoPartBlock(layer, rotations[layer.rope], before, after))
         return
     for parent in list(layer.modules()):
         for leaf, child in list(parent.named_children()):

@@ -243,9 +243,9 @@ def load(
     says.
 
     `native`: our own decoder where it supports the model, else transformers. `transformers`: causal
-    models always through its `generate`. `pack`: see `pack_weights` (it
-    takes a second or two per 100 million weights, which a server earns back and a single answer
-    does not) and, on a GPU, `join_layers`.
+    models always through its `generate`. `pack`: see `pack_weights` and, on a GPU, `join_layers`.
+    Packing takes a second or two per 100 million weights, which a server earns back and a single
+    answer does not.
 
     Raises:
         WrongInput: not a model folder, no tokenizer in it, one that does not fit the model, or,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.models.device import pick_device
 from ingot.models.native.decoder import Block, RMSNorm
-from ingot.models.native.joined import JoinedBlock, _normed, join_layers
+from ingot.models.native.joined import _normed, join_layers
+from ingot.models.native.packed import TwoPartBlock
 from ingot.serve.native import model as served
 from ingot.serve.native.model import load
 from tests import tolerances
@@ -30,7 +30,7 @@ def test_numbers_and_answers_stay(kind: str, tied: bool) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
     assert answers(model) == said
     kinds = {type(layer) for layer in model.model.layers}
-    assert kinds == {Block if kind == "olmo2" else JoinedBlock}
+    assert kinds == {Block if kind == "olmo2" else TwoPartBlock}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -59,15 +59,21 @@ def test_a_layer_whose_parts_have_two_types_stays() -> None:
     model = decoder()
     model.model.layers.get_submodule("1").input_layernorm.double()
     join_layers(model)
-    assert [type(layer) for layer in model.model.layers] == [JoinedBlock, Block]
+    assert [type(layer) for layer in model.model.layers] == [TwoPartBlock, Block]
 
 
-def test_only_a_server_on_a_gpu_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, joined = make_folder(tmp_path / "model"), list[object]()
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_only_a_server_on_a_gpu_joins(
+    place: str, pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if there were one: where it would be opened, the model is opened here."""
+    folder, joined, model = make_folder(tmp_path / "model"), list[object](), decoder(vocab_size=320)
     monkeypatch.setattr(served, "join_layers", joined.append)
-    load(folder, pack=True)
-    if pick_device().type == "cpu":
-        assert not joined
+    monkeypatch.setattr(served, "pick_device", lambda: torch.device(place))
+    monkeypatch.setattr(served, "open_model", lambda folder, *, device, dtype: model)
+    load(folder, pack=pack, compute="fp32")
+    assert joined == ([model] if pack and place == "cuda" else [])
 
 
 @pytest.mark.gpu
