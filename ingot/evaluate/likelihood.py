@@ -85,6 +85,7 @@ class _TokenScorer:
         return view.log_probability(labels)
 
 
+@kernels_for_any_length
 def log_likelihoods(
     subject: EvalModel, spans: Sequence[ScoredSpan], title: str, *, greedy: bool = False
 ) -> Floats:
@@ -104,7 +105,6 @@ def log_likelihoods(
     with (
         subject.progress(title, len(spans), "continuations") as progress,
         torch.no_grad(),
-        kernels_for_any_length,
         computing_in(subject.compute, subject.device),
     ):
         for group in subject.until_stopped(groups):

@@ -355,9 +355,9 @@ class GraphRecorder:
     def __call__(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         # A recording that fails leaves its own stream as the current one.
         with torch.cuda.stream(torch.cuda.current_stream()):
-            if self._first is None:
-                self._first, _ = _recorded(_one_number, self._pool)
             try:
+                if self._first is None:
+                    self._first, _ = _recorded(_one_number, self._pool)
                 graph, result = _recorded(work, self._pool)
             except RuntimeError:
                 self._clean_up()

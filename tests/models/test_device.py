@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.evaluate.likelihood import log_likelihoods
 from ingot.models import device as devices
 from ingot.models.generation.classifier import classify
 from ingot.models.generation.fillmask import fill_masks
@@ -175,22 +176,12 @@ def test_attention_for_any_length_is_shared_and_given_back() -> None:
 
 
 def test_generation_and_answers_ask_for_it() -> None:
-    asked = [
-        DecodingLoop.step,
-        answer_batch,
-        classify,
-        embed,
-        fill_masks,
-    ]
-    held = torch.backends.cuda.cudnn_sdp_enabled
-    for function in asked:
-        found = _wrapped(function)
-        assert devices.kernels_for_any_length in found, function
-    assert held()
+    """All whose texts have any length."""
+    for function in (DecodingLoop.step, answer_batch, classify, embed, fill_masks, log_likelihoods):
+        assert devices.kernels_for_any_length in _held_by_decorators(function), function
 
 
-def _wrapped(function: Any) -> list[Any]:
-    """What the closures of a function's decorators hold."""
+def _held_by_decorators(function: Any) -> list[Any]:
     found = []
     while function is not None:
         found += [cell.cell_contents for cell in function.__closure__ or ()]

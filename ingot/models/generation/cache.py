@@ -1,5 +1,5 @@
 """The cache of keys and values that the native decoder generates with: a row for each running
-request, and the view of it that the layers see in one forward pass.
+request.
 """
 
 from __future__ import annotations
