@@ -9,6 +9,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,11 +118,13 @@ def test_checks_share_the_device_and_speeds_have_it_alone(
     tmp_path: Path, script: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans: dict[str, tuple[float, float]] = {}
+    both = threading.Barrier(2, timeout=30)
     was = runner.RowProcess.do
 
     def slowly(self: Any, row: Row, timeout: float, cache: Path | None) -> int | None:
         began = time.monotonic()
-        time.sleep(0.2)
+        if row.name in ("attention", "families"):
+            both.wait()
         code = was(self, row, timeout, cache)
         spans[row.name] = (began, time.monotonic())
         return code
@@ -133,8 +136,8 @@ def test_checks_share_the_device_and_speeds_have_it_alone(
     )
     order = [spans["ceilings"], spans["attention"], spans["1B kernels, 8 rows"], spans["memory"]]
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(order))
-    assert spans["attention"][0] < spans["families"][1] <= order[2][0]
-    assert spans["ceilings"][1] <= spans["families"][0] < spans["attention"][1]
+    assert spans["ceilings"][1] <= spans["families"][0]
+    assert spans["families"][1] <= spans["1B kernels, 8 rows"][0]
 
 
 def test_no_row_begins_that_would_not_end(tmp_path: Path, script: Sequence[str]) -> None:

@@ -266,9 +266,11 @@ def work():
         (numbers @ numbers).clamp(-1, 1)
 
 threading.Thread(target=work, daemon=True).start()
-threading.Thread(target=lambda: (time.sleep(0.3), print("waited for"))).start()
+leaving = threading.Event()
+threading.Thread(target=lambda: (leaving.wait(), time.sleep(0.1), print("waited for"))).start()
 time.sleep(0.2)
 print("answer")
+leaving.set()
 leave(7)
 """
 

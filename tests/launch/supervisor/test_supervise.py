@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.heartbeat import heartbeat_file, read_beats
 from ingot.base.runfolder import folder_lock
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
@@ -188,8 +190,9 @@ def test_signs_of_life_of_others_are_not_ours(made: Made, run: Supervised) -> No
     assert len(starts(recipe)) == 2
 
 
-def kill_later(seconds: float, signum: int) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signum)).start()
+def signal_once(condition: Callable[[], bool], signum: int) -> None:
+    """Send this process a signal when the condition holds."""
+    threading.Thread(target=lambda: (wait_until(condition), os.kill(os.getpid(), signum))).start()
 
 
 @pytest.mark.drawn
@@ -203,12 +206,7 @@ def test_a_signal_is_handed_on_and_is_no_failure(
     was asked for, too: what it saved before stands.
     """
     recipe = made(steps=100_000, every=5)
-    threading.Thread(
-        target=lambda: (
-            wait_until(lambda: bool(committed_steps(recipe.folder.checkpoints))),
-            os.kill(os.getpid(), signum),
-        )
-    ).start()
+    signal_once(lambda: bool(committed_steps(recipe.folder.checkpoints)), signum)
     assert run(recipe, processes=2) == JobExit(75, signum)
     assert (
         "stopped; the same command goes on from checkpoint" in capfd.readouterr().err
@@ -220,17 +218,13 @@ def test_a_signal_is_handed_on_and_is_no_failure(
 def test_a_signal_between_two_attempts_is_the_end(
     saved: bool, made: Made, run: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    between = threading.Event()
     monkeypatch.setattr(
-        "ingot.launch.supervisor.supervise._Supervisor._backoff_s", lambda self: 60.0
+        "ingot.launch.supervisor.supervise._Supervisor._backoff_s",
+        lambda self: between.set() or 60.0,
     )
     recipe = made([0, 13 if saved else 3, "exit", 1])
-    threading.Thread(
-        target=lambda: (
-            wait_until(lambda: any(starts(recipe))),
-            time.sleep(2.5),
-            os.kill(os.getpid(), signal.SIGTERM),
-        )
-    ).start()
+    signal_once(between.is_set, signal.SIGTERM)
     assert run(recipe) == JobExit(75 if saved else 128 + signal.SIGTERM, signal.SIGTERM)
     assert len(starts(recipe)) == 1
 
@@ -240,7 +234,8 @@ def test_ranks_that_do_not_stop_are_ended_after_their_grace(
 ) -> None:
     monkeypatch.setattr("ingot.launch.supervisor.attempt_watch.STOP_MARGIN_S", 0.5)
     recipe = made([0, 13, "hang", None], checkpoint__grace_s=1)
-    kill_later(2.0, signal.SIGTERM)
+    beats = heartbeat_file(recipe.folder.heartbeats)
+    signal_once(lambda: any(beat.step == 13 for beat in read_beats(beats)), signal.SIGTERM)
     assert run(recipe) == JobExit(75, signal.SIGTERM)
     assert (
         capfd.readouterr().err
