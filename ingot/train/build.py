@@ -42,7 +42,7 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
-from ingot.train.optim.averaging import drop_average
+from ingot.train.optim.averaging import averaged_steps, drop_average
 from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.reference import Tables
@@ -169,6 +169,8 @@ def lineage(plan: TrainSetup, step: int) -> dict[str, Any]:
     if average is not None and average.export:
         size = "decay" if average.kind == "ema" else "checkpoints"
         about["average"] = {"kind": average.kind, size: getattr(average, size)}
+        if average.kind == "last":
+            about["average"]["steps"] = averaged_steps(average, recipe.folder.checkpoints, step)
     if recipe.model.quantize is not None:
         about[QUANTIZE] = recipe.model.quantize.model_dump()
     if plan.origin is not None:

@@ -43,6 +43,7 @@ CLOCKS = (
     "train/examples_per_s",
     "train/mfu",
     "validation/seconds",
+    "rollout/seconds",
     "memory/",
     "gpu/",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+import ingot as ingot_package
 from ingot.base.errors import Failed, Stopped, WrongInput
 from ingot.cli.app import app
 from ingot.cli.guard import SignalReceived, guarded
@@ -31,6 +33,21 @@ def _verbs() -> list[tuple[str, Any]]:
             [(f"{name} {sub}", item) for sub, item in inner.items()] if inner else [(name, verb)]
         )
     return found
+
+
+def test_the_verbs_that_messages_name_are_there() -> None:
+    """Where the next step is one that does not exist, a user is left alone."""
+    package = Path(ingot_package.__file__).parent
+    unknown, named = [], 0
+    for path in package.rglob("*.py"):
+        for first, second in re.findall(r"`ingot ([a-z]+)(?: ([a-z]+))?", path.read_text("utf-8")):
+            named += 1
+            verb = ROOT.commands.get(first)
+            inner = getattr(verb, "commands", None)
+            if verb is None or (inner and second and second not in inner):
+                unknown.append(f"{path.relative_to(package)}: ingot {first} {second}")
+    assert named > 100
+    assert not unknown
 
 
 def test_help_lists_every_verb_at_once() -> None:

@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "mean-not-rebuilt",
+        "ingot/verify/export/trained.py",
+        'if "average" in self.lineage else None',
+        "if False else None",
+        "verify export compares an exported mean with the last weights, and fails what is right",
+        "tests/verify/test_export.py",
+    ),
+    Fault(
+        "averaged-checkpoints-not-looked-for",
+        "ingot/verify/export/trained.py",
+        '    averaged = (lineage.get("average") or {}).get("steps", [])\n',
+        "    averaged = []\n",
+        "verify export compares a mean of checkpoints with one of fewer",
+        "tests/verify/test_export.py",
+    ),
+    Fault(
         "deterministic-attention-in-any-order",
         "ingot/models/native/attention.py",
         "or torch.are_deterministic_algorithms_enabled()",

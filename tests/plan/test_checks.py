@@ -67,6 +67,12 @@ def test_data_beside_the_rows(tmp_path: Path, changed: dict[str, Any], about: li
     assert warned(judge_data(small_recipe(tmp_path), replace(SAMPLE, **changed))) == about
 
 
+def test_what_is_left_out_is_told_with_its_cause(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, objective__kind="sft", data__truncate="drop")
+    found = [one.message for one in judge_data(recipe, replace(SAMPLE, left_out=0.5))]
+    assert any("since they are longer, and data.truncate is drop" in one for one in found)
+
+
 def test_padding_of_single_records_is_an_upper_bound(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, objective__kind="dpo")
     told = [one.message for one in judge_data(recipe, replace(SAMPLE, padding=0.9))]

@@ -422,6 +422,26 @@ def _first_written(folder: Path) -> int:
     return int(open_transformers(folder, "decoder").logits(prompt)[-1].argmax())
 
 
+@pytest.mark.parametrize("way", ["sft", "sft-lora"])
+@pytest.mark.parametrize("average", ["{decay: 0.5}", "{kind: last, checkpoints: 2}"])
+def test_a_mean_of_weights(way: str, average: str, trained: Path, tmp_path: Path) -> None:
+    """What is exported is a mean, not what was trained last; of checkpoints, all of them count."""
+    recipe = copied(trained, tmp_path, way)
+    shutil.rmtree(recipe.folder.checkpoints)
+    knobs = {"train__average": average, "checkpoint__every": 2, "checkpoint__keep": 3}
+    make_recipe = lora_of if way == "sft-lora" else recipe_of
+    recipe = make_recipe(trained, "sft", output=str(tmp_path / "runs"), **knobs)
+    train(recipe)
+    proof = verify_export(recipe)
+    assert proof.holds, [one for one in proof.checks if one.passed is False]
+    assert check(proof, WEIGHTS).passed is True
+    if "last" in average:
+        shutil.rmtree(recipe.folder.checkpoints / "step-00000004")
+        weights = check(verify_export(recipe), WEIGHTS)
+        assert weights.passed is None
+        assert "step-00000004, which was exported, is gone" in weights.detail
+
+
 @pytest.mark.drawn("an export otherwise", keep=2)
 def test_without_the_checkpoint(trained: Path, tmp_path: Path) -> None:
     """The weights are not known then; the architecture still is, by the recipe."""

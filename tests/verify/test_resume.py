@@ -19,6 +19,7 @@ from ingot.verify.resume import run_ingot, verify_resume
 from tests.objectives.test_every_way import apart
 from tests.objectives.ways import make_ready
 from tests.small import small_recipe
+from tests.train.rollout.digits import digits_recipe, made_ready, odd_known
 from tests.verify.faulty_training import (
     forget_generator,
     forget_optimizer,
@@ -84,6 +85,15 @@ def test_a_generator_that_is_not_restored_is_seen(tmp_path: Path) -> None:
     found = details(verify_resume(recipe, run_with(forget_generator)))
     assert found["metrics"][0] is False
     assert found["optimizer state"][0] is False
+
+
+def test_answers_are_sampled_again_exactly(tmp_path: Path) -> None:
+    """Steps that take as long as they take."""
+    with odd_known():
+        made_ready(tmp_path / "root")
+    recipe = digits_recipe(tmp_path / "root", {"rewards": [{"kind": "exact"}]})
+    proof = verify_resume(recipe, run_forked)
+    assert proof.holds, details(proof)
 
 
 def test_without_prepared_data_the_next_step_is_named(tmp_path: Path) -> None:

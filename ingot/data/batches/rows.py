@@ -101,9 +101,12 @@ def open_rows(
             by_part=by_part,
         )
     if not len(rows):
+        way = "lower it or add documents"
+        if pack != "cut" and rows.tokens:
+            way = "within it nothing that is trained remains of any document; raise it"
         raise WrongInput(
             f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len};"
-            " lower it or add documents"
+            f" {way}"
         )
     return rows
 

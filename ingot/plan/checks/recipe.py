@@ -77,11 +77,11 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         yield PlanFinding("warning" if much else "known", "data.seq_len", message + way)
     if sample.left_out > 0.0:
         much = sample.left_out > MUCH_LOST
-        message = (
-            f"{sample.left_out:.1%} of the documents are left out, since nothing that is trained"
-            " remains of them"
-        )
-        way = "; raise data.seq_len, or look at them with `ingot mask`" if much else ""
+        why = "nothing that is trained remains of them"
+        if recipe.data.truncate == "drop":
+            why = "they are longer, and data.truncate is drop, or " + why
+        message = f"{sample.left_out:.1%} of the documents are left out, since {why}"
+        way = "; raise data.seq_len, or look at them with `ingot show mask`" if much else ""
         yield PlanFinding("warning" if much else "known", "data.seq_len", message + way)
     if sample.padding > 0.0 and sample.left_out < 1.0:
         much = sample.padding > MUCH_PADDED

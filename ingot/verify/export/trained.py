@@ -4,7 +4,7 @@ comparison of its weights with the exported ones, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ingot.config.models.experts import CORRECTION
 from ingot.config.models.source import CONFIG
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
+from ingot.config.sections.loop import Average
 from ingot.config.sections.quantize import Quantize
 from ingot.models.adapters.lora import adapter_tensors, add_lora, lora_layers, merge_in_place
 from ingot.models.adapters.quantized import round_base
@@ -34,6 +35,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.spec import build_model
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
+from ingot.train.optim.averaging import load_average, stored_average
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.export.logits import HeldOutRows, held_out, logit_difference, training_logits
 from ingot.verify.proof import Check
@@ -182,6 +184,11 @@ class ExportedRun:
         return int(self.lineage["step"])
 
     @property
+    def average(self) -> Average | None:
+        """What was exported in place of the last weights."""
+        return self.recipe.train.average if "average" in self.lineage else None
+
+    @property
     def type(self) -> str:
         return str(self.lineage["export_type"])
 
@@ -207,7 +214,8 @@ def open_export(recipe: Recipe) -> ExportedRun:
     # One process rebuilds the model, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
     plan = make_setup(alone, alone_on_cpu())
-    found, gone = _exported_checkpoint(recipe, int(lineage["step"]))
+    averaged = (lineage.get("average") or {}).get("steps", [])
+    found, gone = _exported_checkpoint(recipe, int(lineage["step"]), averaged)
     if found is not None:
         before, now = (
             {key: value for key, value in identity.items() if key not in MACHINE_DEPENDENT}
@@ -225,18 +233,20 @@ def alone_on_cpu() -> Mesh:
     return Mesh(Ranks(), CPU)
 
 
-def _exported_checkpoint(recipe: Recipe, step: int) -> tuple[CommittedCheckpoint | None, str]:
-    """The exported checkpoint, or the reason why there is none."""
-    folder = step_folder(recipe.folder.checkpoints, step)
-    commit = read_marker(folder, COMMIT)
-    if commit is None:
-        there = (
-            ", ".join(f"{found.step:,}" for found in committed(recipe.folder.checkpoints)) or "none"
-        )
-        return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
-    if wrong := problems(folder, commit, checksums=True):
-        return None, f"{folder} is damaged: {wrong[0]}"
-    return CommittedCheckpoint(folder, int(commit["step"]), commit), ""
+def _exported_checkpoint(
+    recipe: Recipe, step: int, averaged: Iterable[int]
+) -> tuple[CommittedCheckpoint | None, str]:
+    """The exported checkpoint, or why it, or one that it was averaged with, is not whole."""
+    checkpoints = recipe.folder.checkpoints
+    for one in [*(set(averaged) - {step}), step]:
+        folder = step_folder(checkpoints, one)
+        commit = read_marker(folder, COMMIT)
+        if commit is None:
+            there = ", ".join(f"{found.step:,}" for found in committed(checkpoints)) or "none"
+            return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
+        if wrong := problems(folder, commit, checksums=True):
+            return None, f"{folder} is damaged: {wrong[0]}"
+    return CommittedCheckpoint(folder, step, commit), ""
 
 
 @dataclass(frozen=True)
@@ -279,7 +289,12 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     model = build_model(plan.model_spec, plan.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, plan.recipe.seed)
-    load_checkpoint(export.found, Masters(model, alone_on_cpu()), None, alone_on_cpu())
+    masters = Masters(model, alone_on_cpu())
+    load_checkpoint(export.found, masters, None, alone_on_cpu())
+    if export.average is not None:
+        load_average(
+            masters, stored_average(export.average, export.recipe.folder.checkpoints, export.step)
+        )
     if (quantize := merged_quantize(export.recipe)) is not None:
         round_base(model, quantize)
     unrounded = training_logits(model.eval(), export.held_out)

@@ -151,3 +151,11 @@ def test_who_cannot_be_cut_from_the_left_is_told(tmp_path: Path) -> None:
     assert training_identity(recipe)["data.truncate"] == "left"
     plain = training_identity(small_recipe(tmp_path, objective__kind="dpo"))
     assert "data.truncate" not in plain, "runs of earlier versions resume"
+
+
+@pytest.mark.parametrize("how", ["best_fit", "best_fit-drop"])
+def test_prompts_that_fill_each_row_ask_for_longer_rows(tmp_path: Path, how: str) -> None:
+    """Shorter ones would hold even less."""
+    chat = {"tokens": [1, 2, 3, 4, 5, 6], "mask": [0, 0, 0, 0, 0, 1]}
+    with pytest.raises(WrongInput, match=r"not one row of data\.seq_len=4; within it .* raise it$"):
+        rows_of(tmp_path, "chat", [chat, chat], how)
