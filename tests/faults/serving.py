@@ -151,4 +151,12 @@ FAULTS = [
         "nobody can put together the characters whose parts are tokens",
         "tests/serve/http/test_logprobs.py",
     ),
+    Fault(
+        "rows-go-on-as-if-unwritten",
+        "ingot/serve/native/causal.py",
+        "        for job in left:\n            job.begin_again()\n",
+        "",
+        "where a batch of transformers' begins again, an answer forgets what it said",
+        "tests/serve/native/test_causal.py",
+    ),
 ]

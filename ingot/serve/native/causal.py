@@ -175,6 +175,7 @@ class TransformersGenerator(DecodingLoop):
         self._begun = False  # whether the first of them are given
 
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
+        self._make_room()
         if not self._running and self._pending:
             count = min(self._max_rows, len(self._pending))
             self._jobs = [self._pending.popleft() for _ in range(count)]
@@ -185,6 +186,22 @@ class TransformersGenerator(DecodingLoop):
                 max(job.request.max_tokens - job.generated for job in self._jobs),
             )
         return []
+
+    def _make_room(self) -> None:
+        """Begin the batch again with the requests that run, once it fills the model's positions.
+
+        Rows that are finished go on beside the others, and padding takes places: behind the last
+        position there is none in the model's tables, and the step would fail for all.
+        """
+        longest = max((len(job.request.prompt) for job in self._jobs), default=0)
+        written = max((len(job.written) for job in self._running), default=0)
+        if longest + written < self._limits.max_position_embeddings:
+            return
+        left = [job for job in self._jobs if job in self._running]
+        self._reset()
+        for job in left:
+            job.begin_again()
+        self._pending.extendleft(reversed(left))
 
     def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         if self._logits is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ import transformers
 from safetensors.torch import save_file
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.request import Request
+from ingot.models.generation.loop import GenerationJob
+from ingot.models.generation.request import CompletionChunk, Request, join_chunks
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.native.causal import CausalModel, TransformersGenerator
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.running import running
-from tests.serve.tiny import changed_config, make_folder
+from tests.serve.tiny import TEXT, changed_config, make_folder
 
 PROMPTS = [
     "the",
@@ -28,6 +30,18 @@ PROMPTS = [
     "Straße, ",
     "Q",
 ]
+_SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": _SMALL,
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 64,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -173,21 +187,19 @@ def test_numbers_that_are_not_finite_are_an_error_of_that_request(
     assert answer.finish == "error"
 
 
-def gpt2(folder: Path) -> Path:
+def unknown(folder: Path, kind: str = "gpt2", **changes: Any) -> Path:
     """A causal model that ingot's own decoder does not know."""
     made = make_folder(folder)
     (made / "model.safetensors").unlink()
     torch.manual_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=320,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=320, bos_token_id=0, eos_token_id=0, **{**SIZES[kind], **changes}
     )
-    transformers.GPT2LMHeadModel(config).save_pretrained(made)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(made)
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
     return made
 
@@ -195,7 +207,7 @@ def gpt2(folder: Path) -> Path:
 def test_native_leaves_to_transformers_what_it_does_not_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = gpt2(tmp_path / "gpt2")
+    folder = unknown(tmp_path / "gpt2")
     loaded = load(folder)
     assert (
         "model_type gpt2 is not one of ingot's own decoders, so transformers generates"
@@ -205,6 +217,31 @@ def test_native_leaves_to_transformers_what_it_does_not_know(
     requests = [Request(loaded.encode(prompt), 12) for prompt in PROMPTS[:3]]
     for request, answer in zip(requests, loaded.worker(8).run(requests), strict=True):
         assert [token.id for token in answer.tokens] == theirs(folder, list(request.prompt), 12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
+def test_a_batch_never_reads_behind_the_models_last_position(kind: str, tmp_path: Path) -> None:
+    """Neither in rows that are finished or cancelled, nor, where keys are counted, with padding;
+    what goes on says what it says alone.
+    """
+    loaded = load(unknown(tmp_path / "model", kind))
+    ids = loaded.encode(TEXT * 3)
+    requests = [Request(ids[:length], 50) for length in (58, 61, 5, 20)]
+    alone = [loaded.worker(1).run([request])[0] for request in requests]
+    assert [answer.generated for answer in alone] == [6, 3, 50, 44]
+    worker = loaded.worker(8)
+    assert isinstance(worker, TransformersGenerator)
+    jobs = [worker.add(request) for request in requests]
+    parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
+    while worker.busy:
+        for job, piece in worker.step():
+            parts[job].append(piece)
+        worker.cancel(jobs[1])
+    assert len(parts.pop(jobs[1])) == 1
+    for pieces, expected in zip(parts.values(), [alone[0], *alone[2:]], strict=True):
+        answer = join_chunks(pieces)
+        assert [token.id for token in answer.tokens] == [token.id for token in expected.tokens]
+        assert (answer.text, answer.finish) == (expected.text, "length")
 
 
 def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
