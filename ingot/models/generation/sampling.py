@@ -31,12 +31,12 @@ class Sampling:
     chosen one; these are the model's own, before all that is said here.
 
     Names, meaning and order are vLLM's: bias, penalties, temperature, `min_p`, `top_k`, `top_p`.
-    `top_k`: only so many of the most likely tokens; 0 all. `min_p`: only tokens with at least this
-    share of the most likely one's probability (Nguyen et al. 2024, arXiv 2407.01082). A logit
-    loses `presence_penalty` if the completion has the token already, `frequency_penalty` each time
-    it has it, and is divided by `repetition_penalty` (multiplied, if negative) if prompt or
-    completion have it (Keskar et al. 2019, arXiv 1909.05858). `logit_bias`: (token, what is added
-    to its logit).
+    `top_k`: only so many of the most likely tokens; 0, and any larger number, all. `min_p`: only
+    tokens with at least this share of the most likely one's probability (Nguyen et al. 2024, arXiv
+    2407.01082). A logit loses `presence_penalty` if the completion has the token already,
+    `frequency_penalty` each time it has it, and is divided by `repetition_penalty` (multiplied, if
+    negative) if prompt or completion have it (Keskar et al. 2019, arXiv 1909.05858). `logit_bias`:
+    (token, what is added to its logit).
     """
 
     temperature: float = 0.0
@@ -174,7 +174,8 @@ def _draw(
         if not rest:
             break
         likely, order = probabilities[rest].topk(size, dim=-1)
-        count = torch.tensor([samplings[row].top_k or vocabulary for row in rest])[:, None]
+        counts = [min(samplings[row].top_k or vocabulary, vocabulary) for row in rest]
+        count = torch.tensor(counts)[:, None]
         count = count.to(logits.device)
         likely = torch.where(torch.arange(size, device=logits.device) < count, likely, 0.0)
         cumulative = likely.cumsum(dim=-1)

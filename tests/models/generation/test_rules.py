@@ -104,13 +104,23 @@ def test_logits_that_are_not_finite_are_found_behind_a_rule() -> None:
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(3, 1.0, 0.0), (0, 1.0, 0.2), (5, 0.6, 0.0), (0, 0.7, 0.1), (4, 0.8, 0.15), (300, 0.9, 0.0)],
+    [
+        (3, 1.0, 0.0),
+        (0, 1.0, 0.2),
+        (5, 0.6, 0.0),
+        (0, 0.7, 0.1),
+        (4, 0.8, 0.15),
+        (300, 0.9, 0.0),
+        (10**30, 1.0, 0.0),
+    ],
 )
 @pytest.mark.parametrize("vocabulary", [12, 2 * SHORTLIST])
 def test_what_can_be_drawn_is_what_transformers_leaves(
     top_k: int, top_p: float, min_p: float, vocabulary: int
 ) -> None:
-    """And each with its probability. min-p comes first and top-p last, as in vLLM."""
+    """And each with its probability. min-p comes first and top-p last, as in vLLM. More tokens than
+    there are, and more than a tensor can count, are all.
+    """
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * 2
     warpers = LogitsProcessorList()
     if min_p:
