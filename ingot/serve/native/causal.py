@@ -7,6 +7,7 @@ decoder, in the caller's thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.config.models.content import check_content
 from ingot.config.models.family import is_native
 from ingot.config.models.source import model_config
@@ -39,6 +41,9 @@ BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
 # Positions assumed for models whose configuration gives no number: those with relative positions or
 # a recurrent state.
 DEFAULT_POSITIONS = 8192
+# Tokens of the two prompts that are decoded together to see whether they mix: one is shorter than
+# the convolutions of recurrent models, one longer.
+TRIED = (2, 6)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,20 @@ class CausalModel:
     def parameters(self) -> Iterator[Tensor]:
         """All weights."""
         return iter(self.inner.parameters())
+
+    @functools.cached_property
+    def keeps_rows_apart(self) -> bool:
+        """Whether requests of one batch get the logits that each gets alone, within rounding; said
+        where they do not. Tried, since a type that reads padding, or its neighbours, reports no
+        error.
+        """
+        mixed = _how_rows_mix(self)
+        if mixed is not None:
+            say(
+                f"transformers' {type(self.inner).__name__} does not compute requests together as"
+                f" alone ({mixed}); each is answered by itself, and others wait"
+            )
+        return mixed is None
 
 
 class TextEncoder(CausalModel):
@@ -144,7 +163,8 @@ def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> 
 class TransformersGenerator(DecodingLoop):
     """Generates for up to `max_rows` requests together, one token of each per step. A batch runs
     until its last answer ends; requests that arrive meanwhile wait for the next batch, since caches
-    of transformers' many kinds of models take no rows in.
+    of transformers' many kinds of models take no rows in. Where a model does not keep rows apart, a
+    batch is one request.
 
     Args:
         eos: tokens that end an answer.
@@ -178,6 +198,8 @@ class TransformersGenerator(DecodingLoop):
         self._make_room()
         if not self._running and self._pending:
             count = min(self._max_rows, len(self._pending))
+            if count > 1 and not self._model.keeps_rows_apart:
+                count = 1
             self._jobs = [self._pending.popleft() for _ in range(count)]
             self._running = set(self._jobs)
             self._logits = next_logits(
@@ -253,6 +275,33 @@ def next_logits(
                 ids, next_sequence_length=1 if state["use_cache"] else None, **state
             )
             outputs = inner(**inputs, return_dict=True)
+
+
+def _how_rows_mix(model: CausalModel) -> str | None:
+    """What goes wrong where a short and a longer prompt are decoded together; None if nothing does.
+
+    Rounding may take half of the digits of how much the logits of both differ: what rows take from
+    each other, or from padding, is about as much as that.
+    """
+    vocabulary = model.config.vocab_size
+    ids = [1 + index * (vocabulary - 1) // TRIED[1] for index in range(TRIED[1])]
+    prompts = [ids[-TRIED[0] :], ids]
+    try:
+        alone = torch.cat([_tried_logits(model.inner, [prompt], ids) for prompt in prompts])
+        together = _tried_logits(model.inner, prompts, ids)
+    except Exception as error:  # each model class has exceptions of its own
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    rounding = torch.finfo(model.inner.dtype).eps ** 0.5
+    apart, differ = ((alone - other).abs().max() for other in (together, alone.flip(0)))
+    return None if apart <= rounding * differ else "its logits change with those beside it"
+
+
+def _tried_logits(inner: Any, prompts: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
+    """Logits `[B, 3, V]` behind prompts, and behind two more tokens, the same for all."""
+    steps = next_logits(inner, prompts, 3)
+    first = next(steps)
+    more = [steps.send([token] * len(prompts)) for token in ids[:2]]
+    return torch.stack([first, *more], dim=1)
 
 
 def _library() -> Any:

@@ -41,6 +41,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "window_size": 8,
         "max_position_embeddings": 64,
     },
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }
 
 
@@ -242,6 +244,27 @@ def test_a_batch_never_reads_behind_the_models_last_position(kind: str, tmp_path
         answer = join_chunks(pieces)
         assert [token.id for token in answer.tokens] == [token.id for token in expected.tokens]
         assert (answer.text, answer.finish) == (expected.text, "length")
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "mamba", "gpt2"])
+def test_requests_that_a_model_would_mix_are_answered_one_by_one(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And only those: RWKV reads padding, and the states of its neighbours; the others do not."""
+    loaded = load(unknown(tmp_path / "model", kind))
+    worker = loaded.worker(8)
+    assert isinstance(worker, TransformersGenerator)
+    requests = [Request(loaded.encode(prompt), 6) for prompt in PROMPTS]
+    alone = [loaded.worker(1).run([request])[0] for request in requests]
+    assert "does not compute" not in capsys.readouterr().err
+    for request in requests:
+        worker.add(request)
+    assert len(worker.step()) == (1 if kind == "rwkv" else len(requests))
+    worker.clear()
+    together = worker.run(requests)
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    said = capsys.readouterr().err.count("RwkvForCausalLM does not compute requests together as")
+    assert said == (kind == "rwkv")
 
 
 def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
