@@ -118,6 +118,23 @@ def test_special_tokens_are_no_text_and_an_end_only_where_json_is_complete(
     assert not constraint.failed
 
 
+@pytest.mark.parametrize("schema", [{"const": "dog"}, {"type": "integer"}], ids=str)
+def test_only_json_that_cannot_go_on_ends_before_min_tokens(
+    loaded: LoadedModel, grammars: JSONGrammars, schema: dict[str, Any]
+) -> None:
+    """Of a model in haste; a number can have more digits."""
+    hasty = Sampling(logit_bias=tuple((token, 50.0) for token in loaded.eos))
+    prompt = loaded.tokenizer.encode_prompt("the")
+    request = Request(prompt, 60, hasty, constraint=grammars.constraint(schema), min_tokens=20)
+    (answer,) = loaded.generator(1).run([request])
+    assert answer.finish == "stop"
+    jsonschema.validate(json.loads(answer.text), schema)
+    if "const" in schema:
+        assert answer.generated < 20
+    else:
+        assert answer.generated == 20 + 1
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

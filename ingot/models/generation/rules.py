@@ -1,5 +1,6 @@
 """What changes a request's logits before its next token is chosen: biases, penalties of tokens that
-were there before, ends that must not come yet, and last a constraint. Meaning and order are vLLM's.
+were there before, a constraint, and ends that must not come yet. Meaning and order are vLLM's, but
+for an end that is all that a constraint leaves: it comes before `min_tokens`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ class LogitsRules:
 
     def apply(self, logits: Tensor) -> None:
         """Change the logits `[V]` of the next token in place."""
-        if self._count < self._least and self._ends:
-            logits[self._ends] = float("-inf")
         if self._bias:
             logits[list(self._bias)] += logits.new_tensor(list(self._bias.values()))
         sampling = self._sampling
@@ -55,6 +54,11 @@ class LogitsRules:
             logits[written] -= sampling.frequency_penalty * counts + sampling.presence_penalty
         if self._constraint is not None:
             self._constraint.apply(logits)
+        if self._count < self._least and self._ends:
+            ends = logits[self._ends]
+            logits[self._ends] = float("-inf")
+            if self._constraint is not None and bool(logits.isneginf().all()):
+                logits[self._ends] = ends  # JSON that is complete can but end
 
 
 def rules_of(request: Request, ends: Collection[int]) -> LogitsRules | None:
