@@ -175,4 +175,12 @@ FAULTS = [
         "an answer that is held to JSON ends before min_tokens where it could go on",
         "tests/serve/test_grammar.py",
     ),
+    Fault(
+        "end-of-a-call-lost-to-text",
+        "ingot/serve/http/responses.py",
+        "            if call.name is None:\n",
+        "            if call.name is None and not text:\n",
+        "the arguments of a call break off where the token that ends them brings text",
+        "tests/serve/http/test_responses.py",
+    ),
 ]

@@ -141,7 +141,13 @@ class ResponseWriter:
         return self._about_all("failed")
 
     def _add(self, text: str, calls: list[ToolCallDelta]) -> list[Event]:
+        """The events of a piece. Its first call may be the rest of the one that is open, whose last
+        token may bring text that stands behind it.
+        """
         events: list[Event] = []
+        for call in calls:
+            if call.name is None:
+                events += self._add_arguments(call)
         if text:
             if self._kind() != "message":
                 events += [*self._close("completed"), *self._open_text()]
@@ -152,12 +158,14 @@ class ResponseWriter:
         for call in calls:
             if call.name is not None:
                 events += [*self._close("completed"), *self._open_call(call)]
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                events.append(
-                    self._about_item("function_call_arguments.delta", delta=call.arguments)
-                )
+                events += self._add_arguments(call)
         return events
+
+    def _add_arguments(self, call: ToolCallDelta) -> list[Event]:
+        if not call.arguments:
+            return []
+        self._items[-1]["arguments"] += call.arguments
+        return [self._about_item("function_call_arguments.delta", delta=call.arguments)]
 
     def _kind(self) -> str | None:
         """The type of the item that is open."""

@@ -5,12 +5,21 @@ what is not supported refused in words.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
+from ingot.config.sections.deployment import Serve
+from ingot.models.generation.request import CompletionChunk
+from ingot.serve.http.middleware import ServerMetrics
+from ingot.serve.http.responsebody import ResponsesBody
+from ingot.serve.http.responses import ResponseWriter
+from ingot.serve.http.service import Service
+from ingot.serve.native.engine import ServingEngine
+from ingot.serve.native.model import load
 from tests.serve.http.test_tools import WEATHER
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": WEATHER}]
@@ -124,6 +133,32 @@ def test_a_call_and_its_answer(tool_client: openai.OpenAI, choice: Any) -> None:
         same.choices[0].message.content,
         same.usage.prompt_tokens,
     )
+
+
+def test_a_piece_may_end_a_call_and_go_on_with_text_and_another(tool_folder: Path) -> None:
+    """As tokens such as `}}\n` do."""
+    loaded = load(tool_folder)
+    engine = ServingEngine(loaded.worker(1), ServerMetrics(), max_batch=1, max_queue=1)
+    service = Service("tiny", loaded, engine, Serve())
+    body = ResponsesBody.model_validate({"input": "rain?", "tools": TOOLS})
+    writer = ResponseWriter(service, body, body.chat(), 3)
+    head = '<tool_call>{"name": "weather", "arguments": '
+    pieces = [f'{head}{{"city": "Os', f'lo"}}}}</tool_call> or {head}{{"city', '": ""}}', " so"]
+    events = writer.begin()
+    for number, piece in enumerate(pieces, 1):
+        finish: Any = "stop" if number == len(pieces) else None
+        events += writer.push(CompletionChunk(piece, (), number, finish))
+    items = [item.get("arguments") or item["content"][0]["text"] for item in writer._items]
+    assert items == ['{"city": "Oslo"}', " or", '{"city": ""}', "so"]
+    streamed: dict[str, str] = {}
+    ended: list[str] = []
+    for event in events:
+        if event["type"].endswith(".delta"):
+            assert event["item_id"] not in ended
+            streamed[event["item_id"]] = streamed.get(event["item_id"], "") + event["delta"]
+        elif event["type"] == "response.output_item.done":
+            ended.append(event["item"]["id"])
+    assert (list(streamed.values()), list(streamed)) == (items, ended)
 
 
 def test_a_text_of_a_schema(tool_client: openai.OpenAI) -> None:
