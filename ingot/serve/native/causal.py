@@ -38,8 +38,10 @@ from ingot.tokenizers.tokenizer import Tokenizer
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 # Those of encoders without classes.
 BARE_CLASSES = ("Model", "ForMaskedLM", "ForPreTraining")
-# Positions assumed for models whose configuration gives no number: those with relative positions or
-# a recurrent state.
+# Names of the number of positions in configurations; the latter is MPT's.
+POSITIONS = ("max_position_embeddings", "max_seq_len")
+# Positions assumed for models whose configuration gives no number, or -1: those with relative
+# positions or a recurrent state.
 DEFAULT_POSITIONS = 8192
 # Tokens of the two prompts that are decoded together to see whether they mix: one is shorter than
 # the convolutions of recurrent models, one longer.
@@ -95,13 +97,9 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
     # Lengths, sampling and end tokens come from each request, never from the folder.
     inner.generation_config = type(inner.generation_config)()
     config = inner.config.get_text_config()
-    return CausalModel(
-        inner,
-        CausalLimits(
-            int(config.vocab_size),
-            int(getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS),
-        ),
-    )
+    named = [getattr(config, name, None) or 0 for name in POSITIONS]
+    positions = next((int(count) for count in named if count > 0), DEFAULT_POSITIONS)
+    return CausalModel(inner, CausalLimits(int(config.vocab_size), positions))
 
 
 def is_bare_encoder(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from ingot.base.errors import WrongInput
 from ingot.models.generation.loop import GenerationJob
 from ingot.models.generation.request import CompletionChunk, Request, join_chunks
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.causal import CausalModel, TransformersGenerator
+from ingot.serve.native.causal import DEFAULT_POSITIONS, CausalModel, TransformersGenerator
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.running import running
 from tests.serve.tiny import TEXT, changed_config, make_folder
@@ -43,6 +43,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64},
+    "xlnet": {"d_model": 32, "n_head": 2, "n_layer": 2, "d_inner": 48},
 }
 
 
@@ -265,6 +267,20 @@ def test_requests_that_a_model_would_mix_are_answered_one_by_one(
     assert [answer.text for answer in together] == [answer.text for answer in alone]
     said = capsys.readouterr().err.count("RwkvForCausalLM does not compute requests together as")
     assert said == (kind == "rwkv")
+
+
+def test_positions_are_found_under_the_names_that_types_give_them(tmp_path: Path) -> None:
+    """A longer prompt is refused, not a step that fails; -1 is no bound."""
+    mpt = load(unknown(tmp_path / "mpt", "mpt"))
+    ids = mpt.encode(TEXT * 3)
+    (answer,) = mpt.worker(1).run([Request(ids[:60], 9)])
+    assert (answer.generated, answer.finish) == (4, "length")
+    with pytest.raises(WrongInput, match="has 64 tokens, but the model has 64 positions"):
+        mpt.worker(1).add(Request(ids[:64], 9))
+    xlnet = load(unknown(tmp_path / "xlnet", "xlnet"))
+    assert xlnet.model.config.max_position_embeddings == DEFAULT_POSITIONS
+    (answer,) = xlnet.worker(1).run([Request(ids[:60], 9)])
+    assert [token.id for token in answer.tokens] == theirs(tmp_path / "xlnet", ids[:60], 9)
 
 
 def test_what_transformers_cannot_open_is_named(tmp_path: Path) -> None:
