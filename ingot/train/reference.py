@@ -23,6 +23,7 @@ from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.config.models.source import model_config, named_folder
+from ingot.config.sections.layout import Precision
 from ingot.config.sections.quantize import Quantize
 from ingot.data.batches.loader import fixed_batches
 from ingot.data.batches.rows import Rows
@@ -32,11 +33,17 @@ from ingot.models.device import computing_in
 from ingot.models.hf.folder import model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.forward import shard_batch
 from ingot.objectives.preferences import answer_sums
-from ingot.parallel.apply import WrapSettings, apply_wrappers
+from ingot.parallel.apply import (
+    WrapSettings,
+    apply_wrappers,
+    compute_weights_dtype,
+    narrow_frozen,
+)
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
@@ -151,6 +158,9 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
         "seq_len": plan.recipe.data.seq_len,
         "compute": plan.compute,
     }
+    if plan.compute != "fp32":
+        # Tables without this are of weights in float32, which the policy's are not.
+        about["weights"] = [plan.compute, plan.recipe.precision.master]
     if plan.recipe.data.truncate != "right":  # named only then: older tables stay valid
         about["truncate"] = plan.recipe.data.truncate
     if (knobs := _quantized(plan, model_spec)) is not None:
@@ -166,15 +176,23 @@ def _quantized(plan: TrainSetup, model_spec: ModelSpec) -> Quantize | None:
 
 
 def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
-    """The reference model, sharded as the policy will be."""
+    """The reference model, sharded as the policy will be and with weights in the same dtype, or
+    the two would differ before the first step.
+    """
+    precision = Precision(master=plan.recipe.precision.master)
+    how = WrapSettings(plan.recipe.parallel, precision=precision, compute=plan.compute)
     model = create_model(model_spec, plan.recipe.seed)
     if (knobs := _quantized(plan, model_spec)) is not None:
         quantize_base(model, knobs)
-    model = apply_wrappers(model, mesh, WrapSettings(plan.recipe.parallel, compute=plan.compute))
+    model = apply_wrappers(model, mesh, how)
     materialize_model(model, model_spec, plan.recipe.seed, mesh.device, filled=True)
     if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    dtype = compute_weights_dtype(model, mesh, how)
+    if dtype is not None and isinstance(model, Decoder):
+        narrow_frozen(model, dtype)
+    return model
 
 
 def _table(

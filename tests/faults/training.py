@@ -668,4 +668,12 @@ FAULTS = [
         "a message says that two things differ and shows them alike",
         "tests/base/test_errors.py",
     ),
+    Fault(
+        "reference-in-another-dtype",
+        "ingot/train/reference.py",
+        "narrow_frozen(model, dtype)",
+        "pass",
+        "in bf16 the policy is held against weights in float32: its first margins are not 0",
+        by="tests/train/test_reference.py",
+    ),
 ]

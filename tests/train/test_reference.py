@@ -10,11 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
+from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.models.device import computing_in
+from ingot.models.kinds import AnyModel
+from ingot.objectives.cross_entropy import CrossEntropy
+from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train import reference
+from ingot.train.build import build_train_state
+from ingot.train.reference import open_reference, reference_tables
+from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.models.tiny import make_reference
@@ -126,6 +136,40 @@ def test_rows_that_are_cut_otherwise_have_a_table_of_their_own(root: Path) -> No
     prepare(left)
     train(left, fresh=True)
     assert len(tables(left)) == 4
+
+
+def log_probabilities(model: AnyModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
+    token = CrossEntropy().token
+    with torch.no_grad(), computing_in("bf16", mesh.device):
+        return model.eval()(batch.tokens, batch.positions, None, batch.labels, token)
+
+
+@pytest.mark.parametrize("kept", ["whole", "stochastic", "adapter"])
+def test_in_bf16_the_policy_begins_at_its_reference(kept: str, root: Path) -> None:
+    """Float32 weights under autocast give other numbers than the policy's, which are cast."""
+    knobs: dict[str, Any] = {"precision__compute": "bf16"}
+    if kept == "stochastic":
+        knobs["precision__master"] = "stochastic"
+    if kept == "adapter":
+        folder = make_reference(root / "base", seed=1, vocab_size=300)
+        knobs |= {"model__source": str(folder), "model__config": None, "model__lora": {"rank": 4}}
+    recipe = recipe_of(root, **knobs)
+    with running_mesh(Parallel()) as mesh:
+        plan = make_setup(recipe, mesh)
+        held = open_reference(plan, mesh)
+        policy = build_train_state(plan, None, reference_tables(plan, mesh), mesh).model
+        assert {one.dtype for one in held.parameters()} == {torch.bfloat16}
+        batch = next(fixed_batches(plan.rows, [0, 1], 2))
+        expected = log_probabilities(policy, batch, mesh)
+        assert torch.equal(log_probabilities(held, batch, mesh), expected)
+
+
+def test_weights_kept_otherwise_have_a_table_of_their_own(root: Path) -> None:
+    with running_mesh(Parallel()) as mesh:
+        for master in ("fp32", "stochastic"):
+            knobs = {"precision__compute": "bf16", "precision__master": master}
+            reference_tables(make_setup(recipe_of(root, **knobs), mesh), mesh)
+    assert len(tables(recipe_of(root))) == 4
 
 
 def on_ranks(root: str) -> None:
