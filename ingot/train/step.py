@@ -181,7 +181,8 @@ class SpikeDetector:
 
     def judge(self, norm: Tensor, not_finite: Tensor) -> Tensor:
         """True if this step must be skipped: it is `not_finite`, or its norm is a spike. The norms
-        of all other steps enter the running mean.
+        of all other steps enter the running mean, but for those of 0: answers of equal rewards give
+        no gradient, and beside them each real one would be a spike.
         """
         spike = (self._seen >= SPIKE_WARMUP) & (norm > self._factor * self._mean)
         skipped = not_finite | spike
@@ -190,8 +191,9 @@ class SpikeDetector:
             self._seen < SPIKE_WARMUP, 1 / (self._seen + 1), torch.full_like(norm, 1 - SPIKE_DECAY)
         )
         mean = self._mean + share * (norm - self._mean)
-        self._mean = torch.where(skipped, self._mean, mean)
-        self._seen = torch.where(skipped, self._seen, self._seen + 1)
+        left_out = skipped | (norm == 0)
+        self._mean = torch.where(left_out, self._mean, mean)
+        self._seen = torch.where(left_out, self._seen, self._seen + 1)
         return skipped
 
     def state(self) -> dict[str, float]:

@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         "spike-is-learnt",
         "ingot/train/step.py",
-        "self._mean = torch.where(skipped, self._mean, mean)",
+        "self._mean = torch.where(left_out, self._mean, mean)",
         "self._mean = mean",
         "a skipped spike raises the mean, so that the next one passes",
     ),
@@ -675,5 +675,13 @@ FAULTS = [
         "pass",
         "in bf16 the policy is held against weights in float32: its first margins are not 0",
         by="tests/train/test_reference.py",
+    ),
+    Fault(
+        "no-gradient-is-learnt",
+        "ingot/train/step.py",
+        "left_out = skipped | (norm == 0)",
+        "left_out = skipped",
+        "where many steps have no gradient, the few that have one are thrown away as spikes",
+        by="tests/train/test_skipping.py",
     ),
 ]

@@ -46,6 +46,15 @@ def test_a_spike_is_told_by_the_running_mean_of_steps_that_were_taken() -> None:
     assert spikes.state()["mean"] == pytest.approx(1.075, abs=0.01)
 
 
+def test_steps_without_a_gradient_make_no_spike_of_the_next_one() -> None:
+    """Neither where all begin so, as sparse rewards do, nor later."""
+    spikes = SpikeDetector(3.0, torch.device("cpu"))
+    norms = [0.0] * 30 + [1.0] * SPIKE_WARMUP + [0.0] * 100 + [1.0]
+    assert not any(judged(spikes, norm) for norm in norms)
+    assert spikes.state() == {"mean": 1.0, "seen": SPIKE_WARMUP + 1}
+    assert judged(spikes, 3.5)
+
+
 def test_a_resumed_watch_decides_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     norms = (torch.rand(100, generator=generator) * 3).tolist()
