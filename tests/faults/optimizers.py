@@ -296,4 +296,12 @@ FAULTS = [
         "an optimizer is given the state of another kind",
         "tests/train/test_resume.py",
     ),
+    Fault(
+        "momentum-of-a-skipped-first-step",
+        RESERVED,
+        "self.register_step_pre_hook(_begin_momentum)",
+        "pass",
+        "SGD's momentum begins as what its memory held before, if the first step is not taken",
+        GROUPED,
+    ),
 ]

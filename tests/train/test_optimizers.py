@@ -124,6 +124,21 @@ def test_an_eager_optimizer_is_torchs_bit_for_bit(
     assert not torch.equal(made[0][0]["linear.weight"], Layer().linear.weight)
 
 
+def test_momentum_begins_as_0_where_the_first_step_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not as what the memory held before."""
+    monkeypatch.setattr(torch, "empty_like", lambda one, **_: torch.full(one.shape, 7e3))
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = EagerSGD([weight], lr=LR, momentum=0.7, fused=True)
+    for skipped in (1.0, 0.0):
+        weight.grad = torch.full((3,), float("nan") if skipped else 0.5)
+        optimizer.found_inf = torch.tensor(skipped)
+        optimizer.step()
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.full((3,), 0.5))
+    assert torch.equal(weight.detach(), torch.ones(3) - LR * torch.full((3,), 0.5))
+
+
 GROUPS: list[dict[str, Any]] = [
     {"match": "linear.*", "lr_factor": 0.5},
     {"match": "*", "weight_decay": 0.2},

@@ -20,6 +20,8 @@ from torch import Tensor, optim
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 """Names of AdamW's state of the shape of a weight."""
+MOMENTUM = "momentum_buffer"
+"""Name of SGD's."""
 
 
 class EagerOptimizer(optim.Optimizer):
@@ -38,9 +40,22 @@ class EagerAdamW(EagerOptimizer, optim.AdamW):
 
 
 class EagerSGD(EagerOptimizer, optim.SGD):
-    """`torch.optim.SGD`."""
+    """`torch.optim.SGD`, whose momentum begins as 0. torch's fused kernel would write it with the
+    first gradient, and leave it as the memory was found where that first step is not taken.
+    """
+
+    def __init__(self, *given: Any, **knobs: Any) -> None:
+        super().__init__(*given, **knobs)
+        self.register_step_pre_hook(_begin_momentum)
 
     step = torch.no_grad()(inspect.unwrap(optim.SGD.step))
+
+
+def _begin_momentum(optimizer: optim.Optimizer, *given: Any) -> None:
+    for group in optimizer.param_groups:
+        for weight in group["params"] if group["momentum"] else ():
+            if weight.grad is not None and optimizer.state[weight].get(MOMENTUM) is None:
+                optimizer.state[weight][MOMENTUM] = torch.zeros_like(weight).detach()
 
 
 def reserve_state(optimizer: optim.Optimizer) -> dict[Tensor, dict[str, Tensor]]:
