@@ -304,4 +304,12 @@ FAULTS = [
         "SGD's momentum begins as what its memory held before, if the first step is not taken",
         GROUPED,
     ),
+    Fault(
+        "late-weight-counts-anew",
+        AVERAGING,
+        "counts[here].clone() if here in counts else torch.zeros((), device=here)",
+        "torch.zeros((), device=here)",
+        "a layer that was left out at first makes the mean of all others forget too fast",
+        AVERAGED,
+    ),
 ]

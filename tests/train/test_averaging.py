@@ -20,7 +20,7 @@ from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW
-from ingot.train.optim.averaging import AVERAGE, AveragedWeights
+from ingot.train.optim.averaging import AVERAGE, COUNT, AveragedWeights
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
@@ -60,6 +60,25 @@ def test_the_mean_is_its_formula_and_a_step_that_is_not_taken_is_not_in_it() -> 
         found = optimizer.state[master.tensor][AVERAGE]
         torch.testing.assert_close(found.double(), expected[master.name], rtol=1e-6, atol=1e-7)
         assert not torch.equal(found, master.tensor)
+
+
+@pytest.mark.parametrize(
+    "settings", [AdamW(lr=0.05), SGD(kind="sgd"), SGD(kind="sgd", momentum=0.9)]
+)
+def test_a_weight_without_a_gradient_in_its_first_steps_joins_later(settings: Any) -> None:
+    """As layers do that are left out at random; the others' mean is what it is without that."""
+    (_, masters), (_, others) = built({}, ALONE), built({}, ALONE)
+    optimizer = make_optimizer(settings, masters, 0, Average(decay=0.25))
+    other = make_optimizer(settings, others, 0, Average(decay=0.25))
+    late = next(iter(masters))
+    for number in range(4):
+        step(masters, optimizer, number, left_out=late.name if number < 2 else None)
+        step(others, other, number)
+        assert (AVERAGE in optimizer.state.get(late.tensor, {})) == (number >= 2)
+    for one, two in zip(masters, others, strict=True):
+        mean, theirs = optimizer.state[one.tensor][AVERAGE], other.state[two.tensor][AVERAGE]
+        assert torch.equal(mean, theirs) == (one is not late), one.name
+        assert optimizer.state[one.tensor][COUNT] == 4
 
 
 @pytest.mark.parametrize("settings", [AdamW(lr=0.05), SGD(kind="sgd", momentum=0.9)])

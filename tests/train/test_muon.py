@@ -84,9 +84,19 @@ def gradient(name: str, shape: Any, step: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def step(masters: Masters, optimizer: optim.Optimizer, number: int, skipped: float = 0.0) -> None:
-    """A step with gradients made up from names, of which each rank has its shard."""
+def step(
+    masters: Masters,
+    optimizer: optim.Optimizer,
+    number: int,
+    skipped: float = 0.0,
+    left_out: str | None = None,
+) -> None:
+    """A step with gradients made up from names, of which each rank has its shard; the parameter
+    `left_out` has none.
+    """
     for master in masters:
+        if master.name == left_out:
+            continue
         whole = gradient(master.name, master.parameter.shape, number)
         master.tensor.grad = whole[shard_slices(master.parameter)].contiguous()
         if skipped:

@@ -19,7 +19,7 @@ from ingot.checkpoints.reader import StoredTensors, WholeWeights
 from ingot.checkpoints.state import MODEL, OPTIMIZER
 from ingot.checkpoints.store import committed, step_folder
 from ingot.config.sections.loop import Average
-from ingot.parallel.masters import Masters
+from ingot.parallel.masters import Master, Masters
 
 AVERAGE, COUNT = "average", "average_step"
 """Keys of the optimizer's state: the mean of a parameter, float32, and how many steps are in it."""
@@ -31,17 +31,16 @@ steps it keeps at most the share (n + 1) / (n + YOUNG).
 
 def keep_average(optimizer: Optimizer, masters: Masters, decay: float) -> None:
     """Move the mean on after each of the optimizer's steps; one that was not taken (`found_inf` 1)
-    leaves it alone. It begins with the weights after the first step.
+    leaves it alone. It begins with the weights after the first step; that of a weight whose layer
+    was left out until now, with its first gradient.
     """
 
     @torch.no_grad()
     def after_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shares: dict[torch.device, Tensor] = {}
-        for master in masters:
+        for master in _averaged(optimizer, masters):
             state, now = optimizer.state[master.tensor], master.tensor.detach().float()
             here = now.device
-            if AVERAGE not in state:
-                state[AVERAGE], state[COUNT] = now.clone(), torch.zeros((), device=here)
             skipped = getattr(optimizer, "found_inf", None)
             taken = 1.0 if skipped is None else 1 - skipped.to(here)
             if here not in shares:
@@ -51,6 +50,29 @@ def keep_average(optimizer: Optimizer, masters: Masters, decay: float) -> None:
             state[COUNT] += taken
 
     optimizer.register_step_post_hook(after_step)
+
+
+def _averaged(optimizer: Optimizer, masters: Masters) -> list[Master]:
+    """The masters that have a mean, which begins here. One that the optimizer has not seen yet gets
+    none: torch would take it for state that it made itself.
+    """
+    seen = [
+        master
+        for master in masters
+        if optimizer.state.get(master.tensor) or master.tensor.grad is not None
+    ]
+    # All on a device have one count, since they share what is computed of it.
+    counts = {
+        master.tensor.device: state[COUNT]
+        for master in seen
+        if COUNT in (state := optimizer.state[master.tensor])
+    }
+    for master in seen:
+        state, here = optimizer.state[master.tensor], master.tensor.device
+        if AVERAGE not in state:
+            state[AVERAGE] = master.tensor.detach().float().clone()
+            state[COUNT] = counts[here].clone() if here in counts else torch.zeros((), device=here)
+    return seen
 
 
 def drop_average(optimizer: Optimizer) -> None:
