@@ -312,4 +312,12 @@ FAULTS = [
         "a layer that was left out at first makes the mean of all others forget too fast",
         AVERAGED,
     ),
+    Fault(
+        "origin-of-another-optimizer",
+        "ingot/train/setup.py",
+        "if not knobs.reset_optimizer and old not in (None, knobs.optimizer.kind):",
+        "if False:",
+        "a training that starts from another run is given the state of another kind of optimizer",
+        "tests/train/test_origin.py",
+    ),
 ]

@@ -126,6 +126,18 @@ def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
         train(other)
 
 
+def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]) -> None:
+    first, second = two
+    train(small_recipe(first, train__steps=2))
+    knobs = {
+        "train__start_from": str(first / "runs" / "small"),
+        "train__optimizer": "{kind: sgd, lr: 0.01, momentum: 0.9}",
+    }
+    with pytest.raises(WrongInput, match=r"kind adamw, which sgd .*train\.reset_optimizer=true"):
+        train(small_recipe(second, **knobs))
+    train(small_recipe(second, **knobs, train__reset_optimizer=True))
+
+
 def test_the_best_checkpoint_is_kept_and_exported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
