@@ -22,7 +22,7 @@ from ingot.config.sections.deployment import (
     Serve,
     StepPlace,
 )
-from ingot.config.sections.evaluation import Evaluate, Task, default_tasks
+from ingot.config.sections.evaluation import Evaluate, Task, check_metric, default_tasks
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.config.sections.loop import seconds_of
@@ -223,7 +223,7 @@ class Recipe(Section):
                 " back by the clock, to another step each time; set checkpoint.every to steps or"
                 " epoch"
             )
-        early_stop = self.train.early_stop
+        early_stop, watched = self.train.early_stop, self.train.evaluate_tasks
         for knob, metric in (
             ("train.early_stop.metric", early_stop.metric if early_stop else None),
             ("checkpoint.best", self.checkpoint.best),
@@ -237,12 +237,7 @@ class Recipe(Section):
                     f"{knob} with train.evaluate_every={self.train.evaluate_every} would choose by"
                     " the clock, another model each time; set evaluate_every to steps or epoch"
                 )
-            if metric != "loss" and metric.partition("/")[0] not in self.train.evaluate_tasks:
-                known = ", ".join(["loss", *(f"{name}/..." for name in self.train.evaluate_tasks)])
-                raise ValueError(
-                    f"{knob} {metric} is not measured while training, which is {known}; name its"
-                    " task in train.evaluate_tasks"
-                )
+            check_metric(knob, metric, [one for one in self.tasks if one.name in watched])
 
     @property
     def folder(self) -> RunFolder:

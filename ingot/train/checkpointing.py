@@ -56,6 +56,9 @@ class CheckpointHook:
                 self.train_state.masters, self.train_state.optimizer
             )  # the optimizer has its state now
             self._prepared = True
+        if self.stopper.refused is not None:
+            self.finish(info.step)
+            raise self.stopper.refused
         self._due = self._due or self.every.is_due(info.step)
         # While steps are being skipped no checkpoint is made: training may have to roll back to the
         # state before them.

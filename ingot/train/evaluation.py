@@ -59,7 +59,7 @@ class BestTracker:
         """
         if self.metric not in measured:
             raise WrongInput(
-                f"the metric {self.metric} is not measured while training; known are"
+                f"the metric {self.metric} is not measured while training; choose one of"
                 f" {', '.join(sorted(measured))}"
             )
         found = measured[self.metric]
@@ -207,6 +207,10 @@ class EvaluateHook:
             self.account,
         ) = (measure, every, stopping, patience, best, sinks, account)
         self.owes = False
+        self.refused: WrongInput | None = None
+        """Why the newest evaluation could not be taken; raised by the checkpoint hook, so that the
+        steps up to it are not lost.
+        """
 
     @classmethod
     def of(
@@ -227,7 +231,10 @@ class EvaluateHook:
     def after_step(self, info: StepInfo) -> bool:
         if not self.every.is_due(info.step):
             return False
-        self.at(info.step)
+        try:
+            self.at(info.step)
+        except WrongInput as error:
+            self.refused, self.owes = error, True
         self.every.restart()
         return self.is_over
 

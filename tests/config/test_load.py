@@ -143,6 +143,14 @@ BAD = {
         "train:\n  early_stop: {}",
         "r.yaml:6: train.early_stop needs train.evaluate_every; set it to a number of steps",
     ),
+    "metric that no task has": (
+        "train: {evaluate_every: 3, evaluate_tasks: [loss]}\ncheckpoint: {best: loss/perplexityy}",
+        (
+            "r.yaml:6: checkpoint.best loss/perplexityy is not measured while training, which is"
+            " loss, loss/loss, loss/perplexity, loss/bits_per_byte, loss/accuracy, loss/margin;"
+            " choose one of these, or name its task in train.evaluate_tasks"
+        ),
+    ),
     "vocabulary of a tokenizer that is not trained": (
         "tokenizer:\n  source: hf:a/b\n  vocab_size: 300",
         (

@@ -684,4 +684,12 @@ FAULTS = [
         "where many steps have no gradient, the few that have one are thrown away as spikes",
         by="tests/train/test_skipping.py",
     ),
+    Fault(
+        "steps-before-a-wrong-metric",
+        "ingot/train/checkpointing.py",
+        "self.finish(info.step)\n            raise self.stopper.refused",
+        "raise self.stopper.refused",
+        "a metric that is not measured costs all steps up to the first evaluation",
+        by="tests/train/test_origin.py",
+    ),
 ]

@@ -192,6 +192,18 @@ def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
     )
 
 
+def test_steps_before_a_metric_that_is_not_measured_are_not_lost(root: Path) -> None:
+    """Texts have no `accuracy`, which is known once they are measured."""
+    knobs: dict[str, Any] = {"train__evaluate_every": 3, "train__evaluate_tasks": ["loss"]}
+    with pytest.raises(WrongInput, match="loss/accuracy is not measured while training"):
+        train(small_recipe(root, **knobs, checkpoint__best="loss/accuracy"))
+    right = small_recipe(root, **knobs, checkpoint__best="loss/perplexity")
+    assert [found.step for found in committed(right.folder.checkpoints)] == [3]
+    train(right)
+    assert len(logged(right)) == 6, "no step is done again"
+    assert len(logged(right, "validation/loss/perplexity")) == 2, "what was measured is, again"
+
+
 @pytest.mark.parametrize(
     ("direction", "values", "best"),
     [("lower", [3, 1, 2], 1), ("higher", [3, 1, 4], 2), ("lower", [float("nan"), 5, 5], 1)],

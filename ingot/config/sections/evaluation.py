@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -34,6 +35,10 @@ class TaskSettings(KindSettings):
     """
     item_columns: ClassVar[tuple[str, ...]] = ()
     """The columns that the records of `sources` must have; empty: that is not known beforehand."""
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """What its metrics are called after `NAME/`, all that there may be; empty: that is not known
+    beforehand.
+    """
     package: ClassVar[tuple[str, str] | None] = None
     """The module that it needs, and the command that installs it."""
     kind: str
@@ -69,6 +74,7 @@ class LossTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.loss:open_loss"
     needs_rows = True
+    metric_names = ("loss", "perplexity", "bits_per_byte", "accuracy", "margin")
 
     kind: Literal["loss"] = "loss"
     """Which evaluation."""
@@ -92,6 +98,7 @@ class HellaSwagTask(TaskSettings):
     implementation = "ingot.evaluate.tasks.choice:open_hellaswag"
     model_kinds = ("decoder",)
     item_columns = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
+    metric_names = ("accuracy", "accuracy_norm")
 
     kind: Literal["hellaswag"]
     """Which evaluation."""
@@ -115,6 +122,7 @@ class ChoiceTask(TaskSettings):
     implementation = "ingot.evaluate.tasks.choice:open_choice"
     model_kinds = ("decoder",)
     item_columns = ("question", "choices", "answer")
+    metric_names = ("accuracy", "accuracy_norm")
 
     kind: Literal["choice"]
     """Which evaluation."""
@@ -141,6 +149,7 @@ class RougeTask(TaskSettings):
     model_kinds = ("decoder", "seq2seq")
     item_columns = ("source", "target")
     package = ("rouge_score", "pip install 'ingot[rouge]'")
+    metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
     kind: Literal["rouge"]
     """Which evaluation."""
@@ -187,6 +196,7 @@ class PreferenceTask(TaskSettings):
     implementation = "ingot.evaluate.tasks.preference:open_preference"
     model_kinds = ("encoder",)
     needs_rows = True
+    metric_names = ("accuracy", "margin", "loss")
 
     kind: Literal["preference"]
     """Which evaluation."""
@@ -263,6 +273,24 @@ def default_tasks(objective: ObjectiveSettings) -> list[Task]:
         *([ClassificationTask(kind="classification")] if objective.class_names else []),
         *([RewardTask(kind="reward")] if objective.samples_answers else []),
     ]
+
+
+def check_metric(knob: str, metric: str, tasks: Sequence[TaskSettings]) -> None:
+    """Raises ValueError unless `metric` is the objective's loss or, as far as that is known
+    beforehand, one of those that `tasks` measure.
+    """
+    task, _, rest = metric.partition("/")
+    names = {one.name: one.metric_names for one in tasks}
+    # Behind the metric there may be what it is of: a source, a class.
+    if metric == "loss" or (names.get(task) == () and rest):
+        return
+    if rest.partition("/")[0] in names.get(task, ()):
+        return
+    known = ["loss", *(f"{one}/{name}" for one, all in names.items() for name in all or ("...",))]
+    raise ValueError(
+        f"{knob} {metric} is not measured while training, which is {', '.join(known)}; choose one"
+        " of these, or name its task in train.evaluate_tasks"
+    )
 
 
 class Evaluate(Section):

@@ -24,7 +24,7 @@ from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.tokenizers.chats.chat import Messages
 
-METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+METRICS = RougeTask.metric_names
 
 ScoreFunction = Callable[[str, str], dict[str, float]]
 """(reference, prediction) -> F-measure of each metric."""

@@ -208,6 +208,7 @@ def test_measured_over_all_choices(root: Path, tmp_path: Path) -> None:
         subject = subject_in(recipe.folder.model, recipe, mesh)
         measured = measure(ChoiceTask(kind="choice", name="mine", source=str(source)), subject)
     assert set(measured.metrics) == {"mine/accuracy", "mine/accuracy_norm"}
+    assert {f"mine/{name}" for name in ChoiceTask.metric_names} == set(measured.metrics)
     assert [len(example["log_likelihoods"]) for example in measured.examples] == [3, 2, 2]
     share = np.mean([example["correct"] for example in measured.examples])
     assert measured.metrics["mine/accuracy"].value == pytest.approx(share)

@@ -161,6 +161,7 @@ def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> 
     )
     assert found.metrics["loss/accuracy"].value == pytest.approx(float((rejected > chosen).mean()))
     assert 0 < found.metrics["loss/accuracy"].value < 1
+    assert set(found.metrics) == {f"loss/{name}" for name in LossTask.metric_names}
     assert found.metrics["loss/margin"].value == pytest.approx(
         float((rejected - chosen).mean()), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
     )
