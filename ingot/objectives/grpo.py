@@ -57,6 +57,10 @@ class AnswerValues(NamedTuple):
     """
 
 
+ROUNDING = 1e-6
+"""What equal rewards may differ by, of their size or of 1: 0.1 + 0.2 is not quite 0.3."""
+
+
 @dataclass(frozen=True)
 class Advantages:
     """Of groups of answers, `[P, G]` each."""
@@ -64,8 +68,8 @@ class Advantages:
     values: Tensor
     """0 throughout a group whose rewards are equal."""
     equal: Tensor
-    """Whether all rewards of a group are equal, `[P]`, by exact comparison: such a group has
-    nothing to teach.
+    """Whether all rewards of a group are equal but for rounding, `[P]`: such a group has nothing to
+    teach.
     """
 
 
@@ -75,10 +79,12 @@ def group_advantages(rewards: Tensor, *, by_deviation: bool = False) -> Advantag
     Args:
         by_deviation: divided by the standard deviation of the group (G - 1 degrees of freedom).
 
-    Groups of equal rewards are found by comparing the rewards: their distance to a rounded mean
-    need not be 0, and divided by a deviation as small it would not be small at all.
+    Groups of equal rewards are found by comparing the rewards, of which each may be a sum: what
+    rounding leaves of them, or of their distance to a rounded mean, need not be 0, and divided by a
+    deviation as small it would not be small at all.
     """
-    equal = (rewards == rewards[:, :1]).all(dim=1)
+    size = rewards.abs().amax(dim=1).clamp(min=1.0)
+    equal = rewards.amax(dim=1) - rewards.amin(dim=1) <= ROUNDING * size
     values = rewards - rewards.mean(dim=1, keepdim=True)
     if by_deviation:
         values = values / rewards.std(dim=1, keepdim=True)

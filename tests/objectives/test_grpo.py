@@ -324,11 +324,15 @@ def test_with_the_samplers_own_log_probabilities_no_bit_changes() -> None:
 
 def test_equal_rewards_are_found_by_comparison_and_not_by_their_deviation() -> None:
     """Three times 0.1 has a mean that is not 0.1: what is left of each, divided by its deviation,
-    would be as large as any advantage.
+    would be as large as any advantage. So would what is left of sums of rewards.
     """
-    rewards = torch.tensor([[0.1] * 3, [0.1, 0.1, 0.1 + 1e-9]], dtype=torch.float64)
-    assert float((rewards[0] - rewards[0].mean()).abs().max()) > 0
+    rewards = torch.tensor(
+        [[0.1] * 3, [0.1 + 0.2, 0.3, 0.3], [1e9 / 3 * 3, 1e9, 1e9 + 1e-6], [0.1, 0.1, 0.1 + 1e-5]],
+        dtype=torch.float64,
+    )
+    for group in rewards:
+        assert float((group - group.mean()).abs().max()) > 0
     found = group_advantages(rewards, by_deviation=True)
-    assert found.equal.tolist() == [True, False]
-    assert found.values[0].tolist() == [0.0, 0.0, 0.0]
-    assert float(found.values[1].abs().max()) > 1
+    assert found.equal.tolist() == [True, True, True, False]
+    assert not found.values[:3].any()
+    assert float(found.values[3].abs().max()) > 1
