@@ -314,6 +314,13 @@ def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: 
             f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise"
             " train.steps, or lower train.start_step"
         )
+    updates = getattr(recipe.objective, "updates", 1)
+    if begin % updates:
+        raise WrongInput(
+            f"training would begin at step {begin:,}, between the {updates} that objective.updates"
+            " takes on the same answers, which are not there; set train.start_step to"
+            f" {begin - begin % updates:,}"
+        )
     profile = recipe.train.profile
     if profile is not None and profile.begin > last:
         raise WrongInput(

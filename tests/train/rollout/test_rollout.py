@@ -237,6 +237,14 @@ def test_what_cannot_be_combined_is_refused(
         digits_recipe(tmp_path, objective, **knobs)
 
 
+def test_a_start_between_two_steps_on_the_same_answers_is_refused(
+    ready: Path, tmp_path: Path
+) -> None:
+    recipe = apart(ready, tmp_path, {"updates": 2}, train__start_step=3)
+    with pytest.raises(WrongInput, match=r"not there; set train\.start_step to 2"):
+        train(recipe)
+
+
 def test_a_prompt_without_room_for_an_answer_is_refused_before_the_first_step(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
