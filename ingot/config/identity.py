@@ -51,6 +51,8 @@ MAY_CHANGE: tuple[Changeable, ...] = typing.get_args(Changeable)
 """Those of them that `resume.allow` may name: results differ from then on, but it is still the same
 training.
 """
+STOPPING = ("train.evaluate_every", "train.evaluate_rows", "train.average.evaluate", "evaluate.")
+"""How those begin that are included only with `train.early_stop`, and come and go with it."""
 WEIGHTS_OF = "the weights of "
 """Before the knob that names them, in the keys of `weights_identity`."""
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")

@@ -27,7 +27,7 @@ from ingot.checkpoints.store import (
     newest_valid,
     step_folder,
 )
-from ingot.config.identity import MAY_CHANGE, WEIGHTS_OF, changes
+from ingot.config.identity import MAY_CHANGE, STOPPING, WEIGHTS_OF, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
@@ -62,7 +62,7 @@ def find_start(
         if not any(key.startswith(WEIGHTS_OF) for key in before):  # of an earlier version
             now = {key: value for key, value in now.items() if not key.startswith(WEIGHTS_OF)}
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        if all(key.startswith(tuple(allow)) for key in differ):
+        if all(_may_differ(key, before, now, allow) for key in differ):
             if differ:
                 _check_optimizer(run, before, now)
                 changed = "; ".join(changes(before, now))
@@ -85,6 +85,16 @@ def find_start(
     return None if fresh else _bring_back(run, identity)
 
 
+def _may_differ(
+    key: str, before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
+) -> bool:
+    """Whether `allow` names what this part of the two identities is of."""
+    if key.startswith(tuple(allow)):
+        return True
+    comes_or_goes = (key in before) != (key in now)
+    return "train.early_stop" in allow and key.startswith(STOPPING) and comes_or_goes
+
+
 def _check_optimizer(run: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises WrongInput if the checkpoint's optimizer state is that of another kind."""
     old, new = (identity["train.optimizer"]["kind"] for identity in (before, now))
@@ -100,11 +110,12 @@ def _refused(
     run: RunFolder, found: CommittedCheckpoint, identity: dict[str, Any], differ: list[str]
 ) -> WrongInput:
     """The error for a changed recipe: what changed, and the ways to continue."""
-    changed = "; ".join(changes(found.commit["identity"], identity))
+    before = found.commit["identity"]
+    changed = "; ".join(changes(before, identity))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
     way = (
         f"go on with the change by resume.allow=[{','.join(meant)}]"
-        if all(key.startswith(MAY_CHANGE) for key in differ)
+        if all(_may_differ(key, before, identity, MAY_CHANGE) for key in differ)
         else "undo the change to go on"
     )
     return WrongInput(

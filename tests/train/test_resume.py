@@ -13,6 +13,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint, committed
+from ingot.config.identity import training_identity
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -24,12 +25,15 @@ Spans = list[list[int]]
 
 
 def start(
-    monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], now: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    allow: tuple[str, ...] = (),
 ) -> CommittedCheckpoint | None:
     """Resume at step 10 of 4 samples each, trained with the identity `before`, with `now`."""
     found = CommittedCheckpoint(Path("step"), 10, {"identity": before, "finished": False})
     monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
-    return resume.find_start(RunFolder(Path("run")), now, fresh=False)
+    return resume.find_start(RunFolder(Path("run")), now, fresh=False, allow=allow)
 
 
 def identity(skipped: Spans, **knobs: Any) -> dict[str, Any]:
@@ -79,6 +83,28 @@ def test_a_knob_that_only_one_of_both_has_is_a_change(
 ) -> None:
     with pytest.raises(WrongInput, match=r"of another recipe: new .*undo the change"):
         start(monkeypatch, identity([], **before), identity([], **now))
+
+
+def test_early_stopping_comes_and_goes_with_what_it_depends_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """How models are measured is no part of a training that nothing stops."""
+    measured: dict[str, Any] = {
+        "train__evaluate_every": 2,
+        "train__evaluate_tasks": ["loss"],
+        "train__average": "{evaluate: true}",
+    }
+    stop = "{metric: loss/perplexity}"
+    plain = training_identity(small_recipe(tmp_path, **measured))
+    stopped = training_identity(small_recipe(tmp_path, **measured, train__early_stop=stop))
+    assert len(stopped) > len(plain) + 3
+    for before, now in ((plain, stopped), (stopped, plain)):
+        assert start(monkeypatch, before, now, ("train.early_stop",)) is not None
+        with pytest.raises(WrongInput, match=r"the change by resume\.allow=\[train\.early_stop"):
+            start(monkeypatch, before, now)
+    otherwise = {**stopped, "train.evaluate_every": 3}
+    with pytest.raises(WrongInput, match=r"train\.evaluate_every 2 -> 3; undo the change"):
+        start(monkeypatch, stopped, otherwise, ("train.early_stop",))
 
 
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
