@@ -88,9 +88,10 @@ def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str]
 
 
 def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) -> None:
-    """Make the run folder, or these `parts` of it, equal to its replica, for the launcher: its own
-    files stay unchanged, and its events are kept beside those of the job. Data that a launcher has
-    left in the bucket (`pull_run_folder`) stays there.
+    """Bring what jobs made elsewhere into the run folder, or into these `parts` of it, for the
+    launcher: its own files stay unchanged, and its events are kept beside those of the job. What
+    was made or deleted here since and not by a job, such as data that were prepared anew, stays as
+    it is here. Data that a launcher has left in the bucket (`pull_run_folder`) stays there.
     """
     events = RunFolder(root).events
     own = list(read_lines(events))
@@ -100,6 +101,7 @@ def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) 
         parts=parts,
         keep=is_launcher_file,
         leave=is_left_in_bucket("submit" if deferred_files_of(root / COLUMNS) else ""),
+        keep_changes=True,
     )
     pulled = {json.dumps(event) for event in read_lines(events)}
     for event in own:

@@ -156,4 +156,12 @@ FAULTS = [
         "a key that was typed into a recipe's knob stands in the error, and so in logs",
         "tests/config/test_load.py",
     ),
+    Fault(
+        "new-data-replaced-by-old",
+        "ingot/launch/run_folder_sync.py",
+        "keep_changes=True",
+        "keep_changes=False",
+        "what was prepared anew is replaced by last time's, and nothing is trained",
+        "tests/launch/test_run_folder_sync.py",
+    ),
 ]

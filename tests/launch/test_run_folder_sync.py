@@ -121,12 +121,36 @@ def test_a_launcher_brings_back_what_a_job_made_and_keeps_what_is_its_own(
             "model/w": "weights",
             "metrics.jsonl": "1\n",
             "logs/stacks-rank0.txt": "stacks",
-            "recipe.yaml": "name: one",
+            "recipe.yaml": "name: mine",
         }
     push(root, MIRROR)
     pull(MIRROR, tmp_path / "third")
     assert len(list(read_lines(tmp_path / "third/events.jsonl"))) == 5
     assert (tmp_path / "third/logs/train.log").read_text() == "said"
+
+
+def test_what_was_prepared_here_since_the_last_job_is_not_replaced_by_what_that_one_read(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
+    """Nor is the record of a step brought back that was removed because the step began anew."""
+    manifest, prepared = "data/columns/manifest.json", "reports/steps/prepare.json"
+    fill(root, {manifest: "old", prepared: "old", "reports/steps/evaluate.json": "old"})
+    push(root, MIRROR)
+    node = tmp_path / "node"
+    pull_run_folder(MIRROR, node, "train")
+    fill(node, {"model/w": "weights", "reports/steps/train.json": "made of old"})
+    push(node, MIRROR)
+    fill(root, {manifest: "new", prepared: "new"})
+    (root / "reports/steps/evaluate.json").unlink()
+    for _ in range(2):  # at the end of that job, and before the next one
+        pull_results(MIRROR, root)
+        assert (root / manifest).read_text() == (root / prepared).read_text() == "new"
+        assert not (root / "reports/steps/evaluate.json").exists()
+        assert (root / "reports/steps/train.json").read_text() == "made of old"
+    push(root, MIRROR)
+    pull_run_folder(MIRROR, node, "train")
+    assert (node / manifest).read_text() == (node / prepared).read_text() == "new"
+    assert not (node / "reports/steps/evaluate.json").exists()
 
 
 def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(

@@ -122,6 +122,7 @@ def pull(
     parts: Collection[str] | None = None,
     keep: Callable[[str], bool] = _no_path,
     leave: Callable[[str], bool] = _no_path,
+    keep_changes: bool = False,
 ) -> bool:
     """Update the folder with the files of the replica. Returns False when there is no replica.
 
@@ -132,6 +133,8 @@ def pull(
         parts: pull only these top-level names or prefixes.
         keep: existing files with these paths are neither replaced nor deleted.
         leave: missing files with these paths are not fetched.
+        keep_changes: files that were changed or deleted here, and not in the replica, since the
+            two last agreed stay so; the next `push` sends them.
 
     Raises:
         Failed: an object is damaged or missing, or the service cannot be reached.
@@ -144,7 +147,9 @@ def pull(
         state, seen = AgreedState(root, bucket.url), 0
         for _ in range(READ_ATTEMPTS):
             index = read_index(bucket)
-            plan = _pull_plan(root, index, state, path_filter(parts), keep, leave)
+            plan = _pull_plan(
+                root, index, state, path_filter(parts), keep, leave, keep_changes=keep_changes
+            )
             try:
                 in_parallel(
                     lambda entry: _fetch(bucket, root, entry),
@@ -187,6 +192,8 @@ def _pull_plan(
     within: PathFilter,
     keep: PathFilter,
     leave: PathFilter,
+    *,
+    keep_changes: bool,
 ) -> _PullPlan:
     known = {*index.entries, *state.known}
     # Not remembered as agreed on either: a file that is only left in the bucket must never be taken
@@ -198,6 +205,12 @@ def _pull_plan(
     ]
     current = in_parallel(lambda entry: _is_current(state, entry), listed)
     pairs = list(zip(listed, current, strict=True))
+    if keep_changes:
+        kept |= {
+            entry.path
+            for entry, same in pairs
+            if not same and state.known.get(entry.path) == entry.content
+        }
     untouched = {
         path: content for path, content in state.known.items() if not within(path) or path in kept
     }
