@@ -87,20 +87,28 @@ def is_left_in_bucket(verb: str, recipe: Recipe | None = None) -> Callable[[str]
     return lambda path: any(re.fullmatch(pattern, path) for pattern in left)
 
 
-def pull_results(url: str, root: Path, *, parts: Collection[str] | None = None) -> None:
+def pull_results(
+    url: str,
+    root: Path,
+    *,
+    parts: Collection[str] | None = None,
+    untouched: Collection[str] = (),
+) -> None:
     """Bring what jobs made elsewhere into the run folder, or into these `parts` of it, for the
-    launcher: its own files stay unchanged, and its events are kept beside those of the job. What
-    was made or deleted here since and not by a job, such as data that were prepared anew, stays as
-    it is here. Data that a launcher has left in the bucket (`pull_run_folder`) stays there.
+    launcher: its own files and those in `untouched` stay as they are, or absent, and its events are
+    kept beside those of the job. What was made or deleted here since and not by a job, such as data
+    that were prepared anew, stays as it is here. Data that a launcher has left in the bucket
+    (`pull_run_folder`) stays there.
     """
     events = RunFolder(root).events
     own = list(read_lines(events))
+    is_left = is_left_in_bucket("submit" if deferred_files_of(root / COLUMNS) else "")
     pull(
         url,
         root,
         parts=parts,
-        keep=is_launcher_file,
-        leave=is_left_in_bucket("submit" if deferred_files_of(root / COLUMNS) else ""),
+        keep=lambda path: is_launcher_file(path) or path in untouched,
+        leave=lambda path: is_left(path) or path in untouched,
         keep_changes=True,
     )
     pulled = {json.dumps(event) for event in read_lines(events)}

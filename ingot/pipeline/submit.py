@@ -37,6 +37,8 @@ NOTE = "pipeline.json"
 """The note of the last submission, in `jobs/` of the run folder."""
 BROUGHT_BACK = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "reports", "logs")
 """The parts of a run folder that are downloaded at the end; model and data stay in the bucket."""
+LEFT_THERE = {"ingest": "data/raw", "prepare": "data/columns", "train": "model"}
+"""Where the steps whose files stay in the bucket put them, in a run folder."""
 CONSOLE = "https://console.cloud.google.com/vertex-ai"
 _CRON_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 
@@ -190,8 +192,14 @@ def follow(submission: Submission, id: str, root: Path | None = None) -> None:
 
 
 def _bring_back(replica: str, root: Path) -> None:
+    """Where a model or data lie here, the records of the steps that made them stay, too: sizes are
+    all that a record knows its files by, so that the pipeline's would vouch for ours.
+    """
+    ours = [
+        f"reports/steps/{step}.json" for step in LEFT_THERE if (root / LEFT_THERE[step]).exists()
+    ]
     try:
-        pull_results(replica, root, parts=BROUGHT_BACK)
+        pull_results(replica, root, parts=BROUGHT_BACK, untouched=ours)
         say(
             f"its metrics and reports are in {root} (`ingot show run {root}`); model and data stay"
             f" in {replica}"

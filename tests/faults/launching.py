@@ -164,4 +164,12 @@ FAULTS = [
         "what was prepared anew is replaced by last time's, and nothing is trained",
         "tests/launch/test_run_folder_sync.py",
     ),
+    Fault(
+        "record-vouches-for-another-model",
+        "ingot/pipeline/submit.py",
+        "untouched=ours",
+        "untouched=()",
+        "after a pipeline of another recipe, the model of the recipe before counts as its own",
+        "tests/pipeline/test_submit.py",
+    ),
 ]

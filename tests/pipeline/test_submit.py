@@ -316,6 +316,36 @@ def test_what_there_is_to_look_at_comes_back(
     assert f"what the pipeline made lies in {submission.plan.replica}" in capsys.readouterr().err
 
 
+def test_no_record_of_the_pipeline_vouches_for_a_model_or_data_that_lie_here(
+    tmp_path: Path, service: pipelines.State
+) -> None:
+    """Its own model may be another of the same sizes; records of what comes back, or does not lie
+    here, are brought.
+    """
+    root, there = tmp_path / "runs/small", tmp_path / "container"
+    steps = ("ingest", "prepare", "train", "evaluate")
+    write_atomic(root / "model/model.safetensors", "ours")
+    write_atomic(root / "data/columns/manifest.json", "ours")
+    for step in ("train", "evaluate"):  # `prepare` had begun anew and was stopped
+        write_atomic(root / f"reports/steps/{step}.json", "ours")
+    recipe, submission, id = submitted(tmp_path, service)
+    assert recipe.folder.root == root
+    pull(submission.plan.replica, there)
+    write_atomic(there / "model/model.safetensors", "made")
+    for step in steps:
+        write_atomic(there / f"reports/steps/{step}.json", "made")
+    push(there, submission.plan.replica)
+    submit.follow(submission, id, root)
+    found = {path.stem: path.read_text() for path in (root / "reports/steps").iterdir()}
+    assert found == {"ingest": "made", "train": "ours", "evaluate": "made"}
+    assert (root / "model/model.safetensors").read_text() == "ours"
+    # What is pulled whole later brings each record with its files.
+    pull(submission.plan.replica, root)
+    assert (root / "model/model.safetensors").read_text() == "made"
+    for step in steps:
+        assert (root / f"reports/steps/{step}.json").read_text() == "made"
+
+
 def test_a_gate_that_keeps_the_live_model_is_a_good_end(
     tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]
 ) -> None:
