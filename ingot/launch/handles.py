@@ -5,14 +5,17 @@ it was submitted with, `VERB.KIND.yaml`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import IngotError
+from ingot.base.errors import Failed, IngotError
+from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.config.recipe import Recipe
-from ingot.launch.job import Handle
+from ingot.launch.job import Handle, Job, JobState
+from ingot.launch.supervisor.supervise import FRESH
 
 
 def jobs_folder(root: Path) -> Path:
@@ -59,10 +62,39 @@ def recipe_of(root: Path, handle: Handle) -> Recipe:
     return load_recipe([_recipe_file(root, handle)], environ={}, dotenv=None)
 
 
-def has_same_result(root: Path, handle: Handle, recipe: Recipe) -> bool:
-    """Whether a job was submitted with this recipe, ignoring knobs that do not affect the
-    result.
+def check_same_work(root: Path, running: Handle, state: JobState, job: Job, recipe: Recipe) -> None:
+    """Check that a running job does what `job` would do, before it is taken for it.
+
+    Raises:
+        Failed: it was submitted with other arguments or another recipe, ignoring knobs that do not
+            affect the result.
     """
+    # On a shared disk, checkpoints that the running job has made by now would be taken for those of
+    # the training before it, and it would begin anew once more when it is restarted.
+    anew_twice = FRESH in job.argv and job.run_folder_url is None
+    if anew_twice or set(running.argv) not in ({*job.argv}, {*job.argv, FRESH}):
+        difference = "other arguments"
+    elif not _has_same_result(root, running, recipe):
+        difference = "another recipe"
+    else:
+        return
+    raise Failed(
+        f"{job.name} is {state} already as {running.kind} job {running.id} with {difference}; wait"
+        f" for it, or `ingot launch cancel {root}`"
+    )
+
+
+def work_fingerprint(recipe: Recipe, argv: Sequence[str]) -> str:
+    """What a job does, as a label of what runs at a place, where no handle may tell it."""
+    return fingerprint([_result_knobs(recipe), sorted(set(argv))])
+
+
+def is_same_work(recipe: Recipe, job: Job, label: str | None) -> bool:
+    """Whether what has this `work_fingerprint` does what `job` would do."""
+    return label in [work_fingerprint(recipe, argv) for argv in (job.argv, (*job.argv, FRESH))]
+
+
+def _has_same_result(root: Path, handle: Handle, recipe: Recipe) -> bool:
     with contextlib.suppress(IngotError):  # a recipe of another version counts as another recipe
         return _result_knobs(recipe_of(root, handle)) == _result_knobs(recipe)
     return False
@@ -71,8 +103,8 @@ def has_same_result(root: Path, handle: Handle, recipe: Recipe) -> bool:
 def _result_knobs(recipe: Recipe) -> dict[str, Any]:
     """All knobs except where it runs; the number of ranks counts."""
     return {
-        **recipe.model_dump(exclude={"launch", "cloud", "serve"}),
-        "ranks": (recipe.launch.nodes, recipe.launch.processes),
+        **recipe.model_dump(mode="json", exclude={"launch", "cloud", "serve"}),
+        "ranks": [recipe.launch.nodes, recipe.launch.processes],
     }
 
 

@@ -13,7 +13,7 @@ from ingot.base.progress import say
 from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StopRequests, follow
-from ingot.launch.handles import find_handle
+from ingot.launch.handles import check_same_work, find_handle
 from ingot.launch.job import ExclusiveLauncher, Job, Launcher, launcher_of, status_or_unknown
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.node_commands import path_on_nodes
@@ -70,8 +70,6 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
             f" {'; '.join(dict.fromkeys(reasons))}"
         )
     meter = meter_of(recipe, job)
-    if meter is not None and fresh:
-        meter.reset()
     attempts = list[RemoteAttempt]()
 
     def start(job: Job) -> RemoteAttempt:
@@ -80,6 +78,8 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
         if meter is not None and not already_runs:
             if not attempts:  # an earlier launcher may have died before its start ended
                 meter.end(end_of_last_start(recipe, job))
+                if fresh:
+                    meter.reset()
             job = with_time_left(recipe, job, meter)
         # What prevents the first start is reported at once; later starts wait until it passes.
         patience_s = recipe.launch.start_s if attempts else 0.0
@@ -124,7 +124,7 @@ def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
     and its node 0 is the one that writes to the bucket.
 
     Raises:
-        Failed: the place does not answer.
+        Failed: the place does not answer, or the job does something else than this one would.
     """
     handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)
     state = status_or_unknown(launcher, handle) if handle is not None else "failed"
@@ -133,7 +133,10 @@ def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
             f"whether {recipe.launch.kind} {handle.id if handle else ''} still does {job.name}"
             " cannot be told now; run the same command again"
         )
-    return state in ("queued", "running")
+    if handle is None or state not in ("queued", "running"):
+        return False
+    check_same_work(recipe.folder.root, handle, state, job, recipe)
+    return True
 
 
 def _checked(launcher: Launcher, job: Job) -> Job:

@@ -172,4 +172,20 @@ FAULTS = [
         "after a pipeline of another recipe, the model of the recipe before counts as its own",
         "tests/pipeline/test_submit.py",
     ),
+    Fault(
+        "other-job-taken-over",
+        "ingot/launch/run_job.py",
+        "    check_same_work(recipe.folder.root, handle, state, job, recipe)\n",
+        "",
+        "a running job of another recipe is watched to its end and counts as this one",
+        "tests/launch/places/test_places.py",
+    ),
+    Fault(
+        "labels-say-enough",
+        "ingot/launch/places/node_commands.py",
+        "if is_same_work(recipe, job, labels.get(WORK)):",
+        "if labels:",
+        "a job of another recipe that was submitted elsewhere is taken for the one that is wanted",
+        "tests/launch/places/test_vertex.py",
+    ),
 ]

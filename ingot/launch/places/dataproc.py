@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
@@ -27,7 +27,14 @@ from ingot.config.sections.launch import parse_duration
 from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import SparkDriverLog
-from ingot.launch.places.node_commands import ATTEMPT, errors_of, job_labels, start_labels
+from ingot.launch.places.node_commands import (
+    ATTEMPT,
+    errors_of,
+    job_labels,
+    other_work,
+    start_labels,
+    work_label,
+)
 from ingot.launch.rendezvous import Rendezvous
 
 KIND = "dataproc"
@@ -131,7 +138,7 @@ class DataprocLauncher:
         command can find it if this process is killed in between.
 
         If a batch of this run and verb is still running from an earlier command, its handle is
-        returned.
+        returned; one that does something else is refused.
         """
         if reasons := self.can(job):
             raise WrongInput(
@@ -158,17 +165,23 @@ class DataprocLauncher:
         known = find_handle(self._root, job.name, KIND)
         if known is not None and self.status(known) in ("queued", "running"):
             return known
-        alive = [
-            found
-            for found in data_jobs.labelled_batches(
-                self._google, job_labels(self._recipe, job.name, job.run_folder_url or "")
-            )
-            if found.is_alive
-        ]
-        if not alive:
+        if not (alive := self._alive(job)):
             return None
+        if reason := other_work(self._recipe, job, alive[0].name, alive[0].labels):
+            raise Failed(reason)
         meet = f"{(job.rendezvous or '').rpartition('-')[0]}-{alive[0].labels[ATTEMPT]}"
         return self._store_handle(job, alive[0].name.rpartition("/")[2], meet)
+
+    def busy(self, job: Job) -> str | None:
+        """See `ExclusiveLauncher`: a batch of this run and verb that does something else."""
+        alive = self._alive(job)
+        return other_work(self._recipe, job, alive[0].name, alive[0].labels) if alive else None
+
+    def _alive(self, job: Job) -> list[data_jobs.SparkBatch]:
+        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        return [
+            found for found in data_jobs.labelled_batches(self._google, labels) if found.is_alive
+        ]
 
     def _store_handle(self, job: Job, name: str, meet: str) -> Handle:
         about = {"meet": meet, "region": self._recipe.cloud.region}
@@ -234,7 +247,7 @@ class DataprocLauncher:
                 properties=self._properties(job),
             ),
             environment_config=types.EnvironmentConfig(execution_config=execution),
-            labels=start_labels(self._recipe, job),
+            labels={**start_labels(self._recipe, job), **work_label(self._recipe, job)},
         )
 
     def _argv(self, job: Job) -> list[str]:

@@ -20,6 +20,7 @@ from ingot.base.markers import fingerprint
 from ingot.cloud.instances import label
 from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.recipe import Recipe
+from ingot.launch.handles import is_same_work, work_fingerprint
 from ingot.launch.job import Job
 
 MODULE = "ingot.launch.node"
@@ -29,13 +30,14 @@ RENDEZVOUS_SHARE = 0.9
 """Nodes wait for each other for this share of `launch.start_s`, so that they report which node did
 not arrive before their silence counts as a hang.
 """
-RUN, VERB, ATTEMPT, NODE, REPLICA, START = (
+RUN, VERB, ATTEMPT, NODE, REPLICA, START, WORK = (
     "ingot-run",
     "ingot-verb",
     "ingot-attempt",
     "ingot-node",
     "ingot-replica",
     "ingot-start",
+    "ingot-work",
 )
 """Labels of cloud resources created for a job."""
 
@@ -159,6 +161,23 @@ def start_labels(recipe: Recipe, job: Job) -> dict[str, str]:
         **job_labels(recipe, job.name, job.run_folder_url or ""),
         ATTEMPT: job.start_number,
     }
+
+
+def work_label(recipe: Recipe, job: Job) -> dict[str, str]:
+    """What a start does, for a place where it may be found by its labels alone."""
+    return {WORK: work_fingerprint(recipe, job.argv)}
+
+
+def other_work(recipe: Recipe, job: Job, id: str, labels: Mapping[str, str]) -> str | None:
+    """Why what runs already, found by its labels alone, must not be taken for `job`: it was
+    submitted with other arguments or another recipe. None if it may.
+    """
+    if is_same_work(recipe, job, labels.get(WORK)):
+        return None
+    return (
+        f"{job.name} runs already as {recipe.launch.kind} job {id}, submitted elsewhere with"
+        " another recipe or other arguments; wait for it, or cancel it there"
+    )
 
 
 def user_labels(recipe: Recipe) -> dict[str, str]:

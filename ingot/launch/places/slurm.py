@@ -25,7 +25,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import find_handle, has_same_result, store_handle, store_recipe
+from ingot.launch.handles import check_same_work, find_handle, store_handle, store_recipe
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState
 from ingot.launch.places import slurm_cluster
 from ingot.launch.places.logs import FileLog
@@ -323,21 +323,13 @@ class SlurmLauncher:
             return known  # this very start, whose answer was lost
         if (state := self.status(known)) in FINAL_STATES:
             return None
-        if known.argv != job.argv or "--fresh" in job.argv:
-            difference = "other arguments"
-        elif not has_same_result(root, known, self.recipe):
-            difference = "another recipe"
-        else:
-            say(
-                f"{job.name}: Slurm job {known.id}, submitted"
-                f" {duration(time.time() - known.started)} ago, is {state} and is watched from here"
-                " again"
-            )
-            return known
-        raise Failed(
-            f"{job.name} is {state} already as Slurm job {known.id} with {difference}; wait for it,"
-            f" or `ingot launch cancel {root}`"
+        check_same_work(root, known, state, job, self.recipe)
+        say(
+            f"{job.name}: Slurm job {known.id}, submitted"
+            f" {duration(time.time() - known.started)} ago, is {state} and is watched from here"
+            " again"
         )
+        return known
 
     def status(self, handle: Handle) -> JobState:
         """See `Launcher`. Slurm reports a node that exits with 75 as failed, so the nodes' notes

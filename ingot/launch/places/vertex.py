@@ -1,8 +1,8 @@
 """Custom jobs of Vertex AI, one per start of a job: node 0 is worker pool 0, the others are pool 1.
 The service neither retries nor restarts anything.
 
-A job is labelled with the run, the verb, the start and a unique mark: if the answer to its creation
-is lost, it is found by them, so that no start creates two.
+A job is labelled with the run, the verb, the start, what it does and a unique mark: if the answer
+to its creation is lost, it is found by them, so that no start creates two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from ingot.launch.places.node_commands import (
     errors_of,
     job_labels,
     machine_reasons,
+    other_work,
     start_labels,
+    work_label,
 )
 from ingot.launch.rendezvous import Rendezvous, clear_rendezvous
 
@@ -139,20 +141,30 @@ class VertexLauncher:
         body = json.dumps(self.custom_job(job), indent=2, sort_keys=True)
         return f"# POST {address}/v1/{self._google.parent}/customJobs\n{body}\n"
 
+    def busy(self, job: Job) -> str | None:
+        """See `ExclusiveLauncher`: a job of this run and verb that does something else."""
+        alive = self._alive(job)
+        return other_work(self._recipe, job, alive[0].name, alive[0].labels) if alive else None
+
+    def _alive(self, job: Job) -> list[CustomJobStatus]:
+        """The jobs of this run and verb that have not ended, the newest first."""
+        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        return [
+            found for found in jobs.labelled_custom_jobs(self._google, labels) if found.is_alive
+        ]
+
     def submit(self, job: Job) -> Handle:
         """See `Launcher`. If a job of this run and verb is still running from an earlier start, its
-        handle is returned.
+        handle is returned; one that does something else is refused.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
         with folder_lock(jobs_folder(self._root), f"{job.name}.{KIND}.lock"):
-            labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
-            alive = [
-                found for found in jobs.labelled_custom_jobs(self._google, labels) if found.is_alive
-            ]
-            for older in alive[1:]:
-                jobs.cancel_custom_job(self._google, older.name)
-            if alive:
+            if alive := self._alive(job):
+                if reason := other_work(self._recipe, job, alive[0].name, alive[0].labels):
+                    raise Failed(reason)
+                for older in alive[1:]:
+                    jobs.cancel_custom_job(self._google, older.name)
                 say(f"{job.name}: it runs already")
                 return self._store_handle(job, alive[0])
             clear_rendezvous(job.rendezvous or "")
@@ -220,7 +232,11 @@ class VertexLauncher:
         return {
             "displayName": resource_name(name),
             "jobSpec": spec,
-            "labels": {**start_labels(self._recipe, job), **({MARK: mark} if mark else {})},
+            "labels": {
+                **start_labels(self._recipe, job),
+                **work_label(self._recipe, job),
+                **({MARK: mark} if mark else {}),
+            },
         }
 
     def _scheduling(self, job: Job) -> dict[str, Any]:

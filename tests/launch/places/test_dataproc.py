@@ -25,7 +25,7 @@ from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.launch.handles import find_handle, jobs_folder
+from ingot.launch.handles import find_handle, jobs_folder, work_fingerprint
 from ingot.launch.job import Job
 from ingot.launch.places.dataproc import DataprocLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
@@ -102,7 +102,8 @@ def wait_for(state: str, launcher: DataprocLauncher, handle: Any, seconds: float
 def test_what_would_be_sent_is_written_down(
     made: Callable[..., Recipe], service: dataproc.State
 ) -> None:
-    text = DataprocLauncher(made()).render(JOB)
+    recipe = made()
+    text = DataprocLauncher(recipe).render(JOB).replace(work_fingerprint(recipe, JOB.argv), "WORK")
     golden.check("dataproc.txt", text.replace(service.server.address, "http://ENDPOINT"))
     assert not service.server.calls
 
@@ -156,7 +157,11 @@ def test_a_batch_is_made_as_it_was_rendered(
     ) == (7200, ["ingot"], "bucket")
     labels = dict(batch.labels)
     assert labels.pop("team").startswith("data-team")
-    assert labels == {**OURS, "ingot-attempt": "1"}
+    assert labels == {
+        **OURS,
+        "ingot-attempt": "1",
+        "ingot-work": work_fingerprint(recipe, JOB.argv),
+    }
 
 
 @pytest.mark.parametrize(
@@ -324,6 +329,13 @@ def test_a_batch_whose_handle_is_lost_is_found_by_its_labels(
     assert (again.id, again.about["meet"]) == (first.id, JOB.rendezvous)
     assert find_handle(recipe.folder.root, "prepare", "dataproc") == again
     assert len(service.batches) == 2
+    changed = DataprocLauncher(made(tokenizer__vocab_size=300))
+    (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
+    assert f"{first.id}, submitted elsewhere with another recipe" in (changed.busy(AGAIN) or "")
+    with pytest.raises(Failed, match="submitted elsewhere with another recipe"):
+        changed.submit(AGAIN)
+    assert DataprocLauncher(recipe).busy(AGAIN) is None
+    assert DataprocLauncher(recipe).submit(AGAIN) is not None
     elsewhere = dataclasses.replace(JOB, run_folder_url="gs://another/runs/small")
     (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
     assert DataprocLauncher(recipe).submit(elsewhere).id != first.id, (

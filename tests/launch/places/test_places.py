@@ -35,8 +35,13 @@ from tests.small import small_recipe
 class Standing:
     """A launcher of which only the state of its job is asked."""
 
+    shares_disk, paid_by_use = False, False
+
     def __init__(self, state: JobState) -> None:
         self.state = state
+
+    def can(self, job: Job) -> list[str]:
+        return []
 
     def status(self, handle: Handle) -> JobState:
         return self.state
@@ -66,6 +71,44 @@ def test_a_job_that_an_earlier_launcher_left_running_is_known(
     assert not run_job._already_runs(recipe, elsewhere, job)
     store_handle(recipe.folder.root, Handle("train", "gce", "ingot-1", job.argv, 0.0, ""), recipe)
     assert run_job._already_runs(recipe, elsewhere, job) is runs
+
+
+def test_a_job_that_does_something_else_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything of the new recipe sent to it. A recipe file that was edited has the same
+    name; where and for how long it runs is no other recipe.
+    """
+    cloud = {"launch__kind": "gce", "cloud__bucket": "bucket", "cloud__project": "p"}
+    recipe, elsewhere = small_recipe(tmp_path, **cloud), Standing("running")
+    monkeypatch.setattr(run_job, "launcher_of", lambda recipe: elsewhere)
+    monkeypatch.setattr(run_job, "missing_inputs", lambda recipe, job: [])
+    job = run_job.job_of(recipe, "train", distributed=True)
+    store_handle(recipe.folder.root, Handle("train", "gce", "ingot-1", job.argv, 0.0, ""), recipe)
+    spent = recipe.folder.root / "jobs" / "train.spent.json"
+    write_atomic(spent, '{"seconds": 3600, "dollars": 9.5}')
+    before = sorted(tmp_path.rglob("*"))
+    for knobs, options, difference in (
+        ({"train__optimizer__lr": 0.5}, (), "another recipe"),
+        ({"launch__processes": 3}, (), "another recipe"),
+        ({}, ("--fresh",), "other arguments"),
+    ):
+        other = small_recipe(tmp_path, **cloud, **knobs)
+        wanted = run_job.job_of(other, "train", distributed=True, options=options)
+        with pytest.raises(
+            Failed, match=f"train is running already as gce job ingot-1 with {difference}; wait"
+        ):
+            run_job.run_job(other, wanted, supervised=False)
+    assert sorted(tmp_path.rglob("*")) == before
+    longer = small_recipe(tmp_path, **cloud, cloud__max_run="9h")
+    assert run_job._already_runs(longer, elsewhere, job)
+    begun_anew = replace(job, argv=(*job.argv, "--fresh"))
+    store_handle(recipe.folder.root, Handle("train", "gce", "2", begun_anew.argv, 1.0, ""), recipe)
+    assert run_job._already_runs(recipe, elsewhere, job)
+    assert run_job._already_runs(recipe, elsewhere, begun_anew)
+    on_a_shared_disk = replace(begun_anew, run_folder_url=None)
+    with pytest.raises(Failed, match="with other arguments"):
+        run_job._already_runs(recipe, elsewhere, on_a_shared_disk)
 
 
 class Ending:

@@ -295,7 +295,7 @@ exit 1""",
     assert kept == []
     # The same command finds the job that runs; another one is refused.
     assert launcher.submit(with_next_rendezvous(launcher.recipe, job)) == handle
-    with pytest.raises(Failed, match=f"as Slurm job {handle.id} with other arguments"):
+    with pytest.raises(Failed, match=f"as slurm job {handle.id} with other arguments"):
         launcher.submit(Job("show", ("show", "else"), 1, 2, rendezvous=job.rendezvous))
     # Signals reach the ranks of both nodes, and nothing else.
     launcher.signal(handle, signal.SIGTERM)
@@ -407,7 +407,7 @@ def test_a_job_of_another_recipe_is_not_taken_over(
         with pytest.raises(
             Failed,
             match=(
-                f"as Slurm job {handle.id} with another recipe; wait for it, or `ingot launch"
+                f"as slurm job {handle.id} with another recipe; wait for it, or `ingot launch"
                 " cancel"
             ),
         ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ingot.cloud import clients
 from ingot.cloud.vertex import jobs
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
-from ingot.launch.handles import find_handle
+from ingot.launch.handles import find_handle, work_fingerprint
 from ingot.launch.job import FINAL_STATES, Handle, Job
 from ingot.launch.places import logs, vertex
 from ingot.launch.places.vertex import VertexLauncher
@@ -150,8 +151,10 @@ def test_what_is_sent_is_what_was_rendered_and_the_service_takes_it(
 ) -> None:
     fixed = recipe_for(Path("root"), None, **{"cloud.region": "us-central1", **CASES[case]})
     environment = dict(fixed.launch.environment)
+    shown = job_of(fixed, environment=environment)
     golden.check(
-        f"vertex/{case}.json", VertexLauncher(fixed).render(job_of(fixed, environment=environment))
+        f"vertex/{case}.json",
+        VertexLauncher(fixed).render(shown).replace(work_fingerprint(fixed, shown.argv), "WORK"),
     )
     recipe = recipe_for(tmp_path, service.server.address, **CASES[case])
     launcher, job = VertexLauncher(recipe), job_of(recipe, environment=environment)
@@ -339,23 +342,53 @@ def test_a_job_that_is_alive_is_found_again_by_a_command_that_knows_nothing_of_i
     """As when whoever submitted it was killed before it had the answer, or the pipeline tries its
     step again on another machine.
     """
-    _, first = launched(tmp_path / "one", service, start=1)
-    _, other = launched(tmp_path / "other", service, start=1, name="else")
-    _, again = launched(tmp_path / "two", service, start=2)
+    launcher, first = launched(tmp_path, service, start=1)
+    _, other = launched(tmp_path, service, start=1, name="else")
+    forget(tmp_path)
+    assert launcher.busy(job_of(launcher._recipe, start=2)) is None
+    _, again = launched(tmp_path, service, start=2, **{"cloud.max_run": "9h"})
     assert again.id == first.id
     assert again.about["meet"] == f"{REPLICA}/jobs/train-1"
     assert other.id != first.id
     assert len(service.jobs) == 2
 
 
+def test_a_job_that_does_something_else_is_not_taken_for_the_one_that_is_wanted(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
+    """Neither another recipe, nor other arguments, nor one of which that cannot be told."""
+    launcher, first = launched(tmp_path, service)
+    forget(tmp_path)
+    other = VertexLauncher(
+        recipe_for(tmp_path, service.server.address, **{"train.optimizer.lr": 0.5})
+    )
+    wanted = job_of(launcher._recipe, start=2)
+    fresh = replace(wanted, argv=(*wanted.argv, "--fresh"))
+    told = f"train runs already as vertex job {first.id}, submitted elsewhere with another recipe"
+    for place, job in ((other, wanted), (launcher, fresh)):
+        assert (place.busy(job) or "").startswith(told)
+        with pytest.raises(Failed, match=told):
+            place.submit(job)
+    assert find_handle(tmp_path / "runs/small", "train", "vertex") is None
+    del service.jobs[first.id].labels["ingot-work"]
+    assert launcher.busy(wanted) is not None
+    assert len(service.jobs) == 1
+
+
+def forget(root: Path) -> None:
+    """As on another machine."""
+    for path in (root / "runs/small/jobs").glob("train.vertex.*"):
+        path.unlink()
+
+
 def test_of_several_alive_only_the_newest_is_left(
     tmp_path: Path, service: vertex_jobs.State
 ) -> None:
-    _, first = launched(tmp_path / "one", service)
+    _, first = launched(tmp_path, service)
     service.jobs[first.id].labels.pop("ingot-run")
-    _, second = launched(tmp_path / "two", service)
+    _, second = launched(tmp_path, service)
     service.jobs[first.id].labels["ingot-run"] = "small"
-    _, third = launched(tmp_path / "three", service)
+    _, third = launched(tmp_path, service)
     assert third.id == second.id
     assert service.jobs[first.id].state == STATE.JOB_STATE_CANCELLING
 
