@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 20
+READER_GONE = (errno.EPIPE, errno.EIO)
+"""Of a pipe or connection, and of a terminal."""
 
 
 def say(message: str) -> None:
     """Print a line for the user on stderr; stdout is reserved for results."""
     print(message, file=sys.stderr, flush=True)
+
+
+class _Messages(io.FileIO):
+    """A stream whose reader may go away: what is written after that goes nowhere.
+
+    Unbuffered, as a handler of a signal may write while another write is under way.
+    """
+
+    def write(self, text: Any) -> int:
+        left = memoryview(text).cast("B")
+        while left:
+            try:
+                left = left[super().write(left) :]
+            except OSError as error:
+                if error.errno not in READER_GONE:
+                    raise
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
+        return len(text)
+
+
+def outlive_reader() -> None:
+    """From now on this process, and what it starts, goes on when nobody reads its stderr any more:
+    a closed terminal, a lost connection, a `tee` that was ended by the same Ctrl-C. A training that
+    has a checkpoint to save must not die of a message.
+    """
+    stream = sys.stderr
+    if isinstance(stream, io.TextIOWrapper):
+        messages = _Messages(stream.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            messages,  # raw, as with python -u
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=True,
+        )
 
 
 def duration(seconds: float) -> str:

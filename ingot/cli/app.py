@@ -1,6 +1,4 @@
-"""The verbs of `ingot`. Each function documents its verb and imports its room when called; `ingot
---help` imports none of them.
-"""
+"""The verbs of `ingot`. Each documents itself and imports its room when called, `--help` none."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from typer.models import CommandInfo, TyperInfo
 import ingot
 from ingot.base.errors import leave
 from ingot.base.lazy import importing
+from ingot.base.progress import outlive_reader
 from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
 from ingot.cli.completion import complete_arguments, completion
@@ -73,6 +72,7 @@ def main() -> None:
         from ingot.base.processes import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGKILL)
+    outlive_reader()
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
     leave(

@@ -28,7 +28,7 @@ from ingot.base.progress import say
 
 # Ctrl-C reaches a process from the terminal and again through its launcher; both are one request.
 SAME_REQUEST_S = 2.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads."""
 
@@ -49,11 +49,14 @@ while True:
         if end is None and asking & set(numbers):
             end = time.monotonic() + grace
     elif end is not None and time.monotonic() >= end:
-        sys.stderr.write(
-            f"process {parent} did not follow the signal within {grace:g} s"
-            " (checkpoint.grace_s) and is killed\\n"
-        )
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(
+                f"process {parent} did not follow the signal within {grace:g} s"
+                " (checkpoint.grace_s) and is killed\\n"
+            )
+            sys.stderr.flush()
+        except OSError:  # nobody reads it any more
+            pass
         os.kill(parent, stacks)
         time.sleep(0.5)
         os.kill(parent, signal.SIGKILL)
@@ -86,8 +89,8 @@ class LeaveNow(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 request a stop; `signum` is the first one
-    received, 0 until then.
+    """While entered, SIGTERM, SIGINT, SIGHUP and SIGUSR1 request a stop; `signum` is the first one
+    received, 0 until then. SIGHUP, the end of the terminal, stays ignored where it is (`nohup`).
 
     Once a stop has been honoured the handlers stay installed and ignore further signals: the
     process is about to end with the exit code for it, and the same request may still arrive through
@@ -101,10 +104,12 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        asking = [number for number in SIGNALS if number != signal.SIGHUP or hears_hangup]
         arguments = [
             str(os.getpid()),
             str(self._grace_s),
-            ",".join(str(int(number)) for number in SIGNALS),
+            ",".join(str(int(number)) for number in asking),
             str(int(STACKS)),
         ]
         self._watchdog = subprocess.Popen(
@@ -118,7 +123,7 @@ class StopSignals:
         # The wakeup fd is written by the C-level handler, so the watchdog hears of the signal even
         # if the interpreter never gets to run.
         self._fd_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in asking:
             self._before[number] = signal.signal(number, self._note)
         return self
 

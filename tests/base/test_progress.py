@@ -7,12 +7,13 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.base import progress as module
-from ingot.base.progress import Progress, duration
+from ingot.base.progress import Progress, duration, outlive_reader, say
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,28 @@ def test_on_a_terminal_without_an_end_no_time_is_left(monkeypatch: pytest.Monkey
     shown = shown_on_a_terminal(monkeypatch, draw, total=None)
     assert "train 12,345 steps" in shown
     assert "left" not in shown
+
+
+@pytest.mark.parametrize("ends", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_messages_outlive_their_reader(
+    ends: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = ends()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        outlive_reader()
+        say("épreuve")
+        assert os.read(reader, 100).decode().splitlines() == ["épreuve"]
+        os.close(reader)
+        say("heard by nobody")
+        with Progress("train", total=10, unit="steps"):
+            sys.stderr.buffer.write(b"as the log of a rank")
+        assert os.path.samestat(os.fstat(writer), os.stat(os.devnull))
+
+
+def test_a_message_that_a_full_disk_takes_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        outlive_reader()
+        with pytest.raises(OSError, match="No space left"):
+            say("lost")

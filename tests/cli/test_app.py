@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -208,6 +209,17 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait(30) in (1, 141)
+
+
+@pytest.mark.parametrize("words", [["ingot", "train"], ["ingot.launch.node"]])
+def test_nobody_who_reads_the_messages_is_no_error(words: list[str]) -> None:
+    """A training and its node; both end here as wrong input does that somebody reads of."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = [sys.executable, "-m", *words]
+    done = subprocess.run(given, stderr=writer, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 2
 
 
 def test_a_full_disk_is_one_line() -> None:

@@ -247,4 +247,12 @@ FAULTS = [
         "what was changed in a recipe is printed without the kind that it is of",
         "tests/config/test_knobs.py",
     ),
+    Fault(
+        "dies-of-a-message",
+        "ingot/base/progress.py",
+        "if error.errno not in READER_GONE:",
+        "if True:",
+        "a training dies unsaved of the first line that nobody reads any more",
+        "tests/base/test_progress.py",
+    ),
 ]

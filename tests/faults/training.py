@@ -692,4 +692,12 @@ FAULTS = [
         "a metric that is not measured costs all steps up to the first evaluation",
         by="tests/train/test_origin.py",
     ),
+    Fault(
+        "closed-terminal-ends-unsaved",
+        "ingot/train/interrupts.py",
+        "SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)",
+        "SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)",
+        "a training whose terminal is closed ends without the checkpoint of its last steps",
+        "tests/train/test_signals.py",
+    ),
 ]

@@ -245,6 +245,22 @@ def test_the_same_request_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (leave.value.signum, leave.value.committed) == (signal.SIGINT, 5)
 
 
+@pytest.mark.parametrize(
+    ("before", "heard"), [(lambda *_: None, signal.SIGHUP), (signal.SIG_IGN, 0)]
+)
+def test_a_closed_terminal_is_a_request_where_it_is_not_ignored(before: Any, heard: int) -> None:
+    """As under `nohup`, where it is."""
+    ours = signal.signal(signal.SIGHUP, before)
+    try:
+        with StopSignals(60) as signals:
+            signals.leave_between_steps()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.signum == heard
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, ours)
+
+
 LATE = """
 import atexit, os, signal, sys
 from ingot.base.errors import Stopped

@@ -25,7 +25,7 @@ from types import FrameType
 import ingot
 from ingot.base.environment import take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
-from ingot.base.progress import say
+from ingot.base.progress import outlive_reader, say
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
 from ingot.config.sections.deployment import Cloud
@@ -51,6 +51,7 @@ CLUSTER_SPEC = "CLUSTER_SPEC"
 
 
 def main() -> int:
+    outlive_reader()
     options = _parser().parse_args()
     argv = tuple(options.argv[1:] if options.argv[:1] == ["--"] else options.argv)
     try:

@@ -206,6 +206,18 @@ def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn("ranks of a node", keep=2)
+def test_ranks_are_watched_to_their_end_though_nobody_reads_of_it(tmp_path: Path) -> None:
+    argv = blocking_argv(tmp_path)
+    parent = subprocess.Popen(command(Job("test", argv, 2)), stderr=subprocess.PIPE)
+    assert parent.stderr is not None
+    parent.stderr.close()
+    wait_until(lambda: len(waiting_on(argv)) == 2)
+    waiting_on(argv)[0].kill()
+    assert parent.wait(60) == 128 + signal.SIGKILL
+    assert not waiting_on(argv)
+
+
+@pytest.mark.drawn("ranks of a node", keep=2)
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     argv = blocking_argv(tmp_path)
     parent = start_script(TWO, *argv)
