@@ -4,9 +4,10 @@ that are forwarded to them.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -86,7 +87,10 @@ class Attempt(Protocol):
         ...
 
 
-StartAttempt = Callable[[Job], Attempt]
+class StopRequested(BaseException):
+    """Unwinds what comes before a start. Not an Exception, so that no handler mistakes it for a
+    failure.
+    """
 
 
 class StopRequests:
@@ -97,6 +101,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.first, self.repeated = 0, False
         self._first_at = 0.0
+        self._leaving = False
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
@@ -111,6 +116,23 @@ class StopRequests:
             self.first, self._first_at = number, time.monotonic()
         elif time.monotonic() - self._first_at > SAME_REQUEST_S:
             self.repeated = True
+        else:
+            return
+        if self._leaving:
+            raise StopRequested
+
+    @contextlib.contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """While entered, a request raises StopRequested, one that was already received too: nothing
+        runs yet that could be asked to stop, and nothing is to be started any more.
+        """
+        if self.first:
+            raise StopRequested
+        self._leaving = True
+        try:
+            yield
+        finally:
+            self._leaving = False
 
     @property
     def signal_to_forward(self) -> int:
@@ -127,6 +149,9 @@ class StopRequests:
     ) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+
+StartAttempt = Callable[[Job, StopRequests], Attempt]
 
 
 def follow(

@@ -4,7 +4,7 @@ Shared by `ingot launch`, `ingot run` and the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ingot.base.errors import EXIT_DONE, EXIT_KEEP, Failed, WrongInput
 from ingot.base.progress import say
 from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
-from ingot.launch.attempt import StopRequests, follow
+from ingot.launch.attempt import StartAttempt, StopRequested, StopRequests, follow
 from ingot.launch.handles import check_same_work, find_handle
 from ingot.launch.job import ExclusiveLauncher, Job, Launcher, launcher_of, status_or_unknown
 from ingot.launch.places.local import JobExit
@@ -72,7 +72,7 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
     meter = meter_of(recipe, job)
     attempts = list[RemoteAttempt]()
 
-    def start(job: Job) -> RemoteAttempt:
+    def start(job: Job, stops: StopRequests) -> RemoteAttempt:
         # Only before this command's first start: how our own attempts ended is known.
         already_runs = not attempts and _already_runs(recipe, launcher, job)
         if meter is not None and not already_runs:
@@ -83,14 +83,22 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
             job = with_time_left(recipe, job, meter)
         # What prevents the first start is reported at once; later starts wait until it passes.
         patience_s = recipe.launch.start_s if attempts else 0.0
-        prepare = None if already_runs else lambda job: stage_start(recipe, _checked(launcher, job))
+
+        def prepare(job: Job) -> Job:
+            try:
+                with stops.leaving_at_once():
+                    return stage_start(recipe, _checked(launcher, job))
+            except StopRequested:
+                say(f"{job.name}: stopped before anything was started on {recipe.launch.kind}")
+                raise
+
         attempts.append(
             RemoteAttempt(
                 launcher,
                 job,
                 recipe.folder.root,
                 patience_s=patience_s,
-                prepare=prepare,
+                prepare=None if already_runs else prepare,
                 meter=meter,
             )
         )
@@ -106,9 +114,12 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
     return ended
 
 
-def _run_once(job: Job, start: Callable[[Job], RemoteAttempt]) -> JobExit:
+def _run_once(job: Job, start: StartAttempt) -> JobExit:
     with StopRequests() as stops:
-        attempt = start(job)
+        try:
+            attempt = start(job, stops)
+        except StopRequested:
+            return JobExit(128 + stops.first, stops.first)
         try:
             end = follow(attempt, stops)
         except BaseException:

@@ -188,4 +188,12 @@ FAULTS = [
         "a job of another recipe that was submitted elsewhere is taken for the one that is wanted",
         "tests/launch/places/test_vertex.py",
     ),
+    Fault(
+        "stop-before-the-start-forgotten",
+        "ingot/launch/attempt.py",
+        "        if self._leaving:\n            raise StopRequested\n",
+        "",
+        "who presses Ctrl-C while inputs are sent pays for the job that is made afterwards",
+        "tests/launch/places/test_places.py",
+    ),
 ]

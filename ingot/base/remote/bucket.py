@@ -26,6 +26,7 @@ from ingot.base.remote.service import (
     ResumableUpload,
     UploadSource,
     connect,
+    given_up,
     google_packages,
     translate_error,
 )
@@ -344,8 +345,13 @@ class Bucket:
             .retry.with_delay(FIRST_PAUSE_S, LONGEST_PAUSE_S, 2.0)
             .with_timeout(self._patience_s)
         )
+
+        def attempt() -> T:
+            given_up.check()
+            return act()
+
         try:
-            done: T = retry(act)()
+            done: T = retry(attempt)()
         except IngotError:
             raise
         except Exception as error:
@@ -367,6 +373,7 @@ class _Sink:
         )
 
     def write(self, data: bytes) -> int:
+        given_up.check()
         if self._stream is not None:
             with disk_errors(str(getattr(self._stream, "name", "memory"))):
                 self._stream.write(data)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
@@ -39,6 +40,24 @@ class Conflict(Failed):
     def __init__(self, message: str, service_s: float | None = None) -> None:
         super().__init__(message)
         self.service_s = service_s
+
+
+class _GivenUp(threading.local):
+    """Whether nobody waits any more for what this thread transfers."""
+
+    _by: threading.Event | None = None
+
+    def watch(self, by: threading.Event) -> None:
+        """From now on in this thread: `by` is set when it is given up."""
+        self._by = by
+
+    def check(self) -> None:
+        """Raises Failed if it is; asked before each request and within downloads."""
+        if self._by is not None and self._by.is_set():
+            raise Failed("the transfer was given up")
+
+
+given_up = _GivenUp()
 
 
 def connect(url: str) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote import bucket as storage
 from ingot.base.remote.bucket import Blob, Bucket, crc32c
-from ingot.base.remote.service import Conflict, Missing
+from ingot.base.remote.service import Conflict, Missing, given_up
 from ingot.base.storage import disk_errors
 
 CONCURRENT_FILES = 4
@@ -42,12 +42,13 @@ def in_parallel(
     title: str = "",
     sizes: Sequence[int] = (),
 ) -> list[Result]:
-    """Apply `act` to each item, a few at a time; the first error ends it. With `title` the progress
-    is shown, counted in `sizes`, the bytes of each item.
+    """Apply `act` to each item, a few at a time. The first error, or a signal whose handler raises,
+    ends it, transfers of large files at their next chunk. With `title` the progress is shown,
+    counted in `sizes`, the bytes of each item.
     """
-    done = 0
+    done, over = 0, threading.Event()
     with (
-        ThreadPoolExecutor(CONCURRENT_FILES) as pool,
+        ThreadPoolExecutor(CONCURRENT_FILES, initializer=given_up.watch, initargs=(over,)) as pool,
         Progress(title, total=-(-sum(sizes) // 10**6), unit="MB", quiet=not title) as progress,
     ):
         running = {pool.submit(act, item): number for number, item in enumerate(items)}
@@ -58,6 +59,7 @@ def in_parallel(
                     done += sizes[running[future]]
                     progress.update(done // 10**6)
         finally:
+            over.set()
             pool.shutdown(wait=False, cancel_futures=True)
     return [future.result() for future in running]
 

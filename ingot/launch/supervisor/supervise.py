@@ -19,7 +19,13 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.launch.attempt import NON_FAILURE_CODES, StartAttempt, StopRequests, follow
+from ingot.launch.attempt import (
+    NON_FAILURE_CODES,
+    StartAttempt,
+    StopRequested,
+    StopRequests,
+    follow,
+)
 from ingot.launch.job import Job
 from ingot.launch.node.ranks import LocalRanks
 from ingot.launch.places.local import JobExit, LocalLauncher
@@ -52,7 +58,8 @@ def supervise(
     response to a signal that we forwarded are none. Gives up with the last failure's exit code
     after `launch.restarts` restarts, or after two failures without a newer checkpoint between them.
     `start` starts the ranks (default: on this machine), whose results go to `results` (default:
-    stderr). `checkpoints` returns the committed steps (default: those of the run folder).
+    stderr); it may raise StopRequested. `checkpoints` returns the committed steps (default: those
+    of the run folder).
 
     Raises:
         Failed: another process trains in this run folder.
@@ -61,7 +68,8 @@ def supervise(
     if start is None:
         if reasons := LocalLauncher(recipe.folder.root).can(job):
             raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
-        start = lambda job: LocalRanks(job, results=results, heartbeats=recipe.folder.heartbeats)  # noqa: E731
+        beats = recipe.folder.heartbeats
+        start = lambda job, stops: LocalRanks(job, results=results, heartbeats=beats)  # noqa: E731
     if recipe.launch.kind == "local" and (holder := lock_holder(recipe.folder.root)) is not None:
         raise Failed(
             f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose"
@@ -111,7 +119,10 @@ class _Supervisor:
         old_files = _earlier_training_files(self._run_folder) if FRESH in self._job.argv else {}
         job, checkpoints = self._job, self._committed()
         while True:
-            outcome = self._run_attempt(job)
+            try:
+                outcome = self._run_attempt(job)
+            except StopRequested:
+                return self._stopped(self._committed())
             if isinstance(outcome, JobExit):
                 return outcome
             found = self._committed()
@@ -147,7 +158,7 @@ class _Supervisor:
     def _run_attempt(self, job: Job) -> JobExit | _Failure:
         """One start, until all its ranks have ended."""
         self._kills.arm()
-        attempt = self._start(job)
+        attempt = self._start(job, self._stops)
         watch = AttemptWatch(
             self._recipe,
             attempt,

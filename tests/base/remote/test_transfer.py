@@ -17,7 +17,7 @@ from ingot.base.errors import Failed
 from ingot.base.remote.bucket import Blob, Bucket, open_bucket
 from ingot.base.remote.index import Index, KeyChooser, content_name
 from ingot.base.remote.memory import LocalFile
-from ingot.base.remote.service import Missing
+from ingot.base.remote.service import Missing, given_up
 from ingot.base.remote.transfer import OtherContent, fetch_file, in_parallel
 from tests import gcs
 
@@ -92,6 +92,39 @@ def test_several_at_once_keep_their_order_and_the_first_error_ends_them(
     with pytest.raises(Failed, match="no"):
         in_parallel(act, range(1000), title="push", sizes=[10**6] * 1000)
     assert len(started) < 1000
+
+
+def test_what_is_under_way_when_nobody_waits_for_it_any_more_ends_too(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """Within a download, and before the next request of an upload."""
+    bucket.put("large", bytes(1 << 20))
+    together, ended = threading.Barrier(3), list[str]()
+
+    class Slow:
+        def update(self, data: bytes, /) -> None:
+            together.wait(30)
+            assert given_up._by is not None
+            given_up._by.wait(30)
+
+    def act(name: str) -> None:
+        try:
+            if name == "download":
+                bucket.get_to_file("large", tmp_path / "large", digest=Slow())
+            elif name == "upload":
+                Slow().update(b"")
+                bucket.put("small", b"")
+        except Failed as error:
+            ended.append(str(error))
+            raise
+        if name == "stop":
+            together.wait(30)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(act, ["download", "upload", "stop"])
+    assert ended == ["the transfer was given up"] * 2
+    bucket.put("small", b"")  # by another thread, or later
 
 
 def test_content_that_is_being_deleted_is_sent_again_under_another_name() -> None:

@@ -5,6 +5,8 @@ that is empty.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +171,23 @@ def run_out(
         run_job.job_of(recipe, "train", distributed=True, options=options), run_folder_url=None
     )
     return run_job.run_job(recipe, job, supervised=True), elsewhere.limits
+
+
+@pytest.mark.parametrize(("supervised", "code"), [(True, 75), (False, 130)])
+def test_a_request_to_stop_while_inputs_are_sent_is_followed_before_a_job_is_made(
+    supervised: bool, code: int, bounded: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def staged(recipe: Recipe, job: Job) -> Job:
+        os.kill(os.getpid(), signal.SIGINT)
+        return replace(job, rendezvous=None)
+
+    monkeypatch.setattr(run_job, "stage_start", staged)
+    elsewhere = Ending(["failed"])
+    monkeypatch.setattr(run_job, "launcher_of", lambda recipe: elsewhere)
+    job = replace(run_job.job_of(bounded, "train", distributed=True), run_folder_url=None)
+    ended = run_job.run_job(bounded, job, supervised=supervised)
+    assert ended == JobExit(code, signal.SIGINT)  # there is a checkpoint for a training to go on
+    assert elsewhere.limits == []
 
 
 def test_the_bounds_hold_for_all_launches_together_until_the_job_is_done(

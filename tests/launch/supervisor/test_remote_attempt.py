@@ -17,7 +17,7 @@ import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
-from ingot.launch.attempt import AttemptExit
+from ingot.launch.attempt import AttemptExit, StopRequests
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
@@ -365,7 +365,7 @@ def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(
         return supervise(
             Job("train", ("train",), 2, 2),
             small_recipe(tmp_path),
-            start=lambda job: attempt,
+            start=lambda job, stops: attempt,
             checkpoints=lambda: checkpoints,
         )
 
@@ -383,7 +383,7 @@ def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
 ) -> None:
     attempt, _ = begin()
 
-    def start(job: Job) -> RemoteAttempt:
+    def start(job: Job, stops: StopRequests) -> RemoteAttempt:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return attempt
 
@@ -407,9 +407,9 @@ def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begi
         place.state = "succeeded"
 
     threading.Thread(target=later).start()
-    assert supervise(Job("train", ("train",), 2, 2), recipe, start=lambda job: attempt) == JobExit(
-        0, 0
-    )
+    assert supervise(
+        Job("train", ("train",), 2, 2), recipe, start=lambda job, stops: attempt
+    ) == JobExit(0, 0)
     assert place.did == ["submit"]
 
 
