@@ -24,7 +24,13 @@ from ingot.base.remote.lease import LIFE_S, Lease, lease
 from ingot.base.remote.service import Conflict, Corrupt, Missing
 from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file
-from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
+from ingot.checkpoints.store import (
+    BEFORE,
+    COMMIT,
+    CommittedCheckpoint,
+    committed,
+    step_folder,
+)
 
 
 class Damaged(Failed):
@@ -209,21 +215,21 @@ class BucketMirror:
             raise Damaged(f"{error}; take another checkpoint") from error
 
 
-def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Fetch the newest intact checkpoint from the bucket if it is newer than every complete
-    checkpoint on disk (checked by file sizes, not checksums).
+def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> CommittedCheckpoint | None:
+    """Fetch the newest intact checkpoint from the bucket if it is newer than every valid one on
+    disk, in the place of a damaged one of its step. Returns the newest valid one that is then on
+    disk, all of whose checksums were compared once; None if there is none.
 
     Raises:
         Failed: the bucket has newer checkpoints, all of them damaged, and there is none on disk.
     """
-    newest = _newest_here(checkpoints)
-    here, damaged = newest.step if newest else None, False
+    here, damaged = _newest_here(checkpoints), False
     for step in mirror.steps():
-        if here is not None and step <= here:
-            return
+        if here is not None and step <= here.step:
+            break
         try:
-            mirror.fetch(step, checkpoints)
-            return
+            folder = mirror.fetch(step, checkpoints)
+            return next(found for found in committed(checkpoints) if found.folder == folder)
         except Damaged as error:
             say(f"warning: {error}")
             damaged = True
@@ -232,29 +238,41 @@ def fetch_newer(mirror: BucketMirror, checkpoints: Path) -> None:
             f"no checkpoint in {mirror.bucket.url} is whole; restore one, or start over with"
             " --fresh and another `checkpoint.upload`"
         )
+    return here
 
 
-def send_newest(mirror: BucketMirror, checkpoints: Path) -> None:
-    """Upload the newest complete checkpoint on disk if the bucket has none as new: an earlier
-    process ended before it was uploaded.
+def fetch_unless_here(mirror: BucketMirror, step: int, checkpoints: Path) -> None:
+    """Fetch a checkpoint of which files are missing on disk; checksums are not compared."""
+    folder = step_folder(checkpoints, step)
+    marker = read_marker(folder, COMMIT)
+    if marker is None or problems(folder, marker, checksums=False):
+        mirror.fetch(step, checkpoints)
+
+
+def send_newest(mirror: BucketMirror, newest: CommittedCheckpoint) -> None:
+    """Upload the newest valid checkpoint on disk if the bucket has none as new: an earlier process
+    ended before it was uploaded.
     """
-    newest = _newest_here(checkpoints)
-    if newest is not None and newest.step > (mirror.newest() or -1):
+    in_place = not newest.folder.name.endswith(BEFORE)
+    if in_place and newest.step > (mirror.newest() or -1):
         mirror.put(newest.folder, [entry["path"] for entry in newest.commit["files"]])
         mirror.commit(newest.folder)
 
 
 def _newest_here(checkpoints: Path) -> CommittedCheckpoint | None:
-    """The newest complete checkpoint on disk, checked by file sizes, not checksums."""
-    there = (
-        found
-        for found in committed(checkpoints)
-        if found.folder == step_folder(checkpoints, found.step)
-    )
-    return next(
-        (found for found in there if not problems(found.folder, found.commit, checksums=False)),
-        None,
-    )
+    """The newest valid checkpoint on disk. One that lacks files is passed over in silence: where
+    nodes have their own disks, the files of other nodes are in the bucket only.
+    """
+    for found in committed(checkpoints):
+        if not problems(found.folder, found.commit, checksums=False):
+            wrong = problems(found.folder, found.commit, checksums=True)
+            if not wrong:
+                return found
+            say(
+                f"warning: checkpoint {found.folder} is damaged ({wrong[0]}); trying the bucket's,"
+                " or an older one"
+            )
+    return None
 
 
 def _step(name: str) -> int:

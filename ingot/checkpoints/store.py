@@ -7,6 +7,7 @@ is never deleted. `ingot.checkpoints.writer` writes them, `ingot.checkpoints.rea
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from ingot.base.storage import fsync_folder
 COMMIT = "COMMIT.json"
 BEFORE = ".before"
 """Suffix of a committed checkpoint that a new one of the same step is about to replace."""
+DAMAGED = "damaged-"
+"""Prefix of a damaged checkpoint that its training has set aside."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def _in_order(checkpoints: Path) -> list[Path]:
 
 def _step_of(name: str) -> int:
     """The step in a folder's name; -1 if it is not a checkpoint's."""
-    number = name.removeprefix("step-").removesuffix(BEFORE)
+    number = name.removeprefix(DAMAGED).removeprefix("step-").removesuffix(BEFORE)
     return int(number) if number.isdecimal() else -1
 
 
@@ -98,6 +101,21 @@ def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
     return None
 
 
+def set_damaged_aside(newest: CommittedCheckpoint) -> None:
+    """Rename the checkpoints that stand before `newest`, the newest valid one: they are damaged,
+    and whoever compares sizes only would keep and send them in its place.
+    """
+    for folder in itertools.takewhile(
+        lambda folder: folder != newest.folder, _in_order(newest.folder.parent)
+    ):
+        if (folder / COMMIT).exists():
+            aside = folder.with_name(DAMAGED + folder.name)
+            remove_folder(aside)
+            folder.rename(aside)
+            fsync_folder(aside.parent)
+            say(f"{folder} is set aside as {aside.name}")
+
+
 def _verify(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
     """The checkpoint in a folder and its problems, with every file's checksum verified; (None, [])
     if nothing was committed there.
@@ -133,11 +151,11 @@ def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
 
 
 def sweep(checkpoints: Path, kept: Collection[str]) -> None:
-    """Delete checkpoints older than the newest of `kept` that are not in `kept`; also used on a
-    node's own disk, where folders have no marker.
+    """Delete checkpoints older than the newest of `kept` that are not in `kept`, damaged ones too;
+    also used on a node's own disk, where folders have no marker.
     """
     newest = max(map(_step_of, kept), default=-1)
-    for folder in _in_order(checkpoints):
+    for folder in [*_in_order(checkpoints), *checkpoints.glob(f"{DAMAGED}step-*")]:
         step = _step_of(folder.name)
         if folder.name not in kept and (
             step < newest or (step == newest and folder.name.endswith(BEFORE))

@@ -14,18 +14,17 @@ from typing import Any
 
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import fingerprint, problems, read_marker
+from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.remote.replica import push
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
-from ingot.checkpoints.mirror import BucketMirror, fetch_newer, send_newest
+from ingot.checkpoints.mirror import BucketMirror, fetch_newer, fetch_unless_here, send_newest
 from ingot.checkpoints.store import (
-    COMMIT,
     CommittedCheckpoint,
     committed,
     newest_valid,
-    step_folder,
+    set_damaged_aside,
 )
 from ingot.config.identity import MAY_CHANGE, STOPPING, WEIGHTS_OF, changes
 from ingot.config.recipe import Recipe
@@ -41,6 +40,7 @@ def find_start(
     identity: Mapping[str, Any],
     *,
     fresh: bool,
+    newest: CommittedCheckpoint | None = None,
     allow: Collection[str] = (),
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
@@ -49,6 +49,8 @@ def find_start(
 
     A finished training with another recipe is moved to `earlier/`, and brought back when its recipe
     is used again. Knobs in `allow` may differ; `on_change` is then called with the differences.
+    `newest` is the newest valid checkpoint if somebody has verified it already. Damaged ones that
+    are newer than the one found are set aside.
     `before_anew` is called before anything is moved when training starts anew; if it raises,
     nothing has changed.
 
@@ -56,7 +58,7 @@ def find_start(
         WrongInput: an unfinished training with a different recipe lies here; names what changed.
         Failed: there are checkpoints, and all are damaged.
     """
-    found = None if fresh else newest_valid(run.checkpoints)
+    found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
         before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
         if not any(key.startswith(WEIGHTS_OF) for key in before):  # of an earlier version
@@ -68,6 +70,7 @@ def find_start(
                 changed = "; ".join(changes(before, now))
                 say(f"going on although {changed}, as resume.allow says")
                 on_change(found, changed)
+            set_damaged_aside(found)
             return found
         if not found.commit["finished"]:
             raise _refused(run, found, dict(identity), differ)
@@ -168,7 +171,10 @@ def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpo
     _move(place, run.root)
     place.rmdir()
     say(f"this recipe was trained before: {place} is brought back")
-    return newest_valid(run.checkpoints)
+    found = newest_valid(run.checkpoints)
+    if found is not None:
+        set_damaged_aside(found)
+    return found
 
 
 def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
@@ -239,16 +245,20 @@ def _send_noted(root: Path, replica: str) -> None:
             time.sleep(wait_s)
 
 
-def fetch_missing(mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh) -> None:
+def fetch_missing(
+    mirror: BucketMirror | None, checkpoints: Path, mesh: Mesh
+) -> CommittedCheckpoint | None:
     """Fetch the newest checkpoint on every node that lacks it, if only the bucket has it intact.
-    Collective.
+    Returns the newest valid one of rank 0, verified; None without a bucket. Collective.
     """
     if mirror is None:
-        return
-    mesh.from_main(lambda: fetch_newer(mirror, checkpoints))
-    if mesh.ranks.local_rank == 0 and not mesh.is_main:
-        fetch_newer(mirror, checkpoints)  # does nothing if the nodes share a disk
+        return None
+    newest = mesh.from_main(lambda: fetch_newer(mirror, checkpoints))
+    if newest is not None and mesh.ranks.local_rank == 0 and not mesh.is_main:
+        # Does nothing if the nodes share a disk.
+        fetch_unless_here(mirror, newest.step, checkpoints)
     mesh.barrier()
+    return newest
 
 
 def send_missing(
@@ -258,7 +268,7 @@ def send_missing(
     its upload did. Collective.
     """
     if mirror is not None and start is not None:
-        mesh.from_main(lambda: send_newest(mirror, start.folder.parent))
+        mesh.from_main(lambda: send_newest(mirror, start))
 
 
 def complete(
@@ -276,10 +286,7 @@ def complete(
             (set(reached) if mesh.is_main else set())
             | ({best} if best is not None and best not in reached else set())
         ):
-            folder = step_folder(checkpoints, step)
-            marker = read_marker(folder, COMMIT)
-            if marker is None or problems(folder, marker, checksums=False):
-                mirror.fetch(step, checkpoints)
+            fetch_unless_here(mirror, step, checkpoints)
     mesh.barrier()
 
 

@@ -100,19 +100,18 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
             if recipe.train.deterministic:
                 closing.enter_context(deterministic_kernels(mesh.device))
             bucket = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)
-            if not fresh:
-                fetch_missing(bucket, run.checkpoints, mesh)
+            newest = None if fresh else fetch_missing(bucket, run.checkpoints, mesh)
             recipe, mesh = decided(recipe, mesh, planner)
             recipe = with_fitting_micro_batch(recipe, mesh, planner)
             process = TrainingProcess(recipe, mesh, heart, signals, events, bucket)
             while True:
                 try:
-                    outcome = _train_from_checkpoint(process, began, fresh=fresh)
+                    outcome = _train_from_checkpoint(process, began, newest, fresh=fresh)
                     break
                 except RolledBack:
                     fresh, began = False, time.monotonic()
                     heart.attempt += 1
-                    fetch_missing(bucket, run.checkpoints, mesh)
+                    newest = fetch_missing(bucket, run.checkpoints, mesh)
     except LeaveNow as leave:
         events.emit("stop", step=leave.committed or 0, cause=signal.Signals(leave.signum).name)
         heart.beat("over")
@@ -121,15 +120,19 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
     return outcome
 
 
-def _train_from_checkpoint(process: TrainingProcess, began: float, *, fresh: bool) -> VerbOutcome:
-    """Train from the newest checkpoint to the end, and export; `began` is monotonic seconds."""
+def _train_from_checkpoint(
+    process: TrainingProcess, began: float, newest: CommittedCheckpoint | None, *, fresh: bool
+) -> VerbOutcome:
+    """Train from the newest checkpoint to the end, and export; `began` is monotonic seconds,
+    `newest` the newest checkpoint if it was verified.
+    """
     recipe, mesh, events, signals = process.recipe, process.mesh, process.events, process.signals
     with ExitStack() as closing:
         setup = make_setup(recipe, mesh)
         if not fresh:
             setup = with_left_out(setup, mesh)
         mesh.from_main(lambda: _check_prompts(setup))
-        start = mesh.from_main(lambda: _find_start(process, setup, fresh=fresh))
+        start = mesh.from_main(lambda: _find_start(process, setup, newest, fresh=fresh))
         send_missing(process.bucket, start, mesh)
         first = start.step if start else setup.begin
         if first > setup.last:
@@ -192,13 +195,18 @@ def _check_prompts(setup: TrainSetup) -> None:
 
 
 def _find_start(
-    process: TrainingProcess, setup: TrainSetup, *, fresh: bool
+    process: TrainingProcess,
+    setup: TrainSetup,
+    newest: CommittedCheckpoint | None,
+    *,
+    fresh: bool,
 ) -> CommittedCheckpoint | None:
     recipe, events = process.recipe, process.events
     return find_start(
         recipe.folder,
         setup.identity,
         fresh=fresh,
+        newest=newest,
         allow=recipe.resume.allow,
         before_anew=lambda: refuse_others(process.bucket),
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),

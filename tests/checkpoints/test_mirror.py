@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
@@ -19,11 +20,14 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.remote import bucket
 from ingot.base.remote import service as upload
 from ingot.base.remote.service import EMULATOR
+from ingot.base.runfolder import RunFolder
+from ingot.base.storage import sha256_file
 from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_newer, send_newest
 from ingot.checkpoints.saver import Saver
-from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
+from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
-from tests.checkpoints.states import assert_equal, load, state_of, train, trained
+from ingot.train.resume import find_start
+from tests.checkpoints.states import assert_equal, flip_bit, load, state_of, train, trained
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
 from tests.ranks import run_ranks
 
@@ -370,24 +374,67 @@ def test_only_what_is_newer_is_fetched(
     assert newest.step == 5
 
 
+def test_what_is_damaged_here_is_fetched(
+    server: Server, mirror: BucketMirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though no file of it is missing or short."""
+    folder = checkpoint(tmp_path, 3)
+    whole = contents(folder)
+    send(mirror, folder)
+    checkpoint(tmp_path, 2)
+    flip_bit(folder / FILES[0], 100)
+    found = fetch_newer(mirror, tmp_path)
+    assert found is not None
+    assert (found.step, contents(found.folder)) == (3, whole)
+    assert re.search(r"__0_0\.distcp does not match its checksum\)", capsys.readouterr().err)
+    flip_bit(checkpoint(tmp_path, 4) / FILES[0], 100)
+    assert fetch_newer(mirror, tmp_path) == found, "nobody has a whole one of step 4"
+
+
+def test_each_checkpoint_here_is_read_once(
+    server: Server, mirror: BucketMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whom it is found; a training that begins from it does not read it again."""
+    run = RunFolder(tmp_path)
+    folder = checkpoint(run.checkpoints, 3, identity={"train.global_batch": 4})
+    read: list[str] = []
+
+    def reading(path: Path) -> str:
+        read.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr("ingot.base.markers.sha256_file", reading)
+    newest = fetch_newer(mirror, run.checkpoints)
+    found = find_start(run, {"train.global_batch": 4}, fresh=False, newest=newest)
+    assert found is not None
+    assert found.folder == folder
+    assert sorted(read) == sorted(Path(name).name for name in FILES)
+
+
+def newest_here(checkpoints: Path) -> CommittedCheckpoint:
+    found = newest_valid(checkpoints)
+    assert found is not None
+    return found
+
+
 def test_what_a_killed_run_could_not_send_is_sent_by_the_next(
     server: Server, mirror: BucketMirror, tmp_path: Path
 ) -> None:
-    send_newest(mirror, tmp_path)
     folder = checkpoint(tmp_path, 3)
-    send_newest(mirror, tmp_path)
+    flip_bit(checkpoint(tmp_path, 4) / FILES[0], 100)
+    send_newest(mirror, newest_here(tmp_path))
     assert stored(server) == {
         f"{folder.name}/{name}": data for name, data in contents(folder).items()
     }
     server.counts.clear()
-    send_newest(mirror, tmp_path)
+    send_newest(mirror, newest_here(tmp_path))
     assert server.counts["insert"] == server.counts["start"] == 0
 
 
 def the_run(checkpoints: Path) -> None:
     mirror = BucketMirror(URL)
     with mirror.lease("the run"):
-        send_newest(mirror, checkpoints)
+        send_newest(mirror, newest_here(checkpoints))
 
 
 @pytest.mark.parametrize(
@@ -501,11 +548,9 @@ def test_an_upload_that_fails_is_an_error_of_the_save(
             saver.wait()
         saver.close()
     assert mirror.newest() is None
-    newest = newest_valid(tmp_path)
-    assert newest is not None
     server.faults.clear()
-    send_newest(mirror, tmp_path)
-    assert mirror.newest() == newest.step == 1
+    send_newest(mirror, newest_here(tmp_path))
+    assert mirror.newest() == 1
 
 
 def test_a_place_that_is_none(server: Server) -> None:

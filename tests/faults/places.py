@@ -223,9 +223,25 @@ FAULTS = [
     Fault(
         "mirror-older-wins",
         "ingot/checkpoints/mirror.py",
-        "if here is not None and step <= here:",
-        "if here is not None and step < here:",
+        "if here is not None and step <= here.step:",
+        "if here is not None and step < here.step:",
         "a checkpoint that is here already is fetched over",
+    ),
+    Fault(
+        "damaged-here-counts",
+        "ingot/checkpoints/mirror.py",
+        "wrong = problems(found.folder, found.commit, checksums=True)",
+        "wrong = problems(found.folder, found.commit, checksums=False)",
+        "a checkpoint of the right size whose bytes are damaged is not fetched from the bucket",
+        "tests/checkpoints/test_mirror.py",
+    ),
+    Fault(
+        "damaged-stays-in-place",
+        "ingot/train/resume.py",
+        "            set_damaged_aside(found)\n            return found",
+        "            return found",
+        "a damaged checkpoint counts as kept, and those saved after going on are deleted for it",
+        "tests/train/test_resume.py",
     ),
     Fault(
         "mirror-without-lease",

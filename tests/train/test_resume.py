@@ -4,20 +4,29 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.base.markers import entry_of, write_marker
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import CommittedCheckpoint, committed
+from ingot.checkpoints.store import (
+    COMMIT,
+    CommittedCheckpoint,
+    committed,
+    retain,
+    step_folder,
+)
 from ingot.config.identity import training_identity
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
 from ingot.train.trainer import train
+from tests.checkpoints.states import flip_bit
 from tests.small import small_recipe
 from tests.train.test_run import stop_after
 
@@ -34,6 +43,39 @@ def start(
     found = CommittedCheckpoint(Path("step"), 10, {"identity": before, "finished": False})
     monkeypatch.setattr(resume, "newest_valid", lambda folder: found)
     return resume.find_start(RunFolder(Path("run")), now, fresh=False, allow=allow)
+
+
+def test_a_damaged_checkpoint_is_set_aside_by_the_training_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would count as kept, since its size is right: those saved from now on would be deleted for
+    it.
+    """
+    run = RunFolder(tmp_path)
+
+    def save(step: int) -> Path:
+        folder = step_folder(run.checkpoints, step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(9))
+        about = {"step": step, "identity": identity([]), "finished": False}
+        write_marker(folder, COMMIT, about, [entry_of(folder, "weights")])
+        return folder
+
+    save(10)
+    flip_bit(save(30) / "weights", 3)
+    with pytest.raises(WrongInput, match="of another recipe"):
+        resume.find_start(run, identity([], new=1), fresh=False)
+    assert (run.checkpoints / "step-00000030").exists(), "nothing was begun"
+    found = resume.find_start(run, identity([]), fresh=False)
+    assert found is not None
+    assert found.step == 10
+    assert "is set aside as damaged-step-00000030" in capsys.readouterr().err
+    save(20)
+    assert retain(run.checkpoints, 1) == ["step-00000020"]
+    assert sorted(os.listdir(run.checkpoints)) == ["damaged-step-00000030", "step-00000020"]
+    save(40)
+    assert retain(run.checkpoints, 2) == ["step-00000040", "step-00000020"]
+    assert sorted(os.listdir(run.checkpoints)) == ["step-00000020", "step-00000040"]
 
 
 def identity(skipped: Spans, **knobs: Any) -> dict[str, Any]:
