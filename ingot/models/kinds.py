@@ -18,7 +18,7 @@ from ingot.config.models.content import QUANTIZE, read_lineage
 from ingot.config.models.source import ModelKind, kind_of, model_config
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
-from ingot.models.adapters.peft_config import base_of, is_adapter
+from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config
 from ingot.models.hf import folder as folders
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import hf_weights, load_hf_model
@@ -52,13 +52,13 @@ def base_folder(adapter: Path) -> Path:
     Raises:
         WrongInput: it exists neither as a folder nor on the hub.
     """
-    base = base_of(adapter)
+    base, revision = base_of(adapter), read_adapter_config(adapter).revision
     if base.startswith("hf:"):
-        return fetch_model(base.removeprefix("hf:"))
+        return fetch_model(base.removeprefix("hf:"), revision)
     if Path(base).is_dir():
         return Path(base)
     if base.count("/") == 1 and not base.startswith((".", "/")):
-        return fetch_model(base)
+        return fetch_model(base, revision)
     raise WrongInput(
         f"{adapter} is an adapter of {base}, which is not there; put the model there, or name its"
         " folder in adapter_config.json"
@@ -73,7 +73,8 @@ def open_model(
 
     Raises:
         WrongInput: not a model folder, an unsupported architecture, damaged files, tensors that do
-            not fit, or, with `check`, that differ from those exported.
+            not fit, or, with `check`, that differ from those exported, or a base that is not the
+            one of the adapter's training.
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype, check=check)
@@ -95,6 +96,8 @@ def _with_adapter(
     adapter: Path, device: torch.device, dtype: torch.dtype | None, *, check: bool
 ) -> AnyModel:
     base, classes = base_folder(adapter), class_count(adapter)
+    if check:
+        _check_base(adapter, base)
     if quantize := (read_lineage(adapter) or {}).get(QUANTIZE):
         say(
             f"{adapter} was trained beside its base in {quantize.get('kind')}: beside {base} as it"
@@ -117,6 +120,20 @@ def _with_adapter(
         model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0, check=check)
     load_adapter(model, adapter, merge=True, check=check)
     return model.to(dtype or torch.float32).eval()
+
+
+def _check_base(adapter: Path, base: Path) -> None:
+    """Refuse a base that is not the one of the adapter's training: whatever has the right shapes
+    would be merged with it. Adapters that others made have no record of it.
+    """
+    recorded = ((read_lineage(adapter) or {}).get("base") or {}).get("model_hash")
+    if recorded is not None and (found := folders.model_hash(base)) != recorded:
+        raise WrongInput(
+            f"{adapter} was trained beside the model {recorded}, and {base} is {found}"
+            " (model_hash); put that model there again, name its folder in adapter_config.json, or"
+            " train the adapter again; if it is meant to go with this one, accept it with"
+            f" `ingot import {adapter} NEW`"
+        )
 
 
 def model_weights(

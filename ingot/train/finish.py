@@ -85,7 +85,13 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             if source.startswith("hf:") or plan.model_spec.folder is None
             else str(plan.model_spec.folder.resolve())
         )
-        digests = save_adapter(model, run.adapter, base=base, kind=plan.model_spec.kind)
+        digests = save_adapter(
+            model,
+            run.adapter,
+            base=base,
+            kind=plan.model_spec.kind,
+            revision=recipe.model.revision if base.startswith("hf:") else None,
+        )
         lineage_fields = {
             "tokenizer": plan.tokenizer.identity(),
             "template": plan.tokenizer.template_identity,

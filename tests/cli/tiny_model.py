@@ -16,7 +16,7 @@ from ingot.tokenizers.bpe import train_bpe
 from tests.small import TINY_MODEL
 
 
-def write_model(folder: Path, special: Sequence[str] = ()) -> Path:
+def write_model(folder: Path, special: Sequence[str] = (), seed: int = 1) -> Path:
     """A random model with weights large enough that its answers differ from prompt to prompt, and
     a tokenizer with these special tokens.
     """
@@ -33,6 +33,6 @@ def write_model(folder: Path, special: Sequence[str] = ()) -> Path:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_hf(values))
     model.to_empty(device="cpu")
-    init_weights(model, seed=1)
+    init_weights(model, seed)
     export_model(model, tokenizer, folder, export_type="fp32", lineage={"run": "tiny"})
     return folder

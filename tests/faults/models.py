@@ -878,6 +878,22 @@ FAULTS = [
         "tests/checkpoints/gguf/test_vocabulary.py",
     ),
     Fault(
+        "adapter-of-another-revision",
+        "ingot/train/finish.py",
+        'revision=recipe.model.revision if base.startswith("hf:") else None,',
+        "revision=None,",
+        "an adapter trained on one revision of a model on the hub is merged into another",
+        "tests/train/test_chain.py",
+    ),
+    Fault(
+        "adapter-beside-another-base",
+        "ingot/models/kinds.py",
+        "    if check:\n        _check_base(adapter, base)\n",
+        "",
+        "an adapter is merged into whatever stands where its base was",
+        "tests/models/hf/test_content.py",
+    ),
+    Fault(
         "gguf-not-compared",
         "ingot/checkpoints/gguf/write.py",
         "            made.write(partial, TYPES[kind], vocabulary, name, lineage)\n            made.compare(partial)",

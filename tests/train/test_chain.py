@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.models.kinds import open_model
 from ingot.pipeline.steps import step_named
 from ingot.train.trainer import train
 from tests.small import small_recipe
@@ -53,6 +55,35 @@ def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
     assert lineage["base"]["source"] == str(first.folder.root)
     # What the first run writes beside its model does not make the second one train again.
     assert step_named("train").folders(second) == [str(first.folder.model)]
+
+
+def test_an_adapter_of_a_model_on_the_hub_names_its_revision(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = small_recipe(root)
+    train(first)
+    base = shutil.copytree(first.folder.model, root / "base")
+    asked: list[str | None] = []
+
+    def fetched(name: str, revision: str | None) -> Path:
+        asked.append(revision)
+        return base
+
+    monkeypatch.setattr("ingot.config.models.source.fetch_model", fetched)
+    monkeypatch.setattr("ingot.models.kinds.fetch_model", fetched)
+    second = small_recipe(
+        root,
+        model__source="hf:org/base",
+        model__revision="v1",
+        model__config=None,
+        model__lora="{rank: 2}",
+        train__steps=1,
+    )
+    train(second)
+    open_model(second.folder.adapter, device=torch.device("cpu"))
+    assert set(asked) == {"v1"}
+    settings = json.loads((second.folder.adapter / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/base", "v1")
 
 
 def test_a_run_that_has_no_model_yet_is_named(root: Path) -> None:

@@ -76,9 +76,11 @@ def class_count(folder: Path) -> int | None:
     return last[0].shape[0] if last and read_adapter_config(folder).heads else None
 
 
-def save_adapter(model: nn.Module, folder: Path, *, base: str, kind: ModelKind) -> dict[str, str]:
+def save_adapter(
+    model: nn.Module, folder: Path, *, base: str, kind: ModelKind, revision: str | None = None
+) -> dict[str, str]:
     """Write the adapter of a model atomically, and return the hashes of its tensors. `base` is the
-    model that it was trained on: a folder, or a name on the hub.
+    model that it was trained on: a folder, or a name on the hub, there at `revision`.
     """
     layers, heads, state = lora_layers(model), head_modules(model), lora_state(model)
     assert state is not None, "the model has no adapter"
@@ -105,6 +107,7 @@ def save_adapter(model: nn.Module, folder: Path, *, base: str, kind: ModelKind) 
         "peft_type": "LORA",
         "task_type": TASKS[kind],
         "base_model_name_or_path": base.removeprefix("hf:"),
+        "revision": revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,

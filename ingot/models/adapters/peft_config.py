@@ -19,6 +19,7 @@ _READ = {
     "peft_type",
     "task_type",
     "base_model_name_or_path",
+    "revision",
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -36,7 +37,6 @@ _READ = {
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "peft_version",
-    "revision",
     "inference_mode",
     "megatron_config",
     "megatron_core",
@@ -66,6 +66,8 @@ class AdapterConfig:
     """`adapter_config.json`, checked; defaults are PEFT's."""
 
     base: str
+    revision: str | None
+    """The revision of a base on the hub."""
     task: str | None
     rank: int
     alpha: float
@@ -129,6 +131,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     try:
         return AdapterConfig(
             base=str(config.get("base_model_name_or_path") or ""),
+            revision=config.get("revision"),
             task=config.get("task_type"),
             rank=int(config.get("r", 8)),
             alpha=float(config.get("lora_alpha", 8)),

@@ -369,14 +369,18 @@ def test_tensors_that_do_not_fit_are_named(
 def test_a_base_is_asked_of_the_hub_only_by_a_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "fetch_model", lambda name: Path("fetched", name))
+    monkeypatch.setattr(
+        kinds, "fetch_model", lambda name, revision: Path("fetched", name, revision or "main")
+    )
     monkeypatch.chdir(tmp_path)
+    _, folder = plain_folder(tmp_path / "made")
 
-    def base(name: str) -> Path:
-        monkeypatch.setattr(kinds, "base_of", lambda folder: name)
-        return kinds.base_folder(Path("adapter"))
+    def base(name: str, revision: str | None = None) -> Path:
+        edit_config(folder, base_model_name_or_path=name, revision=revision)
+        return kinds.base_folder(folder)
 
-    assert base("some/base") == base("hf:some/base") == Path("fetched/some/base")
+    assert base("some/base") == base("hf:some/base") == Path("fetched/some/base/main")
+    assert base("some/base", "v1") == base("hf:some/base", "v1") == Path("fetched/some/base/v1")
     for gone in ("base", "some/gone/base", "./base", "/base"):
         with pytest.raises(WrongInput, match=f"is an adapter of {gone}, which is not there"):
             base(gone)

@@ -28,6 +28,7 @@ from ingot.models.hf.content import Share
 from ingot.models.hf.folder import (
     load_model,
     load_weights,
+    model_hash,
     named_tensors,
     stored_shapes,
     stored_tensors,
@@ -172,6 +173,25 @@ def test_an_adapter_too(whole: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(WrongInput, match=r"adapter_model\.safetensors \(\S+\) changed since"):
             read()
+    open_model(folder, device=CPU, check=False)
+
+
+def test_an_adapters_base_is_the_one_that_it_was_trained_beside(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Another one that stands at its name has the same shapes."""
+    base = shutil.copytree(whole, tmp_path / "base")
+    folder, model = tmp_path / "adapter", load_model(base, device=CPU)
+    add_lora(model, Lora(rank=2, targets=["q_proj"]), 0)
+    save_adapter(model, folder, base=str(base), kind="decoder")
+    hashed = model_hash(base)
+    (folder / "ingot.json").write_text(json.dumps({"base": {"model_hash": hashed}}))
+    open_model(folder, device=CPU)
+    shutil.rmtree(base)
+    write_model(base, seed=2)
+    told = rf"trained beside the model {hashed}, and \S+base is {model_hash(base)} \(model_hash\)"
+    with pytest.raises(WrongInput, match=told):
+        open_model(folder, device=CPU)
     open_model(folder, device=CPU, check=False)
 
 
