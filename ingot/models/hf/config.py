@@ -149,7 +149,7 @@ def read_hf_config(
     if kind == "seq2seq":
         source["is_encoder_decoder"] = True
     elif kind == "encoder":
-        source |= _classes(values, labels)
+        source |= _classes(values, labels, where)
     if model_type == "marian" and source.get("share_encoder_decoder_embeddings", True):
         source["decoder_vocab_size"] = source.get("vocab_size")
     if model_type in RELATIVE and source.get("decoder_start_token_id") is None:
@@ -187,14 +187,24 @@ def _positions(parsed: Any, values: Mapping[str, Any], first: int) -> tuple[int,
     return most - first, most - first
 
 
-def _classes(values: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """The class settings of a configuration for single-label classification, or for one score."""
+def _classes(values: Mapping[str, Any], labels: Sequence[str], where: str) -> dict[str, Any]:
+    """The class settings of a configuration for single-label classification, or for one score.
+
+    Raises:
+        WrongInput: no `labels` are given, and the model's own outputs are not one class each text.
+    """
     names = list(labels)
     if not names:
         given = values.get("id2label") or {}
         count = len(given) or int(values.get("num_labels") or 2)
         by_number = {int(number): str(name) for number, name in given.items()}
         names = [by_number.get(number, f"LABEL_{number}") for number in range(count)]
+        problem = values.get("problem_type")
+        if problem == "multi_label_classification" or (problem == "regression" and count > 1):
+            raise WrongInput(
+                f"{where}: problem_type `{problem}` with {count} outputs is not supported, only one"
+                " class of several for each text, or one score; choose another model"
+            )
     return {
         "num_labels": len(names),
         "id2label": {str(number): name for number, name in enumerate(names)},

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import generation_settings, hf_weights, init_hf_model, load_hf_model
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
+from ingot.models.kinds import open_model
 from ingot.models.spec import ModelSpec, build_model
 from tests.models.hf.test_models import POSITIONS, nll, sources, targets
 from tests.models.hf.tiny import (
@@ -244,6 +246,27 @@ def test_half_a_head_is_an_error_and_not_drawn(tmp_path: Path) -> None:
     folder = change(write(model, tmp_path), lambda tensors: tensors.pop("classifier.out_proj.bias"))
     with pytest.raises(WrongInput, match=r"classifier.out_proj.bias is missing"):
         loaded(model, folder, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "outputs"),
+    [("multi_label_classification", 3), ("multi_label_classification", 1), ("regression", 3)],
+)
+def test_outputs_that_are_not_one_class_are_refused(
+    problem: str, outputs: int, tmp_path: Path
+) -> None:
+    """A softmax over several independent answers is none of them. A recipe's own classes are a new
+    head's.
+    """
+    folder = write(drawn("bert"), tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    names = {str(number): f"is {number}" for number in range(outputs)}
+    values |= {"problem_type": problem, "id2label": names, "num_labels": outputs}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(WrongInput, match=rf"`{problem}` with {outputs} outputs is not supported"):
+        open_model(folder, device=CPU)
+    config = read_hf_config(values, "encoder", "here", labels=["no", "yes"])
+    assert config.labels == ("no", "yes")
 
 
 BASES: dict[str, tuple[str, str]] = {
