@@ -5,6 +5,7 @@ shape, are all named, and then nothing is loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, named_weights, shard_slices
 from ingot.models.quantized import packed_matrices
 from ingot.models.quantized_experts import StackReader, packed_stacks
+
+WHOLE = "model.safetensors"
+_PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def load_model(
@@ -181,7 +185,10 @@ def _part(stored: Any, wanted: Slices) -> Tensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, according to its index if there is one."""
+    """The safetensors files of a folder, according to its index if there is one; without it the one
+    file of all weights, else those that are numbered as parts. Others beside them are not read, as
+    by transformers.
+    """
     index = folder / INDEX
     if index.exists():
         try:
@@ -191,12 +198,17 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index} is not an index of safetensors files; fetch the model again"
             ) from None
         files = [folder / name for name in names]
+    elif (folder / WHOLE).exists():
+        files = [folder / WHOLE]
     else:
-        files = sorted(folder.glob("model*.safetensors"))
+        files = sorted(
+            file for file in folder.glob("model-*.safetensors") if _PART.fullmatch(file.name)
+        )
     if not files:
         pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
         raise WrongInput(
-            f"{folder} has no model*.safetensors{pickled}; give a folder with safetensors weights"
+            f"{folder} has no {WHOLE} or parts of it{pickled}; give a folder with safetensors"
+            " weights"
         )
     if missing := [file.name for file in files if not file.exists()]:
         raise WrongInput(
@@ -226,11 +238,15 @@ def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     what it stands for.
     """
     readers = {file: _opened(file) for file in weight_files(folder)}
-    places = {
-        name: (file, reader)
-        for file, reader in readers.items()
-        for name in reader.keys()  # noqa: SIM118 (a reader is not a mapping)
-    }
+    places: dict[str, tuple[Path, Any]] = {}
+    for file, reader in readers.items():
+        for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+            if name in places:
+                raise WrongInput(
+                    f"{folder}: {name} is in {places[name][0].name} and in {file.name}; keep the"
+                    " files of one model, or fetch it again"
+                )
+            places[name] = file, reader
     for name, (file, reader) in places.items():
         own, ending = split_name(name)
         if (matrix := matrix_of(name, places)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,32 @@ def test_files_that_the_index_names_and_that_are_not_there_are_all_named(tmp_pat
     assert files[0].name not in str(error.value)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(WrongInput, match="not an index"):
+        load_model(folder, device=CPU)
+
+
+def test_other_weights_beside_a_models_own_are_not_read(tmp_path: Path) -> None:
+    """As those of an earlier version that somebody kept there."""
+    folder, other = make_reference(tmp_path / "model"), make_reference(tmp_path / "other", seed=1)
+    model, hashed = load_model(folder, device=CPU), hash_model(folder)
+    shutil.copy(other / "model.safetensors", folder / "model_old.safetensors")
+    shutil.copy(other / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    again = load_model(folder, device=CPU)
+    assert all(
+        torch.equal(tensor, model.get_parameter(name)) for name, tensor in again.named_parameters()
+    )
+    assert hash_model(folder) == hashed
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """As where the parts of two exports lie together."""
+    folder = make_reference(tmp_path)
+    whole = folder / "model.safetensors"
+    shutil.copy(whole, folder / "model-00001-of-00002.safetensors")
+    whole.rename(folder / "model-00001-of-00003.safetensors")
+    with pytest.raises(
+        WrongInput,
+        match=r"\S+ is in model-00001-of-00002\.safetensors and in model-00001-of-00003\.safeten",
+    ):
         load_model(folder, device=CPU)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.models.experts import DOWN, GATE_UP
-from ingot.models.hf.folder import load_model, named_tensors
+from ingot.models.hf.folder import load_model, named_tensors, weight_files
 from ingot.models.hf.mxfp4 import PackedStack, dequantised
 from tests.models.hf.tiny import CPU
 from tests.models.native.test_family import assert_equal, needs_reference, reference
@@ -45,8 +45,12 @@ def make_packed(folder: Path, *, apart: bool = False) -> Path:
             blocks, scales = packed((count, rows, columns), number)
             tensors[f"{name}_blocks"], scaled[f"{name}_scales"] = blocks, scales
     if apart:
-        save_file(scaled, folder / "model-scales.safetensors", metadata={"format": "pt"})
-    save_file(tensors | ({} if apart else scaled), file, metadata={"format": "pt"})
+        file.unlink()
+        for number, part in enumerate((tensors, scaled), 1):
+            name = f"model-{number:05d}-of-00002.safetensors"
+            save_file(part, folder / name, metadata={"format": "pt"})
+    else:
+        save_file(tensors | scaled, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZED}))
     return folder
@@ -102,9 +106,9 @@ def test_a_model_is_read_and_written_as_bf16(apart: bool, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
     written = load_file(tmp_path / "out" / "model.safetensors")
-    given = {**load_file(folder / "model.safetensors")}
-    if apart:
-        given |= load_file(folder / "model-scales.safetensors")
+    given: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        given |= load_file(file)
     stacks = [name for name in written if name.endswith((GATE_UP, DOWN))]
     assert len(stacks) == 2 * 4
     for name in stacks:
