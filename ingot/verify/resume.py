@@ -154,6 +154,8 @@ def _short_run_knobs(recipe: Recipe) -> list[str]:
         "train.epochs=null",
         "train.tokens=null",
         f"train.steps={STEPS}",
+        # A training that ends before its kills proves nothing.
+        "train.early_stop=null",
         "train.profile=null",
         *often,
         f"checkpoint.every={EVERY}",

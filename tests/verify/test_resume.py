@@ -12,7 +12,8 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.app import app
-from ingot.config.load import dump_recipe
+from ingot.config.load import dump_recipe, load_recipe
+from ingot.config.recipe import Recipe
 from ingot.verify import resume
 from ingot.verify.proof import Proof
 from ingot.verify.resume import run_ingot, verify_resume
@@ -110,6 +111,21 @@ def test_a_training_that_cannot_be_is_told_in_its_own_words(root: Path) -> None:
         ),
     ):
         verify_resume(small_recipe(root, **knobs), run_forked)
+
+
+def test_no_run_is_stopped_before_it_is_killed(root: Path) -> None:
+    """By a loss that does not fall in the few steps of the proof."""
+    made = small_recipe(root, train__evaluate_every=2, train__early_stop="{patience: 1}")
+    asked: list[Recipe] = []
+
+    def run(arguments: Sequence[str]) -> tuple[int, str]:
+        asked.append(load_recipe([Path(arguments[1])], arguments[2:]))
+        return 1, "no more"
+
+    with pytest.raises(Failed, match="no more"):
+        verify_resume(made, run)
+    assert made.train.early_stop is not None
+    assert asked[0].train.early_stop is None
 
 
 def test_on_a_gpu_both_add_up_in_a_fixed_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
