@@ -231,6 +231,9 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 def _ropes(config: Mapping[str, Any], family: FamilyMember, where: str) -> tuple[Rope | None, ...]:
     values = _with_share(family.filled(config), family, where)
+    if family.thetas is not None:
+        # Each type of layers has its own; transformers reads this one for no layer.
+        values.pop("original_max_position_embeddings", None)
     ropes: list[Rope | None] = []
     for layer in layer_ropes(config, where):
         if layer is not None and layer["rope_type"] not in (family.scalings or SCALINGS):

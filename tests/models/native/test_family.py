@@ -574,6 +574,23 @@ def test_rotary_frequencies_are_transformers(scaling: dict[str, Any], spelling: 
     )
 
 
+def test_each_type_of_layers_has_its_own_original_positions(tmp_path: Path) -> None:
+    """One beside the types is read for none of them, as by transformers."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}
+    config: dict[str, Any] = {
+        **model_config(make_member(tmp_path, "olmo3")),
+        "rope_scaling": None,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "full_attention": {**scaled, "original_max_position_embeddings": 16},
+            "sliding_attention": scaled,
+        },
+    }
+    ropes = DecoderConfig.from_hf(config).ropes
+    assert [rope.original_positions for rope in ropes[2:4] if rope] == [128, 16]
+
+
 def test_show_models_lists_every_model_type_and_preset() -> None:
     done = ingot("show", "models")
     assert done.returncode == 0, done.stderr
