@@ -4,9 +4,10 @@ a folder and listing the tensors to export work the same for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.progress import say
-from ingot.config.models.content import QUANTIZE, read_lineage
+from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
+from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, kind_of, model_config
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
@@ -78,10 +80,24 @@ def open_model(
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype, check=check)
-    config = model_config(folder)
+    return _opened(folder, {}, device, dtype, check=check)
+
+
+def _opened(
+    folder: Path,
+    changed: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    check: bool,
+) -> AnyModel:
+    """The model in `folder` with these values of its configuration changed."""
+    config = overridden(model_config(folder), changed)
     kind = kind_of(config)
     if kind == "decoder":
-        return folders.load_model(folder, device=device, dtype=dtype, check=check)
+        return folders.load_model(
+            folder, device=device, dtype=dtype, overrides=changed, check=check
+        )
     return load_hf_model(
         read_hf_config(config, kind, str(folder), unproved=True),
         folder,
@@ -98,20 +114,22 @@ def _with_adapter(
     base, classes = base_folder(adapter), class_count(adapter)
     if check:
         _check_base(adapter, base)
-    if quantize := (read_lineage(adapter) or {}).get(QUANTIZE):
+    about = read_lineage(adapter) or {}
+    changed = about.get(CHANGED) or {}
+    if quantize := about.get(QUANTIZE):
         say(
             f"{adapter} was trained beside its base in {quantize.get('kind')}: beside {base} as it"
             " is, it is another model (`ingot verify export` tells how far off)"
         )
     model: AnyModel
     if classes is None or kind_of(model_config(base)) == "encoder":
-        model = open_model(base, device=device, check=check)
+        model = _opened(base, changed, device, None, check=check)
     else:
         # The base has no classifier: the adapter brings the head, and PEFT's layout does not store
         # the names of its classes. A score of ours is read where a text ends, whatever the base
         # pads with.
-        values = model_config(base)
-        scores = (read_lineage(adapter) or {}).get("objective") == "reward"
+        values = overridden(model_config(base), changed)
+        scores = about.get("objective") == "reward"
         if scores and values.get("pad_token_id") is None:
             values["pad_token_id"] = 0
         labels = [str(label) for label in range(classes)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
-from ingot.config.models.content import CONTENT, FILES, LINEAGE, file_digests
+from ingot.config.models.content import CHANGED, CONTENT, FILES, LINEAGE, file_digests
+from ingot.config.models.source import model_config
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
@@ -85,6 +87,13 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             if source.startswith("hf:") or plan.model_spec.folder is None
             else str(plan.model_spec.folder.resolve())
         )
+        changed = changed_config(plan)
+        if changed:
+            say(
+                f"train: {run.adapter} was trained with {', '.join(changed)} of model.config, which"
+                f" PEFT and vLLM do not read there; give them its base with these values in"
+                f" config.json, or {run.model}, which has them"
+            )
         digests = save_adapter(
             model,
             run.adapter,
@@ -97,11 +106,23 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             "template": plan.tokenizer.template_identity,
             CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
+            **({CHANGED: changed} if changed else {}),
             "parameters": made["parameters"],
         }
         write_atomic(
             run.adapter / LINEAGE, json.dumps(lineage_fields, indent=2, ensure_ascii=False) + "\n"
         )
+
+
+def changed_config(plan: TrainSetup) -> dict[str, Any]:
+    """What `model.config` changes of the model that training started from, which an adapter's
+    folder has no place for; empty for a model drawn at random.
+    """
+    folder, given = plan.model_spec.folder, plan.recipe.model.config
+    if folder is None or plan.model_spec.random:
+        return {}
+    before = model_config(folder)
+    return {name: value for name, value in given.items() if before.get(name) != value}
 
 
 def _to_export(

@@ -29,6 +29,8 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.adapters.peft import load_adapter
+from ingot.models.kinds import open_model
+from ingot.models.native.decoder import Decoder
 from ingot.train.trainer import train
 from ingot.verify.export import logits
 from ingot.verify.export import proof as export
@@ -165,6 +167,31 @@ def test_an_adapter(trained: Path) -> None:
         CHATS,
     ]
     assert all(one.passed for one in proof.checks)
+
+
+def test_an_adapter_of_a_base_whose_configuration_is_changed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder says what is changed, and is the model that was trained; other tools need to be
+    told.
+    """
+    changes = "{rms_norm_eps: 0.1, rope_theta: 123.0}"
+    output = str(tmp_path / "runs")
+    recipe = lora_of(trained, "sft", model__config=changes, train__steps=1, output=output)
+    train(recipe)
+    told = "was trained with rms_norm_eps, rope_theta of model.config, which PEFT and vLLM do not"
+    assert told in capsys.readouterr().err
+    merged, adapter = (
+        open_model(folder, device=torch.device("cpu"))
+        for folder in (recipe.folder.model, recipe.folder.adapter)
+    )
+    assert isinstance(merged, Decoder)
+    assert isinstance(adapter, Decoder)
+    assert adapter.config.rms_norm_eps == merged.config.rms_norm_eps == 0.1
+    assert adapter.config.ropes == merged.config.ropes
+    proof = verify_export(recipe)
+    assert proof.holds, [one for one in proof.checks if one.passed is False]
+    assert "beside its base with rms_norm_eps, rope_theta" in check(proof, PEFT).detail
 
 
 @pytest.mark.parametrize("way", KINDS)

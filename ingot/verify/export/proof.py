@@ -24,6 +24,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.spec import ModelSpec
 from ingot.serve.native.compute import serving_compute
 from ingot.tokenizers.load import load_tokenizer
+from ingot.train.finish import changed_config
 from ingot.verify.export.logits import (
     LOGPROB_TOLERANCE,
     computed_bound,
@@ -299,9 +300,10 @@ def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
             None,
             "the base is drawn at random, so there is no folder that PEFT could open it from",
         )
+    changed, labels = changed_config(export.plan), labels_of(model_spec)
     try:
         model = open_adapter(
-            open_transformers(model_spec.folder, model_spec.kind, labels=labels_of(model_spec)),
+            open_transformers(model_spec.folder, model_spec.kind, labels=labels, changed=changed),
             export.recipe.folder.adapter,
         )
     except CannotOpen as error:
@@ -310,8 +312,10 @@ def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
     gap = logit_difference(adapter_logits, transformers_logits(model, export.held_out))
     most, where = logit_bound(gap.size), export.held_out.place(gap.at, export.plan.tokenizer)
+    told = f", beside its base with {', '.join(changed)} of model.config" if changed else ""
     detail = (
-        f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to {gap.size:.1f}"
+        f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to"
+        f" {gap.size:.1f}{told}"
     )
     return Check(
         what,

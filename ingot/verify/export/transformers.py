@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.config.models.source import ModelKind
+from ingot.config.models.rotary import overridden
+from ingot.config.models.source import ModelKind, model_config
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column, column_prefix
@@ -114,10 +115,14 @@ class TransformersModel:
 
 
 def open_transformers(
-    folder: Path, kind: ModelKind, *, labels: Sequence[str] = ()
+    folder: Path,
+    kind: ModelKind,
+    *,
+    labels: Sequence[str] = (),
+    changed: Mapping[str, Any] | None = None,
 ) -> TransformersModel:
-    """Open the model in `folder` in float32 on the CPU. `labels`: the classes of a head that need
-    not be in the folder.
+    """Open the model in `folder` in float32 on the CPU, with the values in `changed` of its
+    configuration. `labels`: the classes of a head that need not be in the folder.
 
     Raises:
         NotOpened: transformers refuses it, or would fill what it does not find there with random
@@ -129,6 +134,13 @@ def open_transformers(
         {"num_labels": len(labels), "ignore_mismatched_sizes": True} if labels else {}
     )
     try:
+        if changed:
+            values = overridden(model_config(folder), changed)
+            if labels:
+                values |= {"id2label": dict(enumerate(labels))}
+                values.pop("label2id", None)
+                del asked["num_labels"]
+            asked["config"] = library.AutoConfig.for_model(**values)
         opener = getattr(library, CLASSES[kind])
         model, about = opener.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
