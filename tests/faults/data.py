@@ -762,4 +762,20 @@ FAULTS = [
         "an adopted configuration trains on batches that are smaller by its accumulation",
         "tests/config/adopt/test_tuners.py",
     ),
+    Fault(
+        "thoughts-count-for-nothing",
+        "ingot/data/documents/kinds.py",
+        "text for message in _messages(documents, stored) for text in written(message)",
+        'message["content"] for message in _messages(documents, stored)',
+        "chats that differ in thoughts and calls alone are dropped as near-duplicates",
+        "tests/data/cleaning/test_chats.py",
+    ),
+    Fault(
+        "equal-but-for-their-tools",
+        "ingot/data/cleaning/steps/exact_duplicates.py",
+        "self.corpus.read(task, advance, beside=self.exact)",
+        "self.corpus.read(task, advance)",
+        "chats that differ in roles or tools alone are dropped as equal",
+        "tests/data/cleaning/test_chats.py",
+    ),
 ]

@@ -22,6 +22,7 @@ from ingot.base.storage import disk_errors
 from ingot.config.doors import CLEANING
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Clean
+from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.arrays import Hashes
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.corpus import Corpus
@@ -60,8 +61,8 @@ from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 
 MARKER = "clean.json"
-CODE = 1
-"""Raise this when the same knobs come to drop other documents."""
+CODE, CHAT_CODE = 1, 2
+"""Raise the one, or for chats alone the other, when the same knobs come to drop other documents."""
 
 BUCKET_ROWS = 2_000_000
 MOST_BUCKETS = 4096
@@ -131,6 +132,8 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) 
         versions["py3langid"] = importlib.metadata.version("py3langid")
     for step in knobs.steps:
         versions[step.kind] = CLEANING.package_of(step.kind) or ""
+    if any(task.kind in CHAT_TEMPLATED for task in ranges(raw)):
+        versions["chats"] = str(CHAT_CODE)
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint([CODE, asked, raw.identity, shares.identity(), versions, cuts])
 

@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.objective import PLAIN, Documents
+from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 from ingot.data.cleaning.arrays import Columns, Flags, Indices, between, joined, sorted_by
 from ingot.data.cleaning.exchange import files, read_rows
 from ingot.data.cleaning.folding import check_fold
 from ingot.data.cleaning.unicode import normalize
-from ingot.data.documents.kinds import plain_text
+from ingot.data.documents.kinds import beside_texts, plain_text
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange
 from ingot.data.raw.store import read_table
@@ -51,22 +51,27 @@ UNKNOWN = -1.0
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents that were read together: numbers, identities, texts."""
+    """Documents that were read together: numbers, identities, texts; and, if asked for, what tells
+    those with the same texts apart.
+    """
 
     numbers: Indices
     doc_ids: pa.Array
     texts: pa.Array
+    beside: pa.Array | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def where(self, keep: Flags) -> DocumentBatch:
-        mask = pa.array(keep)
-        return DocumentBatch(self.numbers[keep], self.doc_ids.filter(mask), self.texts.filter(mask))
+        return self.take(np.flatnonzero(keep))
 
     def take(self, order: Indices) -> DocumentBatch:
         rows = pa.array(order)
-        return DocumentBatch(self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows))
+        beside = None if self.beside is None else self.beside.take(rows)
+        return DocumentBatch(
+            self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows), beside
+        )
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,15 @@ class Corpus:
         return task.begin + (0 if task.split == "validation" else self.first_training)
 
     def read(
-        self, task: RawRange, advance: Advance, wanted: Flags | None = None
+        self,
+        task: RawRange,
+        advance: Advance,
+        wanted: Flags | None = None,
+        *,
+        beside: bool = False,
     ) -> Iterator[DocumentBatch]:
         """The documents of a range that are `wanted` (None: all); row groups without a wanted
-        document are not read.
+        document are not read. `beside`: with what chats hold beside their texts.
         """
         number, place = self.number(task), 0
         counts = group_sizes(self.raw / task.path)
@@ -112,8 +122,18 @@ class Corpus:
             if wanted is not None:
                 batch = batch.where(wanted[here])
             texts = batch.texts if task.kind == "tokens" else plain_texts(task.kind, batch.texts)
+            others = (
+                pa.array([beside_texts(text) for text in batch.texts.to_pylist()], pa.string())
+                if beside and task.kind in CHAT_TEMPLATED
+                else None
+            )
             advance(batch.texts.nbytes)
-            yield DocumentBatch(batch.numbers, batch.doc_ids, normalize(texts, self.form))
+            yield DocumentBatch(
+                batch.numbers,
+                batch.doc_ids,
+                normalize(texts, self.form),
+                None if others is None else normalize(others, self.form),
+            )
 
     def alive(self, task: RawRange, steps: Sequence[str]) -> Flags:
         """Flags of the documents of a range that the filters and these steps kept."""

@@ -16,10 +16,12 @@ from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.messages import (
+    THOUGHTS,
     ColumnNames,
     RecordError,
     check_columns,
     stored,
+    written,
 )
 from ingot.data.documents.preferences import from_preference, to_preference
 from ingot.data.documents.rated import from_rated, to_rated
@@ -280,24 +282,45 @@ def said(documents: Documents, stored: str) -> list[str]:
     """
     if documents in PLAIN:
         return [stored]
-    if documents == "chat":
-        return _contents(from_chat(stored).messages)
-    if documents == "preference":
-        one = from_preference(stored)
-        return _contents([*one.prompt, *one.chosen, *one.rejected])
-    if documents == "rated":
-        found = from_rated(stored)
-        return _contents([*found.prompt, *found.answer])
+    if documents in CHAT_TEMPLATED:
+        return [message["content"] for message in _messages(documents, stored)]
     return list(from_pair(stored)) if documents == "pair" else [from_labelled(stored).text]
 
 
 def plain_text(documents: Documents, stored: str) -> str:
-    """All texts of a document as one string.
+    """All texts of a document as one string; of chats the thoughts and calls as well, but not the
+    tools, which are often the same for all.
 
     Raises:
         WrongInput: as `said`.
     """
-    return stored if documents in PLAIN else "\n".join(said(documents, stored))
+    if documents in PLAIN:
+        return stored
+    if documents not in CHAT_TEMPLATED:
+        return "\n".join(said(documents, stored))
+    return "\n".join(text for message in _messages(documents, stored) for text in written(message))
+
+
+def beside_texts(stored: str) -> str:
+    """What tells chats with the same texts apart, as compact JSON: who says what, which side it is
+    on, what else messages have, and the tools. The verdict on a rated answer is not part of it.
+    """
+    value: dict[str, Any] = parse_json(stored)
+    return compact_json(
+        {
+            name: field if name == "tools" else [_without_texts(message) for message in field]
+            for name, field in value.items()
+            if not isinstance(field, int)
+        }
+    )
+
+
+def _without_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    texts = ("content", *THOUGHTS)
+    return {
+        key: "" if key in texts and isinstance(value, str) else value
+        for key, value in message.items()
+    }
 
 
 def with_texts(
@@ -329,5 +352,11 @@ def _changed(field: Any, texts: Any) -> Any:
     )
 
 
-def _contents(messages: Messages) -> list[str]:
-    return [message["content"] for message in messages]
+def _messages(documents: Documents, stored: str) -> Messages:
+    """All messages of a chat, of a preference those of both sides."""
+    if documents == "chat":
+        return from_chat(stored).messages
+    if documents == "preference":
+        one = from_preference(stored)
+        return [*one.prompt, *one.chosen, *one.rejected]
+    return from_rated(stored).chat.messages

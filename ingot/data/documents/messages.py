@@ -39,6 +39,8 @@ ROLES = {
     "ipython": "tool",
 }
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+THOUGHTS = ("reasoning_content", "thinking")
+"""The keys of what is thought before a content."""
 BESIDE = frozenset({"system", "tools"})
 """Columns beside the messages of any layout."""
 LAYOUTS: dict[str, frozenset[str]] = {
@@ -275,6 +277,22 @@ def user(text: str) -> Message:
 
 def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def written(message: Mapping[str, Any]) -> list[str]:
+    """What whoever speaks writes in a message: its content, its thoughts, and each call as compact
+    JSON.
+    """
+    if len(message) == 2:
+        return [message["content"]]
+    thoughts = (message.get(name) for name in THOUGHTS)
+    given = message.get("tool_calls")
+    calls = [
+        compact_json(call["function"])
+        for call in (given if isinstance(given, list) else ())
+        if isinstance(call, Mapping) and "function" in call
+    ]
+    return [message["content"], *(text for text in thoughts if isinstance(text, str)), *calls]
 
 
 def has_content(message: Message) -> bool:

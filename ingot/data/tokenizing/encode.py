@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
-from ingot.base.exact_json import compact_json
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import token_columns
 from ingot.data.documents.chats import from_chat
 from ingot.data.documents.kinds import from_labelled, from_pair
+from ingot.data.documents.messages import written
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
@@ -231,21 +231,8 @@ def _spoken(messages: Messages) -> int:
         _bytes_of(text)
         for message in messages
         if message["role"] == "assistant"
-        for text in _texts_of(message)
+        for text in written(message)
     )
-
-
-def _texts_of(message: Mapping[str, Any]) -> list[str]:
-    if len(message) == 2:
-        return [message["content"]]
-    thoughts = (message.get(name) for name in ("reasoning_content", "thinking"))
-    given = message.get("tool_calls")
-    calls = [
-        compact_json(call["function"])
-        for call in (given if isinstance(given, list) else ())
-        if isinstance(call, Mapping) and "function" in call
-    ]
-    return [message["content"], *(text for text in thoughts if isinstance(text, str)), *calls]
 
 
 def encode_documents(

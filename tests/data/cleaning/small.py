@@ -26,6 +26,27 @@ from ingot.data.raw.store import RawData, open_raw
 from tests.data.small import recipe, write_jsonl
 
 Kept = list[tuple[str, str]]
+WORDS = (
+    "copper",
+    "tin",
+    "iron",
+    "melts",
+    "cools",
+    "pours",
+    "mould",
+    "furnace",
+    "slag",
+    "flux",
+    "ingot",
+    "bronze",
+    "rod",
+    "wire",
+    "sheet",
+    "anneal",
+    "quench",
+    "temper",
+    "forge",
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,14 @@ def kept(
 
 def places(documents: Kept) -> list[str]:
     return [doc_id for doc_id, _ in documents]
+
+
+def text(seed: int, count: int = 60) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count)) + f" {seed}."
+
+
+def numbered(*numbers: int, split: str = "t") -> list[str]:
+    return [f"{split}.jsonl:{number}" for number in numbers]
 
 
 def stays(

@@ -20,37 +20,7 @@ from ingot.data.cleaning.steps import near_duplicates as fuzzy
 from ingot.data.raw.ranges import pieces, read_range
 from ingot.data.raw.store import open_raw
 from ingot.data.splits import Shares
-from tests.data.cleaning.small import kept, places, small, stays
-
-WORDS = (
-    "copper",
-    "tin",
-    "iron",
-    "melts",
-    "cools",
-    "pours",
-    "mould",
-    "furnace",
-    "slag",
-    "flux",
-    "ingot",
-    "bronze",
-    "rod",
-    "wire",
-    "sheet",
-    "anneal",
-    "quench",
-    "temper",
-    "forge",
-)
-
-
-def text(seed: int, count: int = 60) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=count)) + f" {seed}."
-
-
-def numbered(*numbers: int, split: str = "t") -> list[str]:
-    return [f"{split}.jsonl:{number}" for number in numbers]
+from tests.data.cleaning.small import kept, numbered, places, small, stays, text
 
 
 def test_nothing_asked_for(tmp_path: Path) -> None:
@@ -303,37 +273,6 @@ def test_a_validation_document_that_was_dropped_contaminates_nothing(tmp_path: P
         max_chars=250,
         contamination={},
     ) == [*numbered(1, 2), "v.jsonl:2"]
-
-
-def test_chats_are_compared_by_what_was_said(tmp_path: Path) -> None:
-    def chat(*contents: str) -> str:
-        roles = ("user", "assistant")
-        return json.dumps(
-            {
-                "messages": [
-                    {"role": role, "content": content}
-                    for role, content in zip(roles, contents, strict=True)
-                ]
-            },
-            ensure_ascii=False,
-        )
-
-    made = small(
-        tmp_path,
-        [chat("Café?", "Yes."), chat("cafe\u0301?", "YES."), chat("Tea?", "No.")],
-        exact=True,
-        normalize="nfc",
-    )
-    raw = open_raw(made)
-    chats = replace(
-        raw, splits={"train": [replace(source, kind="chat") for source in raw.splits["train"]]}
-    )
-    cleaned, documents = kept(made, raw=chats)
-    assert places(documents) == numbered(1, 3)
-    assert json.loads(documents[0][1])["messages"][0]["content"] == "Café?"
-    assert cleaned.report.steps[0].examples == [
-        DroppedExample("t.jsonl:2", "café? YES.", "t.jsonl:1")
-    ]
 
 
 def test_pieces_of_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
