@@ -778,4 +778,12 @@ FAULTS = [
         "chats that differ in roles or tools alone are dropped as equal",
         "tests/data/cleaning/test_chats.py",
     ),
+    Fault(
+        "space-of-contents-not-absorbed",
+        "ingot/tokenizers/chats/encode.py",
+        '{"role": "user", "content": " \\ne f\\n "},\n    {"role": "assistant", "content": " \\ng\\n "}',
+        '{"role": "user", "content": "e f"},\n    {"role": "assistant", "content": "g"}',
+        "chats with white space around contents are trained on with other ids than are served",
+        "tests/tokenizers/chats/test_masks.py",
+    ),
 ]

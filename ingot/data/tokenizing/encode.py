@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
-from ingot.config.sections.objective import Documents
+from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import token_columns
 from ingot.data.documents.chats import from_chat
@@ -34,7 +34,7 @@ from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
 from ingot.tokenizers.chats.chat import Messages
-from ingot.tokenizers.chats.encode import encode_chats, encode_trained
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained, is_split_exact
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # Version in the fingerprint of prepared data; raise it when the same documents would give other
@@ -271,6 +271,8 @@ def _framed(
 def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> dict[str, Any]:
     """What determines the records beside the documents."""
     about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
+    if documents in CHAT_TEMPLATED and tokenizer.template and not is_split_exact(tokenizer):
+        about["whole"] = True  # not part of the version, for most tokenizers can be split
     if documents in ("pair", "labelled", "masked"):
         about["frame"] = tokenizer.frame
     if documents == "pair" and tokenizer.target_frame != tokenizer.frame:

@@ -23,8 +23,11 @@ from ingot.tokenizers.tokenizer import Tokenizer
 PROBE = [
     {"role": "user", "content": "a b"},
     {"role": "assistant", "content": "c d"},
-    {"role": "user", "content": "e"},
+    {"role": "user", "content": " \ne f\n "},
+    {"role": "assistant", "content": " \ng\n "},
+    {"role": "user", "content": "h"},
 ]
+"""Contents without and with white space beside the special tokens, which may absorb it."""
 
 
 def encode_chats(

@@ -94,6 +94,11 @@ def test_what_decides_about_records() -> None:
     )
     other = Tokenizer(TOKENIZERS["unigram"].files)
     assert identity("labelled", other)["frame"] == ([], [1])
+    state = json.loads(tokenizer.files["tokenizer.json"])
+    swallowing = [{**token, "rstrip": True} for token in state["added_tokens"]]
+    text = json.dumps({**state, "added_tokens": swallowing})
+    whole = Tokenizer({**tokenizer.files, "tokenizer.json": text})
+    assert identity("chat", whole)["whole"], "not what was made of pieces before"
 
 
 def test_chats_that_are_rendered_one_by_one_are_counted() -> None:

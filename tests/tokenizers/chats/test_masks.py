@@ -318,6 +318,31 @@ def test_special_tokens_that_swallow_space() -> None:
     assert (ids[mask == 1] == 301).sum() == 2
 
 
+BARE = (
+    "{% for m in messages %}{{ m.role }}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if"
+    " add_generation_prompt %}assistant<|im_start|>{% endif %}"
+)
+"""Nothing but contents stands beside special tokens."""
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_special_tokens_that_swallow_the_space_of_contents(side: str) -> None:
+    """A chat is trained on as it is served, whatever white space its contents begin or end with."""
+    files = bpe_files(BARE)
+    state = json.loads(files["tokenizer.json"])
+    for token in state["added_tokens"]:
+        token[side] = token["content"].startswith("<|im_")
+    tokenizer = Tokenizer({**files, "tokenizer.json": json.dumps(state)})
+    whole = Library.from_str(tokenizer.files["tokenizer.json"])  # type: ignore[arg-type]
+    chat = turns((U, "\n the "), (A, " an\n"), (U, "the"), (A, "an "))
+    ids, mask, _ = encode_chats(tokenizer, [Chat(chat)], tokenizer.encode_batch)
+    text = tokenizer.chat_format.render(chat)
+    assert ids.tolist() == whole.encode(text, add_special_tokens=False).ids
+    served = tokenizer.encode_chat(chat[:3])
+    assert ids.tolist()[: len(served)] == served
+    assert tokenizer.decode(ids[mask == 1].tolist()).count("an") == 2
+
+
 REAL = [
     [
         *turns((U, "why?")),
