@@ -786,4 +786,12 @@ FAULTS = [
         "chats with white space around contents are trained on with other ids than are served",
         "tests/tokenizers/chats/test_masks.py",
     ),
+    Fault(
+        "open-quotes-take-in-the-file",
+        "ingot/data/sources/tables.py",
+        "csv.reader(lines, strict=True)",
+        "csv.reader(lines)",
+        "rows behind a quote that is never closed become part of one text",
+        "tests/data/sources/test_readers.py",
+    ),
 ]

@@ -24,6 +24,8 @@ else:  # `ingot run` of a finished run comes by here
 PARQUET_ROWS = 1024
 BUFFER_BYTES = 1 << 20
 ARROW_FILE = b"ARROW1"
+CUT = "unexpected end of data"
+"""What the csv module says of quotes that are never closed."""
 
 
 def delimited(
@@ -35,12 +37,17 @@ def delimited(
     """
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    # Not strict, a quote that is never closed takes in all that follows.
     reader = (
-        csv.reader(lines)
+        csv.reader(lines, strict=True)
         if kind == "csv"
         else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     )
-    header = list(extractor.names) if extractor.names else next(reader, None)
+    try:
+        header = list(extractor.names) if extractor.names else next(reader, None)
+    except csv.Error as error:
+        yield _broken(1, reader.line_num, error, ends_file=True)
+        return
     if header is None:
         yield BadRecord(1, EMPTY, "no header line")
         return
@@ -58,8 +65,9 @@ def delimited(
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            yield BadRecord(row, "broken row", str(error))
-            fields = []
+            cut = str(error) == CUT
+            yield _broken(row, reader.line_num, error, ends_file=cut)
+            fields = None if cut else []
         if fields is None:
             return
         if fields and len(fields) != len(header):
@@ -76,6 +84,15 @@ def delimited(
                 else extractor.extract_text(row, fields[place])
             )
         row = reader.line_num + 1
+
+
+def _broken(row: int, last: int, error: csv.Error, *, ends_file: bool) -> BadRecord:
+    """The record from line `row` to `last` that is no row of a CSV file."""
+    if str(error) == CUT:
+        told = f"the file ends within quotes that row {row} opened"
+    else:
+        told = str(error) + (f", in quotes up to line {last}" if last > row else "")
+    return BadRecord(row, "broken row", told, ends_file=ends_file)
 
 
 def parquet(

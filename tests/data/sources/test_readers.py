@@ -118,6 +118,23 @@ def test_plain_text_is_one_document() -> None:
     assert bad(read(b" \n", "text")) == [(1, "empty text")]
 
 
+def test_quotes_of_csv_that_are_never_closed() -> None:
+    """As of a download that broke, and of a stray quote: no rows are taken for part of a text."""
+    cut = read(b'id,text\n1,whole\n2,"cut he', "csv")
+    assert texts(cut) == ["whole"]
+    assert str(cut[1]) == (
+        "broken row (the file ends within quotes that row 3 opened; the rest of the file is not read)"
+    )
+    (headless,) = read(b'id,"text\n1,a\n', "csv")
+    assert isinstance(headless, BadRecord)
+    assert headless.ends_file
+    stray = read(b'id,text\n1,a\n2,"open\n3,b\n4,"c"\n5,6" disk\n6,"x ""y"""\n', "csv")
+    assert texts(stray) == ["a", '6" disk', 'x "y"'], "quotes within a field without any are text"
+    assert [str(item) for item in stray if isinstance(item, BadRecord)] == [
+        "broken row (',' expected after '\"', in quotes up to line 5)"
+    ]
+
+
 def test_tsv_fields_are_plain() -> None:
     data = b'text\tlabel\n"open quote\t1\nplain\t0\n'
     assert texts(read(data, "tsv")) == ['"open quote', "plain"]
