@@ -794,4 +794,12 @@ FAULTS = [
         "rows behind a quote that is never closed become part of one text",
         "tests/data/sources/test_readers.py",
     ),
+    Fault(
+        "answers-in-json-are-messages",
+        "ingot/data/documents/preferences.py",
+        "contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns",
+        "True for turn in turns",
+        "an answer in JSON that has a key as messages have is taken for one, and left out",
+        "tests/data/documents/test_preferences.py",
+    ),
 ]

@@ -18,7 +18,9 @@ from ingot.base.exact_json import parse_json
 from ingot.data.documents.messages import (
     BESIDE,
     LAYOUTS,
+    ROLES,
     SPEAKER,
+    TAGS,
     ColumnNames,
     Message,
     RecordError,
@@ -183,9 +185,10 @@ def prompt_in(
     for name in ("conversations",) if kind == "sharegpt" else ("prompt", "messages"):
         if (value := column(record, name, columns)) is not None:
             own = _in_json(value)
+            # A list in a column for messages is one of messages, or wrong.
             return (
                 [user(value)]
-                if isinstance(own, str)
+                if isinstance(own, str) and (name == "prompt" or not own.lstrip().startswith("[{"))
                 else messages_of(own, kind, columns, guess=guess)
             )
     return None
@@ -208,7 +211,7 @@ def answer_in(
 
 def _in_json(value: Any) -> Any:
     """Parse a string that is JSON of one or several messages; any other string is returned
-    unchanged.
+    unchanged, such as an answer that is JSON itself.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(("[{", "{")):
         return value
@@ -216,8 +219,24 @@ def _in_json(value: Any) -> Any:
         found = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    first = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(first, Mapping) and {"role", "from"} & set(first) else value
+    return found if _are_messages(found) else value
+
+
+def _are_messages(found: Any) -> bool:
+    """Whether all have a role in one layout, and one a role that is known and a content, so that a
+    message with a fault is found; an object alone, as answers in JSON are, must be no more than
+    a message.
+    """
+    turns = found if isinstance(found, list) else [found]
+    if not all(isinstance(turn, Mapping) for turn in turns):
+        return False
+    for role, content in TAGS.values():
+        contents = {content, "tool_calls", "function_call"}
+        if all(role in turn for turn in turns) and any(
+            contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns
+        ):
+            return isinstance(found, list) or set(found) <= {role, *contents}
+    return False
 
 
 def _parted(

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
+from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.kinds import plain_text, said, with_texts
 from ingot.data.documents.preferences import Preference, from_preference, to_preference
+from ingot.data.documents.rated import from_rated, to_rated
 from ingot.data.documents.records import BadRecord, ParsedDocument
 
 Said = list[tuple[str, str]]
@@ -213,6 +215,50 @@ def test_hh_needs_its_turns() -> None:
         bad({"chosen": "x\n\nHuman: a\n\nAssistant: b", "rejected": "y"}, "hh").reason
         == "no turns in the text"
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann Lee", "role": "CTO"}',
+        '{"from": "Oslo", "to": "Rome"}',
+        '{"role": "model", "content": "robot", "speed": 1}',
+        '[{"role": "CTO", "content": "Ann Lee"}]',
+        '[{"from": "Oslo", "value": 3}, {"from": "Rome", "value": 4}]',
+        '[{"role": "user", "content": "q"}, {"name": "b"}]',
+        "[]",
+    ],
+)
+def test_what_is_json_but_no_message_is_text(text: str) -> None:
+    """Tasks of extraction, with answers and prompts that have keys as messages do."""
+    found = of({"prompt": text, "chosen": text, "rejected": "no"})
+    assert found == Preference([user(text)], [bot(text)], [bot("no")])
+    chat = to_chat(1, {"prompt": text, "completion": text}, "auto", {})
+    assert isinstance(chat, ParsedDocument)
+    assert from_chat(chat.text).messages == [user(text), bot(text)]
+    given = to_rated(1, {"prompt": "q", "completion": text, "label": True}, "auto", {})
+    assert isinstance(given, ParsedDocument)
+    assert from_rated(given.text).answer == [bot(text)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([user("q"), {"role": "narrator", "content": "x"}], "unknown role"),
+        ([user("q"), {"role": "assistant"}], "content is not text"),
+    ],
+)
+def test_messages_in_json_with_a_fault_are_no_text(prompt: Any, reason: str) -> None:
+    sides = {"chosen": "a", "rejected": "b"}
+    assert bad({"prompt": json.dumps(prompt), **sides}).reason == reason
+    listed = bad({"messages": json.dumps(prompt[1:]), **sides})
+    assert listed.reason == reason, "a column for messages holds nothing else"
+
+
+def test_one_message_in_json_is_a_message() -> None:
+    """As CSV has it."""
+    sides = {"chosen": json.dumps(bot("good")), "rejected": json.dumps([bot("bad")])}
+    assert of({"prompt": "q", **sides}) == SIMPLE
 
 
 JSON = st.recursive(
