@@ -802,4 +802,12 @@ FAULTS = [
         "an answer in JSON that has a key as messages have is taken for one, and left out",
         "tests/data/documents/test_preferences.py",
     ),
+    Fault(
+        "items-without-their-columns",
+        "ingot/data/sources/records.py",
+        "return list(there)",
+        "return super().read_columns(there)",
+        "items of benchmarks in tables lose all but the columns of chats",
+        "tests/data/sources/test_records.py",
+    ),
 ]

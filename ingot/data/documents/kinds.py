@@ -14,6 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
+from ingot.data.documents import chats, preferences, rated
 from ingot.data.documents.chats import from_chat, to_chat
 from ingot.data.documents.messages import (
     THOUGHTS,
@@ -38,6 +39,7 @@ TEXT = frozenset({"text"})
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
 CHATS = {"chat": to_chat, "preference": to_preference, "rated": to_rated}
+CHAT_COLUMNS = {"chat": chats.ALL, "preference": preferences.ALL, "rated": rated.ALL}
 USUAL = {
     "chat": "{prompt: YOURS, completion: YOURS}",
     "preference": "{prompt: YOURS, chosen: YOURS, rejected: YOURS}",
@@ -212,6 +214,15 @@ class DocumentExtractor:
             if self.takes_records
             else [self.column]
         )
+
+    def read_columns(self, there: Sequence[str]) -> list[str]:
+        """The columns of a table that records are made of; others may hold what no Python value
+        can, such as dates far away.
+        """
+        if not self.exact_numbers:
+            return self.required_columns
+        known = {self.columns.get(name, name) for name in CHAT_COLUMNS[self.documents]}
+        return [name for name in there if name in known]
 
     def check(self, place: str, there: Sequence[str]) -> None:
         """Raises WrongInput if a table lacks required columns."""

@@ -35,6 +35,7 @@ COLUMNS: dict[str, frozenset[str]] = {
     "sharegpt": LAYOUTS["sharegpt"] | {"completion", "label"},
     "alpaca": LAYOUTS["alpaca"] | {"label"},
 }
+ALL = frozenset().union(*COLUMNS.values())
 VERDICTS = {"1": 1, "true": 1, "0": 0, "false": 0}
 
 
@@ -73,7 +74,7 @@ def to_rated(
             f"layout {layout} is not for rated answers; give prompt, completion and label, and set"
             f" layout to auto, {', '.join(COLUMNS)}"
         )
-    known = frozenset().union(*COLUMNS.values()) if layout == "auto" else COLUMNS[layout]
+    known = ALL if layout == "auto" else COLUMNS[layout]
     check_columns(known, tuple(columns), f"layout {layout} of rated answers")
     return stored(
         row,

@@ -166,8 +166,8 @@ def hub_documents(
             return
         if not row:
             columns = columns_of(table.schema, file.path, extractor)
-        for batch in (table.select(columns) if columns else table).to_batches():
-            yield from batch_documents(batch, row, extractor)
+        for batch in table.select(columns).to_batches():
+            yield from batch_documents(batch, row, extractor, table.column_names)
             row += batch.num_rows
 
 

@@ -29,6 +29,9 @@ class _WholeRecords(DocumentExtractor):
 
     documents: Documents = "chat"
 
+    def read_columns(self, there: Sequence[str]) -> list[str]:
+        return list(there)
+
     def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         if not isinstance(record, dict):
             return not_an_object(row, record)

@@ -1,13 +1,11 @@
-"""Documents from tables: CSV, TSV, Parquet, Arrow. Only the needed columns are read; for kinds made
-of whole records, all.
-"""
+"""Documents from tables: CSV, TSV, Parquet, Arrow; of the last two only what is needed is read."""
 
 from __future__ import annotations
 
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from ingot.base.errors import WrongInput
@@ -24,6 +22,8 @@ else:  # `ingot run` of a finished run comes by here
 PARQUET_ROWS = 1024
 BUFFER_BYTES = 1 << 20
 ARROW_FILE = b"ARROW1"
+UNREADABLE = (ValueError, OverflowError)
+"""What Arrow raises for a value that Python has not, text that is not UTF-8 among them."""
 CUT = "unexpected end of data"
 """What the csv module says of quotes that are never closed."""
 
@@ -105,10 +105,10 @@ def parquet(
     except (pa.ArrowException, OSError) as error:
         yield BadRecord(1, "broken Parquet", str(error)[:120])
         return
-    columns = columns_of(file.schema_arrow, path, extractor)
-    yield from _rows(
-        file.iter_batches(batch_size=PARQUET_ROWS, columns=columns or None), "Parquet", extractor
-    )
+    schema = file.schema_arrow
+    columns = columns_of(schema, path, extractor)
+    batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
+    yield from _rows(batches, "Parquet", extractor, schema.names)
 
 
 def arrow(
@@ -120,11 +120,9 @@ def arrow(
     except (pa.ArrowException, OSError) as error:
         yield BadRecord(1, "broken Arrow", str(error)[:120])
         return
-    first = next(batches)
-    columns = columns_of(first, path, extractor)
-    yield from _rows(
-        (batch.select(columns) if columns else batch for batch in batches), "Arrow", extractor
-    )
+    schema = next(batches)
+    columns = columns_of(schema, path, extractor)
+    yield from _rows((batch.select(columns) for batch in batches), "Arrow", extractor, schema.names)
 
 
 def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
@@ -146,13 +144,21 @@ def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
 
 
 def batch_documents(
-    batch: pa.RecordBatch, row: int, extractor: DocumentExtractor
+    batch: pa.RecordBatch, row: int, extractor: DocumentExtractor, names: Sequence[str]
 ) -> Iterator[ParsedDocument | BadRecord]:
-    """The documents of a batch that is preceded by `row` rows."""
-    values = _records(batch) if extractor.takes_records else _texts(batch.column(extractor.column))
+    """The documents of a batch that is preceded by `row` rows. `names`: all columns of its table,
+    also those that are not read.
+    """
+    values = (
+        _records(batch, dict.fromkeys(names))
+        if extractor.takes_records
+        else _texts(batch.column(extractor.column))
+    )
     for number, value in enumerate(values, start=row + 1):
         if isinstance(value, UnicodeDecodeError):
             yield BadRecord(number, "invalid UTF-8", f"byte {value.start} of the text")
+        elif isinstance(value, UNREADABLE):
+            yield BadRecord(number, "not JSON", str(value)[:80])
         else:
             yield (
                 extractor.extract(number, value)
@@ -162,19 +168,22 @@ def batch_documents(
 
 
 def _rows(
-    batches: Iterable[pa.RecordBatch], name: str, extractor: DocumentExtractor
+    batches: Iterable[pa.RecordBatch],
+    name: str,
+    extractor: DocumentExtractor,
+    names: Sequence[str],
 ) -> Iterator[ParsedDocument | BadRecord]:
     row = 0
     try:
         for batch in batches:
-            yield from batch_documents(batch, row, extractor)
+            yield from batch_documents(batch, row, extractor, names)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         yield BadRecord(row + 1, f"broken {name}", str(error)[:120], ends_file=True)
 
 
 def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> list[str]:
-    """The columns to read; [] for all.
+    """The columns to read.
 
     Raises:
         WrongInput: one is missing, or the text column does not hold text.
@@ -185,7 +194,7 @@ def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> li
             f"{path}: column `{extractor.column}` holds {kind}, not text; set `text` to one of"
             f" {', '.join(schema.names)}"
         )
-    return extractor.required_columns
+    return extractor.read_columns(schema.names)
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -228,20 +237,22 @@ def _decoded(value: bytes) -> str | UnicodeDecodeError:
         return error
 
 
-def _records(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Whole rows as Python values."""
+def _records(batch: pa.RecordBatch, unread: Mapping[str, None]) -> Iterator[Any]:
+    """Whole rows as Python values, with null for columns that are not read; an error in place of a
+    row that has no such value, such as a time in nanoseconds.
+    """
     nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
 
     def row_of(record: dict[str, Any]) -> dict[str, Any]:
-        return record | {name: _without_nulls(record[name]) for name in nested}
+        return {**unread, **record} | {name: _without_nulls(record[name]) for name in nested}
 
     try:
         yield from map(row_of, batch.to_pylist())
-    except UnicodeDecodeError:
+    except UNREADABLE:
         for row in range(batch.num_rows):
             try:
                 yield row_of(batch.slice(row, 1).to_pylist()[0])
-            except UnicodeDecodeError as error:
+            except UNREADABLE as error:
                 yield error
 
 

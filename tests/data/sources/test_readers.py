@@ -8,6 +8,7 @@ import bz2
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,48 @@ def test_bad_rows_of_tables() -> None:
 
 def test_a_large_field() -> None:
     assert texts(read(b"text\n" + b"x" * 300_000, "csv")) == ["x" * 300_000]
+
+
+def arrow_file(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    with pa.ipc.new_file(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def parquet_file(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(table, stream)
+    return stream.getvalue()
+
+
+FAR = pa.array([19_000, 2_932_897], pa.int32()).view(pa.date32())
+"""Python has no dates after the year 9999."""
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(parquet_file, "parquet"), (arrow_file, "arrow")],
+    ids=["parquet", "arrow"],
+)
+def test_columns_beside_chats_are_not_read(
+    written: Callable[[pa.Table], bytes], kind: Format
+) -> None:
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
+    extractor = DocumentExtractor(documents="chat", columns={"messages": "talk"})
+
+    def parsed(**columns: Any) -> list[ParsedDocument | BadRecord]:
+        data = written(pa.table({**columns, "day": FAR}))
+        return list(parse_file(io.BytesIO(data), "file", kind, extractor))
+
+    assert len(texts(parsed(talk=talk))) == 2
+    (missing, _) = parsed(title=["x"] * 2)
+    assert isinstance(missing, BadRecord)
+    assert missing.keys == ("title", "day"), "columns that are not read are told all the same"
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("day", pa.date32())])
+    dated = [[{"role": "user", "content": "a", "day": day}] for day in (None, 2_932_897)]
+    read_all = parsed(talk=pa.array(dated, pa.list_(turn)))
+    assert bad(read_all) == [(1, "no assistant turn"), (2, "not JSON")]
 
 
 def test_parquet_texts_that_are_none() -> None:
