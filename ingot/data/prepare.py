@@ -18,6 +18,7 @@ from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_fo
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
@@ -219,7 +220,7 @@ def _pack(
     recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer, engine: Engine
 ) -> RowTables | None:
     """Plan rows unless documents are one stream, which gives None; refuse data too small for
-    training or evaluation, and prompts that cannot be answered.
+    training or evaluation, a weight of a source without rows, and prompts that cannot be answered.
     """
     folder, seq_len, how, target_len = (
         _being_made(recipe.folder.columns),
@@ -251,6 +252,7 @@ def _pack(
             f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows"
             f" of data.seq_len={seq_len}: {less}lower one of the two"
         )
+    order_of(recipe, rows)  # refused here, before machines are paid for, if training refuses it
     if recipe.train.start_from is None:  # else training knows at which step it begins, and checks
         check_prompts(recipe, rows, packed, tokenizer, recipe.train.start_step or 0)
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):

@@ -425,6 +425,9 @@ def test_a_source_without_a_row_is_told(
     small = ingested(tmp_path, source, write_jsonl(tmp_path / "b.jsonl", ["tiny"]))
     prepare(small)
     assert "not one row of data.seq_len=16: it is not trained on" in capsys.readouterr().err
+    weighted = {"source": str(tmp_path / "b.jsonl"), "weight": 0.5}
+    with pytest.raises(WrongInput, match=r"data\.train\[1\] has a weight but not one row"):
+        prepare(ingested(tmp_path, source, weighted))
 
 
 def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:

@@ -810,4 +810,12 @@ FAULTS = [
         "items of benchmarks in tables lose all but the columns of chats",
         "tests/data/sources/test_records.py",
     ),
+    Fault(
+        "weight-without-a-row-is-prepared",
+        "ingot/data/prepare.py",
+        "    order_of(recipe, rows)  #",
+        "    #",
+        "data are prepared on which training will refuse to begin, on machines paid for",
+        "tests/data/test_prepare.py",
+    ),
 ]
