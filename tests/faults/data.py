@@ -818,4 +818,12 @@ FAULTS = [
         "data are prepared on which training will refuse to begin, on machines paid for",
         "tests/data/test_prepare.py",
     ),
+    Fault(
+        "rows-of-another-frame",
+        "ingot/data/packing/tables.py",
+        'if prepared.documents == "masked" else {}\n    return fingerprint',
+        "if False else {}\n    return fingerprint",
+        "pieces of masked texts planned for another frame are taken, longer than a row or too short",
+        "tests/data/batches/test_masking.py",
+    ),
 ]

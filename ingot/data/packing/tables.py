@@ -243,8 +243,11 @@ def markers_of(folder: Path, prepared: PreparedData | None = None) -> list[str]:
 
 
 def _data(prepared: PreparedData) -> str:
-    """The identity that row tables are bound to: the records, and whether they have a mask."""
-    return fingerprint({"data": prepared.data, "columns": prepared.columns})
+    """The identity that row tables are bound to: the records, whether they have a mask, and how
+    many ids stand around each piece of a masked text, which are not part of its record.
+    """
+    around = {"framing": prepared.framing} if prepared.documents == "masked" else {}
+    return fingerprint({"data": prepared.data, "columns": prepared.columns, **around})
 
 
 def _sweep(folder: Path, data: str) -> None:

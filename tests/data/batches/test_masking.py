@@ -5,6 +5,7 @@ key, and never what is special.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,20 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import Progress
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Batch, Loader, fixed_batches
 from ingot.data.batches.masking import Masking, mask_token
 from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.batches.samples import Samples
+from ingot.data.columns.manifest import PreparedData, read_prepared
+from ingot.data.engines.local import LocalEngine
+from ingot.data.packing.tables import pack, read_packed
 from ingot.tokenizers.bpe import MASK, train_bpe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.words import word_starts
+from tests.markers import changed
 from tests.objectives.ways import prepare_way, recipe_of, write_all
 from tests.tokenizers.small import TEXTS
 
@@ -191,6 +197,26 @@ def test_rows_without_room_beside_the_frame_are_refused(root: Path) -> None:
     recipe = recipe_of(root, "mlm", data__seq_len=2)
     with pytest.raises(WrongInput, match=r"data.seq_len 2 has no room for a token beside the 2"):
         prepare(recipe)
+
+
+def test_rows_are_planned_anew_for_another_frame(root: Path, tmp_path: Path) -> None:
+    """The frame is not in the records, and the same text may lie in fewer rows or more."""
+    recipe = recipe_of(root, "mlm")
+    folder = tmp_path / "columns"
+    shutil.copytree(recipe.folder.columns, folder)
+
+    def rows_of(prepared: PreparedData) -> int:
+        quiet = Progress("pack", None, "MB", quiet=True)
+        packed = pack(folder, prepared, 48, "none", LocalEngine(1), quiet)
+        assert packed == read_packed(folder, prepared, 48, "none")
+        return packed.total.rows
+
+    before = read_prepared(folder)
+    changed(folder, "manifest.json", opening=before.opening + 30)
+    after = read_prepared(folder)
+    with pytest.raises(WrongInput, match=r"holds no rows of data\.seq_len=48"):
+        read_packed(folder, after, 48, "none")
+    assert rows_of(before) < rows_of(after)
 
 
 def bert_like(folder: Path) -> None:
