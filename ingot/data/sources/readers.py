@@ -152,6 +152,8 @@ class _Text:
 
 
 COMPRESSED_READ_BYTES = 1 << 17
+LONGEST_WINDOW = 1 << 31
+"""Bytes that a frame of Zstandard may look back; the library by itself refuses above 128 MiB."""
 BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 """Exceptions raised when a damaged file is read."""
 
@@ -177,6 +179,11 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
     return stream
 
 
+def _zstd_frame() -> Any:
+    """A decompressor of one frame, also of one that looks back as far as `zstd --long=31` does."""
+    return zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
+
+
 class _ZstdStream(io.RawIOBase):
     """Zstandard frames as one stream. The library's own reader accepts a truncated file; this one
     refuses it.
@@ -184,7 +191,7 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source, self._open = source, False
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame = _zstd_frame()
         self._ready, self._input = memoryview(b""), b""
 
     def readable(self) -> bool:
@@ -201,7 +208,7 @@ class _ZstdStream(io.RawIOBase):
             self._open = not self._frame.eof
             self._input = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._frame = _zstd_frame()
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size

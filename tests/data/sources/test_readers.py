@@ -336,6 +336,15 @@ def test_compressed(ending: str) -> None:
     assert texts(read(several, "jsonl", path=f"x.jsonl{ending}")) == TEXTS * 2
 
 
+def test_frames_with_a_long_window() -> None:
+    """As `zstd --long=31` writes; the second frame is opened anew."""
+    long = zstandard.ZstdCompressionParameters(window_log=31, strategy=1, hash_log=6, chain_log=6)
+    compressor = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    frame = compressor.compress(LINES) + compressor.flush()
+    assert zstandard.get_frame_parameters(frame).window_size == 1 << 31
+    assert texts(read(frame * 2, "jsonl", path="a.jsonl.zst")) == TEXTS * 2
+
+
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["truncated", "garbage"])
 def test_broken_compression_is_named(ending: str, damage: str) -> None:
