@@ -4,10 +4,10 @@ directly from sources on this machine.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter, mul
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
@@ -63,7 +63,7 @@ def training_texts(recipe: Recipe) -> Iterator[str]:
 
 @dataclass
 class TextSample:
-    """Documents of files that are spread evenly over the sources.
+    """Documents of files that are spread over the sources.
 
     `whole`: these are all documents. `file_bytes`: size of all files of the sources, as they lie on
     the disk; None if a source does not tell. `taken`: the share of them that the sources'
@@ -110,8 +110,9 @@ class TextSample:
 
 
 def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
-    """At most `most` documents of at most about `most_bytes` of text: the first ones of evenly
-    spread files, directly from the sources; of those that are not here, as ingested.
+    """At most `most` documents of at most about `most_bytes` of text: the first ones of files that
+    are spread over all sizes, the largest among them, directly from the sources; of those that are
+    not here, as ingested. One document may be longer than the bound.
 
     Raises:
         NotHere: a source is not on this machine, and nothing is ingested.
@@ -126,7 +127,7 @@ def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
     sample = TextSample()
     share, room = max(1, most // len(sources)), most_bytes // len(sources)
     sizes = [sum(file.bytes for file in files) for files, _ in sources]
-    taken = sum(map(operator.mul, sizes, (source.fraction for source in recipe.data.train)))
+    taken = sum(map(mul, sizes, (source.fraction for source in recipe.data.train)))
     sample.taken = taken / sum(sizes) if any(sizes) else 1.0
     for (files, extractor), size in zip(sources, sizes, strict=True):
         known = sample.file_bytes is not None and all("bytes" in file.stamp for file in files)
@@ -135,7 +136,9 @@ def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
         sample.only_text &= all(file.format == "text" for file in files)
         # Of texts a file is one document, so that its size counts against the room.
         fits = room * len(files) // max(1, size) if files[0].format == "text" else len(files)
-        chosen = files[:: -(-len(files) // max(1, min(share, fits, len(files))))]
+        # From the largest on: a small file beside a large one tells little about the source.
+        by_size = sorted(files, key=attrgetter("bytes"), reverse=True)
+        chosen = by_size[:: -(-len(files) // max(1, min(share, fits, len(files))))]
         each = -(-share // len(chosen))
         sample.whole &= len(chosen) == len(files)
         for file in chosen:

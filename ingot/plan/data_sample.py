@@ -21,13 +21,7 @@ from ingot.config.sections.data import ValidationShare
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
 from ingot.data.batches.rows import open_rows
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix, token_dtype
-from ingot.data.columns.manifest import (
-    MASK,
-    column_dtype,
-    is_mask,
-    prefix_of,
-    prepared_for,
-)
+from ingot.data.columns.manifest import MASK, column_dtype, is_mask, prefix_of, prepared_for
 from ingot.data.documents.kinds import plain_text
 from ingot.data.packing.planning import (
     PackingCounts,
@@ -41,11 +35,10 @@ from ingot.data.packing.tables import ONE_PER_ROW, read_packed
 from ingot.data.raw.store import MANIFEST as RAW_MANIFEST
 from ingot.data.sample import TextSample, sample_sources
 from ingot.data.tokenizing.encode import TokenRecords, encode_records
-from ingot.data.tokenizing.vocabulary import hides
+from ingot.data.tokenizing.vocabulary import learn_tokenizer
 from ingot.plan.ranges import Range
 from ingot.plan.unknown import Estimate, Unknown
-from ingot.tokenizers.bpe import train_bpe
-from ingot.tokenizers.chats.templates import for_recipe, required_tokens
+from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -62,8 +55,12 @@ PLAIN_TEXT = Range(0.6, 0.9, 1.0, "guessed")
 """The same of a file that is not compressed: the rest is keys, quotes and other columns."""
 RAW_BYTES = Range(0.2, 0.4, 1.0, "guessed")
 """Bytes of Parquet in which a byte of text is ingested."""
-OWN_TOKENIZER = (0.85, 1.15)
+OWN_TOKENIZER = Range(0.85, 1.0, 1.15)
 """Tokens of a tokenizer that is not trained yet, beside those of one that a sample trained."""
+ENOUGH_BYTES, MOST_TOKENS = 50, 1.5
+"""Of less text for each token of the vocabulary, the sample's tokenizer knows that text too well:
+all documents may be so many times as many tokens.
+"""
 Lengths = npt.NDArray[np.int64]
 
 
@@ -249,12 +246,14 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         for name, limit in limits.items()
     }
     counts, padding = _packed(recipe, records, tokenizer, target_len, columns)
-    uncertain = Range(OWN_TOKENIZER[0], 1.0, OWN_TOKENIZER[1]) if not is_own else 1.0
     text = _text_bytes(recipe, sample)
     size = sum(len(one.encode()) for one in sample.texts)
+    uncertain = 1.0 if is_own else _own_tokens(recipe, tokenizer, size, whole=sample.whole)
     kept = _trained_share(recipe)
     tokens = None if text is None else text * (kept * records.tokens / size) * uncertain
-    rows = None if tokens is None else tokens * (counts.rows / max(1, records.tokens))
+    # Of a stream that is cut, a sample may hold less than a row.
+    each = counts.rows / max(1, records.tokens) if recipe.pack != "cut" else 1 / data.seq_len
+    rows = None if tokens is None else tokens * each
     files = f"{sample.files:,} {'file' if sample.files == 1 else 'files'}"
     spread = "" if sample.whole else f" of {files}"
     about = f"{'all' if sample.whole else 'a sample of'} {count:,} documents{spread}"
@@ -299,10 +298,20 @@ def _tokenizer(recipe: Recipe, texts: list[str]) -> tuple[Tokenizer, bool]:
         return for_recipe(recipe, load_tokenizer(resolve_tokenizer(recipe, ask=True))), True
     if (recipe.folder.tokenizer / "tokenizer.json").is_file():
         return load_tokenizer(recipe.folder.tokenizer), True
-    plain = (plain_text(recipe.documents, text) for text in texts)
-    special = required_tokens(recipe.tokenizer.template)
-    learnt = train_bpe(plain, recipe.tokenizer.vocab_size, special, **hides(recipe))
-    return for_recipe(recipe, learnt), False
+    return learn_tokenizer(recipe, (plain_text(recipe.documents, text) for text in texts)), False
+
+
+def _own_tokens(recipe: Recipe, stand_in: Tokenizer, size: int, *, whole: bool) -> Range:
+    """Tokens of the tokenizer that will be trained, beside those of one that learnt from a sample
+    of `size` bytes, or from the `whole` of the documents. A smaller vocabulary needs more tokens
+    for the same text.
+    """
+    wanted = recipe.tokenizer.vocab_size
+    if whole or (stand_in.vocab_size >= wanted and size >= ENOUGH_BYTES * wanted):
+        return OWN_TOKENIZER
+    # Below all that was seen with vocabularies of 280 to 32,000 tokens on texts in English.
+    fewer = min(1.0, stand_in.vocab_size / wanted) ** (1 / 3)
+    return Range(OWN_TOKENIZER.low * fewer, 1.0, MOST_TOKENS, "guessed")
 
 
 def _packed(
@@ -319,11 +328,8 @@ def _packed(
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name, values in records.columns.items():
-            prefix, dtype = (
-                column_prefix(folder, "train", name, 0),
-                column_dtype(name, tokenizer.vocab_size),
-            )
-            with ColumnWriter(prefix, dtype) as writer:
+            dtype = column_dtype(name, tokenizer.vocab_size)
+            with ColumnWriter(column_prefix(folder, "train", name, 0), dtype) as writer:
                 writer.append(values, records.lengths[name])
         if recipe.documents == "masked":
             framing = sum(map(len, tokenizer.frame))

@@ -517,4 +517,28 @@ FAULTS = [
         "a bench of rows that are mostly padding tells several times the tokens a second",
         "tests/verify/test_bench.py",
     ),
+    Fault(
+        "first-file-for-all",
+        "ingot/data/sample.py",
+        'sorted(files, key=attrgetter("bytes"), reverse=True)',
+        "files",
+        "a plan tells rows, steps and money of a README, which lies before the texts",
+        "tests/plan/test_data_sample.py",
+    ),
+    Fault(
+        "little-text-tells-enough",
+        "ingot/plan/data_sample.py",
+        "if whole or (stand_in.vocab_size >= wanted and size >= ENOUGH_BYTES * wanted):",
+        "if recipe:",
+        "a vocabulary of a few words' merges is told to count as the one that will be trained",
+        "tests/plan/test_data_sample.py",
+    ),
+    Fault(
+        "never-less-than-a-row",
+        "ingot/plan/data_sample.py",
+        'if recipe.pack != "cut" else 1 / data.seq_len',
+        "if recipe else 1 / data.seq_len",
+        "a sample of less than a row is told to fill one, and all documents so many more",
+        "tests/plan/test_data_sample.py",
+    ),
 ]

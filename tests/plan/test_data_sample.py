@@ -198,6 +198,55 @@ def test_a_sample_is_spread_over_all_files(tmp_path: Path) -> None:
     assert every.file_bytes == sum(path.stat().st_size for path in folder.iterdir())
 
 
+def test_a_small_file_beside_a_large_one_does_not_stand_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_BYTES", 20_000)
+    folder = tmp_path / "text"
+    write_documents(tmp_path / "written", 100)
+    folder.mkdir()
+    (folder / "README").write_text("Texts to train on.", encoding="utf-8")
+    every = "".join(path.read_text("utf-8") for path in (tmp_path / "written").iterdir())
+    (folder / "input.txt").write_text(every, encoding="utf-8")
+    recipe = small_recipe(tmp_path, data__validation=[])
+    before = look_at_data(recipe)
+    assert before.about.startswith("a sample of 1 document")
+    ingest(recipe)
+    prepare(recipe)
+    after = look_at_data(recipe)
+    assert before.rows is not None
+    assert after.rows is not None
+    assert before.rows.likely == pytest.approx(after.rows.likely, rel=0.01)
+
+
+@pytest.mark.parametrize("seen", [60, 2000])
+def test_rows_are_guessed_where_a_sample_is_little_for_a_vocabulary(
+    seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_BYTES", seen)
+    write_documents(tmp_path / "text", 200)
+    recipe = small_recipe(tmp_path, data__validation=[], tokenizer__vocab_size=400)
+    before = look_at_data(recipe)
+    ingest(recipe)
+    prepare(recipe)
+    after = look_at_data(recipe)
+    assert before.rows is not None
+    assert after.rows is not None
+    assert before.rows.origin == "guessed"
+    assert before.rows.low <= after.rows.likely <= before.rows.high
+
+
+def test_of_less_than_a_row_of_a_stream_not_a_whole_row_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_DOCUMENTS", 1)
+    write_documents(tmp_path / "text", 60)
+    found = look_at_data(small_recipe(tmp_path, data__seq_len=4096))
+    assert found.rows is not None
+    assert found.tokens is not None
+    assert found.rows.likely == pytest.approx(found.tokens.likely / 4096)
+
+
 def test_a_source_that_is_not_here_says_so(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, data__train=[{"source": "gs://bucket/texts.jsonl"}])
     with pytest.raises(WrongInput, match="run `ingot ingest` first"):

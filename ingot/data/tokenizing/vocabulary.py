@@ -8,7 +8,7 @@ changed.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def provide_tokenizer(
     for folder in (recipe.folder.tokenizer, new):
         if _is_current(folder, inputs):
             return given or load_tokenizer(folder), folder
-    _save(new, given or for_recipe(recipe, _learn(recipe, raw, cleaned)), inputs)
+    _save(new, given or _learn(recipe, raw, cleaned), inputs)
     return given or load_tokenizer(new), new
 
 
@@ -67,27 +67,29 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
         **({"template_kwargs": kwargs} if (kwargs := recipe.tokenizer.template_kwargs) else {}),
-        **{what: True for what, asked in hides(recipe).items() if asked},
+        **{what: True for what, asked in _hides(recipe).items() if asked},
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
 
 
-def hides(recipe: Recipe) -> dict[str, bool]:
+def _hides(recipe: Recipe) -> dict[str, bool]:
     """What a tokenizer that is trained for a recipe is to hide, as `train_bpe` is told."""
     spans = recipe.objective.spans is not None
     return {"masks": recipe.documents == "masked" and not spans, "spans": spans}
+
+
+def learn_tokenizer(recipe: Recipe, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that a recipe asks to be trained, from plain texts."""
+    special = required_tokens(recipe.tokenizer.template)
+    learnt = train_bpe(texts, recipe.tokenizer.vocab_size, special, **_hides(recipe))
+    return for_recipe(recipe, learnt)
 
 
 def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
     say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
-        tokenizer = train_bpe(
-            _shown(_texts(recipe, raw, cleaned), progress),
-            recipe.tokenizer.vocab_size,
-            required_tokens(recipe.tokenizer.template),
-            **hides(recipe),
-        )
+        tokenizer = learn_tokenizer(recipe, _shown(_texts(recipe, raw, cleaned), progress))
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(
             f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens"
