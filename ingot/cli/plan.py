@@ -65,6 +65,7 @@ Forget = Annotated[
         show_default=False,
     ),
 ]
+ALONE = "--learn RUN and --forget DEVICE are given alone, without a recipe or another option"
 
 
 def plan(
@@ -111,13 +112,18 @@ def plan(
     """
     from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
 
+    for_search = (devices, budget, deadline) != (None, None, None)
     if learn is not None or forget is not None:
-        return _correct(arguments, learn, forget)
+        if arguments or device or searching or for_search or as_json or cloud or keep:
+            raise WrongInput(ALONE)
+        return _correct(learn, forget)
     if not arguments:
         raise WrongInput("plan needs a recipe, such as quickstart; or --learn RUN")
     if searching:
+        if keep or cloud:
+            raise WrongInput("--keep and --cloud are for a plan, not for --search")
         return _search(arguments, device, devices, budget, deadline, as_json=as_json)
-    if (devices, budget, deadline) != (None, None, None):
+    if for_search:
         raise WrongInput("--devices, --budget and --deadline are for --search")
     recipe, found, made = _planned(arguments, device, cloud=cloud)
     if made is None:
@@ -129,7 +135,7 @@ def plan(
     return EXIT_DONE if fits else EXIT_FAILED
 
 
-def _correct(arguments: list[str] | None, run: str | None, device: str | None) -> int:
+def _correct(run: str | None, device: str | None) -> int:
     """Learn from a run, or take away what was learned about a device."""
     from ingot.base.errors import EXIT_DONE, WrongInput
     from ingot.base.progress import say
@@ -137,8 +143,8 @@ def _correct(arguments: list[str] | None, run: str | None, device: str | None) -
     from ingot.plan.devices.learned import forget, known_names
     from ingot.plan.learn import learn
 
-    if arguments or (run is not None) == (device is not None):
-        raise WrongInput("--learn RUN and --forget DEVICE are given alone, without a recipe")
+    if run is not None and device is not None:
+        raise WrongInput(ALONE)
     if device is not None:
         if not forget(device):
             known = ", ".join(known_names()) or "nothing about any device"

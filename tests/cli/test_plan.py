@@ -374,6 +374,22 @@ def test_a_limit_that_no_layout_can_keep_is_refused_as_a_number(
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("tiny.yaml", "--search", "--keep"), "--keep and --cloud are for a plan"),
+        (("tiny.yaml", "--search", "--cloud"), "--keep and --cloud are for a plan"),
+        (("--forget", "h100", "--json"), "are given alone"),
+        (("--forget", "h100", "--device", "h100"), "are given alone"),
+        (("--forget", "h100", "--learn", "run"), "are given alone"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(given: tuple[str, ...], words: str) -> None:
+    done = ingot("plan", *given)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
 def test_a_dry_run_ends_with_the_plan_and_imports_no_torch(place: Path) -> None:
     done = ingot("launch", "train", "tiny.yaml", "--dry-run", cwd=place)
     assert done.returncode == 0, done.stderr

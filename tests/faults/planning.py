@@ -541,4 +541,12 @@ FAULTS = [
         "a sample of less than a row is told to fill one, and all documents so many more",
         "tests/plan/test_data_sample.py",
     ),
+    Fault(
+        "kept-by-nobody",
+        "ingot/cli/plan.py",
+        "        if keep or cloud:\n",
+        "        if False:\n",
+        "a search is told to keep its plan or to ask the cloud, and does neither",
+        "tests/cli/test_plan.py",
+    ),
 ]
