@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.storage import write_atomic
@@ -34,6 +35,19 @@ class VerbOutcome:
 def file_sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
     """The `files` of a `VerbOutcome`: each path relative to `root`, with its size in bytes."""
     return {str(path.relative_to(root)): path.stat().st_size for path in paths}
+
+
+EXAMPLES_SUFFIX = ".parquet"
+
+
+def examples_file(task: str) -> str:
+    """The name of the file with all items of an evaluation task, which no other task has."""
+    return task.replace("%", "%25").replace("/", "%2F") + EXAMPLES_SUFFIX
+
+
+def task_of(examples: str) -> str:
+    """The task whose items such a file holds."""
+    return unquote(examples.removesuffix(EXAMPLES_SUFFIX))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,13 @@ from rich.console import Console
 from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, write_report
+from ingot.base.reports import (
+    EvaluationReport,
+    VerbOutcome,
+    examples_file,
+    file_sizes,
+    write_report,
+)
 from ingot.base.storage import sha256_file
 from ingot.config.models.source import (
     CONFIG,
@@ -30,7 +36,7 @@ from ingot.data.columns.manifest import prepared_for
 from ingot.data.splits import check_held_out
 from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
-from ingot.evaluate.report import EXAMPLES_SUFFIX, show_report, write_examples
+from ingot.evaluate.report import show_report, write_examples
 from ingot.evaluate.subject import EvalModel, TaskResult
 from ingot.evaluate.tasks import open_task
 from ingot.models.adapters.peft_config import is_adapter
@@ -259,10 +265,7 @@ def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -
     reports = [run.reports / REPORT, *([run.model / REPORT] if found.folder == run.model else [])]
     for path in reports:
         write_report(path, report)
-    examples = [
-        run.reports / EXAMPLES / f"{name.replace('/', '_')}{EXAMPLES_SUFFIX}"
-        for name in found.tasks
-    ]
+    examples = [run.reports / EXAMPLES / examples_file(name) for name in found.tasks]
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
     show_report(report, Console(file=sys.stdout, highlight=False))

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.lazy import lazy_import
-from ingot.base.reports import EvaluationReport, Metric
+from ingot.base.reports import EXAMPLES_SUFFIX, EvaluationReport, Metric
 from ingot.base.storage import atomic_file
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ INPUT_COLUMNS = {
     "target",
 }
 """Columns that describe an item; all others describe the model's result."""
-EXAMPLES_SUFFIX = ".parquet"
 
 
 def write_examples(

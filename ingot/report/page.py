@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 import ingot
 from ingot.base.progress import duration
+from ingot.base.reports import task_of
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.chosen import non_default_knobs
@@ -236,7 +237,7 @@ def _baselines(view: RunView) -> list[tuple[str, str]]:
 
 def _examples(view: RunView) -> list[tuple[str, str]]:
     """(task, URL relative to the page) of the files with all task items."""
-    return [(path.stem, f"examples/{quote(path.name)}") for path in view.examples]
+    return [(task_of(path.name), f"examples/{quote(path.name)}") for path in view.examples]
 
 
 def _samples(view: RunView) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.reports import task_of
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
 from ingot.tokenizers.load import load_tokenizer
@@ -119,6 +120,18 @@ def test_several_kinds_of_tasks_at_once(root: Path, tmp_path: Path) -> None:
     together = report_of(recipe)
     assert together.metrics["hellaswag/accuracy_norm"] == alone.metrics["hellaswag/accuracy_norm"]
     assert together.metrics["rouge/rougeL"] == alone.metrics["rouge/rougeL"]
+
+
+def test_tasks_whose_names_differ_in_a_slash_alone_keep_their_own_examples(
+    root: Path, tmp_path: Path
+) -> None:
+    items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(3))
+    names = ["sets/own", "sets_own", "sets%2Fown"]
+    tasks = [f"{{kind: hellaswag, name: {name}, source: {items}}}" for name in names]
+    recipe = with_model(root, evaluate__tasks=f"[{', '.join(tasks)}]")
+    written = {name for name in evaluate(recipe).files if name.startswith("reports/examples/")}
+    assert len(written) == 3
+    assert sorted(task_of(Path(name).name) for name in written) == sorted(names)
 
 
 def test_tasks_that_do_not_go_by_them_need_no_prepared_rows(root: Path, tmp_path: Path) -> None:

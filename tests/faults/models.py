@@ -949,4 +949,12 @@ FAULTS = [
         "the norms of a Gemma lose their offset in llama.cpp",
         "tests/checkpoints/gguf/test_write.py",
     ),
+    Fault(
+        "examples-over-examples",
+        "ingot/base/reports.py",
+        'task.replace("%", "%25").replace("/", "%2F")',
+        'task.replace("/", "_")',
+        "of two evaluation tasks one writes its examples over the other's",
+        "tests/evaluate/test_evaluate_tasks.py",
+    ),
 ]

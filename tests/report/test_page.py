@@ -382,7 +382,7 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
         run.reports / "evaluate.json", EvaluationReport("m", "t", metrics, baselines, [], base)
     )
     (run.reports / "examples").mkdir()
-    for name in ("loss", "odd name"):
+    for name in ("loss", "odd name", "sets%2Fown"):
         (run.reports / "examples" / f"{name}.parquet").write_bytes(b"")
     page = Page(write_page(run))
     check_harmless(page)
@@ -392,7 +392,9 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
     assert [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")] == [
         "examples/loss.parquet",
         "examples/odd%20name.parquet",
+        "examples/sets%252Fown.parquet",
     ]
+    assert "sets/own" in page.text
 
 
 def test_secrets_that_stand_in_the_recipe_are_hidden(run: RunFolder) -> None:
