@@ -68,7 +68,7 @@ ROWS = rows(
     KeyRow("context_parallel_size", "parallel.context", whole),
     KeyRow("evals_per_epoch", read=whole),
     KeyRow("saves_per_epoch", read=whole),
-    KeyRow("early_stopping_patience", "train.early_stop.patience", whole),
+    KeyRow("early_stopping_patience", read=whole),
     KeyRow("wandb_project"),
     KeyRow("wandb_entity"),
     KeyRow("wandb_name", also=("wandb_run_id",)),
@@ -131,9 +131,21 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             draft.put(knob, "epoch", key)
         elif times:
             draft.note("fill", key, f"{times} an epoch; set {knob} to that many steps")
+    _early_stop(sheet, draft)
     track = {name: sheet.get(f"wandb_{name}") for name in ("project", "entity", "name")}
     if track["project"]:
         draft.put("track.wandb", named(track), "wandb_project")
+
+
+def _early_stop(sheet: GivenKeys, draft: Draft) -> None:
+    """A recipe stops early only where it says in steps or epochs when to evaluate."""
+    key, knob = "early_stopping_patience", "train.early_stop.patience"
+    if not (patience := sheet.get(key)):
+        return
+    if "evaluate_every" in draft.values.tree["train"]:
+        draft.put_from(sheet, key, knob)
+    else:
+        draft.note("fill", key, f"set {knob}={patience} together with train.evaluate_every")
 
 
 def _data(sheet: GivenKeys, draft: Draft) -> int:

@@ -106,6 +106,29 @@ def test_an_axolotl_yaml(tmp_path: Path) -> None:
     assert "secret" not in notes, "a padding token is none"
 
 
+@pytest.mark.parametrize("when", ["evals_per_epoch: 4\n", "eval_steps: 0.2\n", ""])
+def test_early_stopping_of_axolotl_waits_for_when_to_evaluate(tmp_path: Path, when: str) -> None:
+    text = AXOLOTL.replace("evals_per_epoch: 1\n", when) + "early_stopping_patience: 3\n"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
+    assert (recipe.train.evaluate_every, recipe.train.early_stop) == (None, None)
+    assert (
+        "early_stopping_patience: set train.early_stop.patience=3 together with"
+        " train.evaluate_every" in notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("when", "every"), [("evals_per_epoch: 1\n", "epoch"), ("eval_steps: 50\n", 50)]
+)
+def test_early_stopping_of_axolotl(tmp_path: Path, when: str, every: str | int) -> None:
+    text = AXOLOTL.replace("evals_per_epoch: 1\n", when)
+    recipe, _ = recipe_of(tmp_path, ash_yaml=f"{text}early_stopping_patience: 3\n")
+    assert recipe.train.early_stop is not None
+    assert (recipe.train.evaluate_every, recipe.train.early_stop.patience) == (every, 3)
+    recipe, _ = recipe_of(tmp_path, ash_yaml=f"{text}early_stopping_patience: 0\n")
+    assert recipe.train.early_stop is None
+
+
 def test_preferences_and_texts_of_axolotl(tmp_path: Path) -> None:
     text = AXOLOTL.replace("alpaca", "chat_template.default")
     recipe, _ = recipe_of(tmp_path, ash_yaml=f"{text}rl: dpo\nrl_beta: 0.3\n")
