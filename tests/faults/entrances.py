@@ -255,4 +255,20 @@ FAULTS = [
         "a training dies unsaved of the first line that nobody reads any more",
         "tests/base/test_progress.py",
     ),
+    Fault(
+        "adopted-rows-cut",
+        "ingot/config/adopt/axolotl.py",
+        'TOO_LONG = {"drop": "drop"',
+        'TOO_LONG = {"drop": "right"',
+        "rows that axolotl leaves out are trained by an adopted recipe without their ends",
+        "tests/config/adopt/test_tuners.py",
+    ),
+    Fault(
+        "limit-of-prompts-lost-in-silence",
+        "ingot/config/adopt/trl.py",
+        'if sheet.has("max_prompt_length"):',
+        "if False:",
+        "prompts are no longer cut by an adopted recipe, and nobody is told",
+        "tests/config/adopt/test_tuners.py",
+    ),
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from ingot.base.errors import WrongInput
 from ingot.config.adopt.axolotl_data import listed, sources_of
 from ingot.config.adopt.grpo import begin_grpo, grpo_rows
+from ingot.config.adopt.read import Given
 from ingot.config.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,
     Project,
     number,
+    text,
     texts,
     truth,
     whole,
@@ -37,6 +39,18 @@ KEYS = TunerKeys(
     targets="lora_target_modules",
 )
 WAYS = ("dpo", "ipo", "simpo", "orpo", "kto", "grpo")
+TOO_LONG = {"drop": "drop", "truncate": "right", "raise": "drop"}
+"""What axolotl does with rows that are longer than sequence_len -> data.truncate."""
+
+
+def too_long(given: Given) -> str:
+    """One of the names that axolotl has for it."""
+    name = text(given).lower()
+    if name not in TOO_LONG:
+        raise ValueError(f"one of {', '.join(TOO_LONG)}")
+    return name
+
+
 ROWS = rows(
     KeyRow("base_model", "model.source", source),
     KeyRow("revision_of_model", "model.revision"),
@@ -47,6 +61,7 @@ ROWS = rows(
     KeyRow("chat_template"),
     KeyRow("val_set_size", read=number),
     KeyRow("sequence_len", "data.seq_len", whole, default="512"),
+    KeyRow("excess_length_strategy", read=too_long, default="drop"),
     KeyRow("sample_packing", read=truth),
     KeyRow("adapter"),
     KeyRow("lora_r", read=whole),
@@ -148,6 +163,15 @@ def _early_stop(sheet: GivenKeys, draft: Draft) -> None:
         draft.note("fill", key, f"set {knob}={patience} together with train.evaluate_every")
 
 
+def _long_rows(sheet: GivenKeys, draft: Draft) -> None:
+    """They are left out there unless it is said otherwise; here their ends would be cut off."""
+    key = "excess_length_strategy"
+    remark = key if sheet.has(key) else f"{key}, its default there"
+    draft.put("data.truncate", TOO_LONG[sheet.get(key)], remark, sheet.where(key))
+    if sheet.get(key) == "raise":
+        draft.note("changed", key, "raise: rows that are too long are left out and counted here")
+
+
 def _data(sheet: GivenKeys, draft: Draft) -> int:
     """Objective and data; returns what a batch is to be a multiple of."""
     rl = sheet.get("rl")
@@ -183,6 +207,8 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
         draft.put_from(sheet, "val_set_size", "data.validation.fraction")
     elif share:
         draft.note("fill", "val_set_size", "is a number of rows; set data.validation.fraction")
+    if kind not in ("pretrain", "grpo"):  # axolotl splits texts over rows, and keeps prompts
+        _long_rows(sheet, draft)
     if kind in ("sft", "pretrain"):
         packs = bool(sheet.get("sample_packing"))
         draft.put("data.pack", "best_fit" if packs else "none", "sample_packing")

@@ -172,6 +172,13 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         )
     else:
         draft.put_from(sheet, "max_length", "data.seq_len")
+        if sheet.has("max_prompt_length"):
+            draft.note(
+                "lost",
+                "max_prompt_length",
+                "data.seq_len is of prompt and answer together; data.truncate=left cuts prompts"
+                " where both are longer",
+            )
     if kind == "sft":
         draft.put("data.pack", "best_fit" if sheet.get("packing") else "none", "packing")
 

@@ -129,6 +129,33 @@ def test_early_stopping_of_axolotl(tmp_path: Path, when: str, every: str | int) 
     assert recipe.train.early_stop is None
 
 
+@pytest.mark.parametrize(
+    ("more", "truncate"),
+    [
+        ("", "drop"),
+        ("excess_length_strategy: drop\n", "drop"),
+        ("excess_length_strategy: truncate\n", "right"),
+        ("excess_length_strategy: raise\n", "drop"),
+        ("rl: dpo\n", "drop"),
+    ],
+)
+def test_long_rows_of_axolotl_are_left_out_unless_it_cuts_them(
+    tmp_path: Path, more: str, truncate: str
+) -> None:
+    recipe, notes = recipe_of(tmp_path, ash_yaml=AXOLOTL + more)
+    assert recipe.data.truncate == truncate
+    assert ("excess_length_strategy: raise: rows that are too long" in notes) == ("raise" in more)
+    assert "excess_length_strategy: is not known" not in notes
+
+
+def test_texts_and_prompts_of_axolotl_are_never_left_out(tmp_path: Path) -> None:
+    text = AXOLOTL.replace("type: alpaca", "type: completion")
+    assert recipe_of(tmp_path, ash_yaml=text)[0].data.truncate == "right"
+    assert recipe_of(tmp_path, ash_yaml=GRPO)[0].data.truncate == "right"
+    with pytest.raises(WrongInput, match=r"is 'cut'; it should be one of drop, truncate, raise"):
+        recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}excess_length_strategy: cut\n")
+
+
 def test_preferences_and_texts_of_axolotl(tmp_path: Path) -> None:
     text = AXOLOTL.replace("alpaca", "chat_template.default")
     recipe, _ = recipe_of(tmp_path, ash_yaml=f"{text}rl: dpo\nrl_beta: 0.3\n")
@@ -331,6 +358,14 @@ def test_a_list_of_one_loss_is_that_loss_and_of_several_none_is_chosen(tmp_path:
         WrongInput, match=r"fir\.yaml:3: loss_type .*one of sigmoid, bco_pair, since"
     ):
         recipe_of(tmp_path, fir_yaml=f"{text}[sigmoid, bco_pair]\n")
+
+
+def test_a_limit_of_prompts_alone_that_is_not_carried_is_told(tmp_path: Path) -> None:
+    text = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nbeta: 0.1\nmax_length: 64\n"
+    told = "max_prompt_length: data.seq_len is of prompt and answer together"
+    assert told in recipe_of(tmp_path, fir_yaml=f"{text}max_prompt_length: 16\n")[1]
+    assert told not in recipe_of(tmp_path, fir_yaml=text)[1]
+    assert told not in recipe_of(tmp_path, fir_yaml=TRL)[1], "of rewards, it is part of the row"
 
 
 @pytest.mark.parametrize(
