@@ -102,6 +102,8 @@ class RecordedSteps:
         expected = work()[:count]
         if self._changes != self._cache.changes:
             self._forget()  # the cache has grown for it
+        if not bool(expected.isfinite().all()):
+            return expected  # of a request that ends so; a later step can be compared
         try:
             play = self._record(work)
             found = play()[:count]

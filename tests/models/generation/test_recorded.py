@@ -20,7 +20,7 @@ from ingot.models.device import GraphRecorder, graph_recorder
 from ingot.models.generation import recorded
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.recorded import RecordedSteps, can_be_recorded
-from ingot.models.generation.request import Completion, Request
+from ingot.models.generation.request import Completion, Request, join_chunks
 from ingot.models.generation.sampling import Sampling
 from ingot.models.hf.folder import load_model
 from tests import tolerances
@@ -183,6 +183,31 @@ def test_what_a_step_writes_of_no_request_reaches_none(folder: Path) -> None:
         for store in (store for pair in generator._cache._stores for store in pair or ()):
             store[generator._cache.spare_row].fill_(float("nan"))
     same(generator.run(REQUESTS), wanted)
+
+
+def test_a_first_step_with_numbers_that_are_not_finite_fails_its_request_alone(
+    folder: Path,
+) -> None:
+    """And it is not what a recording is compared with."""
+    model, recorder = load_model(folder, device=CPU), Recorder()
+    sound, broken = REQUESTS[1], REQUESTS[3]
+    wanted = Generator(model, max_rows=4).run([sound, broken])
+    first = wanted[1].tokens[0].id
+    assert first not in [*sound.prompt, *(token.id for token in wanted[0].tokens)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[first] = float("nan")
+    generator = Generator(model, max_rows=4, record=recorder)
+    jobs = [generator.add(request) for request in (sound, broken)]
+    pieces = generator.step()
+    assert ([piece.finish for job, piece in pieces if job is jobs[1]][-1], recorder.recorded) == (
+        "error",
+        0,
+    )
+    found = [piece for job, piece in pieces if job is jobs[0]]
+    while generator.busy:
+        found += [piece for _, piece in generator.step()]
+    same([join_chunks(found)], wanted[:1])
+    assert recorder.recorded > 0
 
 
 @pytest.mark.gpu
