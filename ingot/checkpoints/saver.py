@@ -76,6 +76,7 @@ class _Job:
     payload: Mapping[str, Any]
     keep: int
     best: int | None
+    due: int
     began: float
     blocked_s: float
     waited_for: bool
@@ -129,10 +130,11 @@ class Saver:
         *,
         keep: int,
         best: int | None,
+        due: int = 0,
         last: bool = False,
     ) -> None:
         """Save the state after `step` optimizer steps; `payload` is stored in the commit marker.
-        Afterwards all checkpoints but the newest `keep` and step `best` are deleted.
+        Afterwards all checkpoints but those that `retain` keeps are deleted.
 
         Waits for the previous save. `last`: training has ended, so that nothing is copied, and this
         returns once the checkpoint is committed.
@@ -148,7 +150,7 @@ class Saver:
         staging = None if last else self._staging
         staged = staged_in_place(tensors) if staging is None else staging.copy(tensors)
         held, blocked_s = copy.deepcopy(dict(payload)), time.monotonic() - began
-        job = _Job(step, staged, held, keep, best, began, blocked_s, staging is None)
+        job = _Job(step, staged, held, keep, best, due, began, blocked_s, staging is None)
         # Not a daemon thread: the interpreter waits for it at exit instead of cutting it off.
         self._thread = threading.Thread(target=self._work, args=(job,), name=f"save-{step}")
         self._thread.start()
@@ -242,7 +244,7 @@ class Saver:
         kept = run_on_all(
             self._side_channel,
             lambda: None,
-            lambda _: retain(self._checkpoints, job.keep, job.best),
+            lambda _: retain(self._checkpoints, job.keep, job.best, job.due),
         )
         if self._side_channel.ranks.local_rank == 0 and not self._side_channel.is_main:
             sweep(self._checkpoints, kept)  # this node may have a disk of its own

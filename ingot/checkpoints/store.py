@@ -130,16 +130,25 @@ def _verify(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
     )
 
 
-def retain(checkpoints: Path, keep: int, best: int | None = None) -> list[str]:
-    """Delete all checkpoints but the newest `keep` and the one of step `best`, and the remains of
-    killed saves. Returns the names of the folders kept.
+def is_due(found: CommittedCheckpoint) -> bool:
+    """Whether it was made because it was due, and not because training ended or was to stop. Those
+    of earlier versions do not say so, and count as due.
+    """
+    return bool(found.commit.get("due", True))
+
+
+def retain(checkpoints: Path, keep: int, best: int | None = None, due: int = 0) -> list[str]:
+    """Delete all checkpoints but the newest `keep`, the newest `due` of those that were due and the
+    one of step `best`, and the remains of killed saves. Returns the names of the folders kept.
 
     A checkpoint with missing files or wrong sizes does not count towards `keep`; if none is
     complete, nothing is deleted. Checksums are not verified here.
     """
     there = committed(checkpoints)
-    whole = {found.step: found.folder.name for found in reversed(there) if _is_complete(found)}
-    kept = [whole[step] for step in sorted(whole, reverse=True)[: max(keep, 1)]]
+    whole = {found.step: found for found in reversed(there) if _is_complete(found)}
+    newest = [whole[step] for step in sorted(whole, reverse=True)]
+    wanted = [*newest[: max(keep, 1)], *[found for found in newest if is_due(found)][:due]]
+    kept = list(dict.fromkeys(found.folder.name for found in wanted))
     if kept:
         kept += [
             found.folder.name

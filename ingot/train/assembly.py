@@ -221,6 +221,7 @@ def _checkpoint_hook(
         mirror=process.bucket,
         on_wait=process.heart.beat,
     )
+    average = recipe.train.average
     return CheckpointHook(
         saver,
         state,
@@ -231,6 +232,7 @@ def _checkpoint_hook(
         fields,
         account,
         *steps,
+        averaged=0 if average is None else average.needs_kept,
         is_main=mesh.is_main,
     )
 

@@ -19,8 +19,8 @@ from ingot.train.step import StepInfo
 
 class CheckpointHook:
     """Saves at the recurrence `every` and at each best evaluation, keeping at most `keep`
-    checkpoints and the best one; `finish` is called after the loop, which starts after step `first`
-    and ends with step `last`.
+    checkpoints, the best one, and the newest `averaged` that were due; `finish` is called after the
+    loop, which starts after step `first` and ends with step `last`.
 
     `payload` supplies further fields that a resumed run needs.
     """
@@ -38,6 +38,7 @@ class CheckpointHook:
         first: int,
         last: int,
         *,
+        averaged: int = 0,
         is_main: bool,
     ) -> None:
         self.saver, self.train_state, self.run, self.knobs = saver, train_state, run, knobs
@@ -45,7 +46,7 @@ class CheckpointHook:
         self.every, self.is_main = every, is_main
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
-        self._last = last
+        self._last, self._averaged = last, averaged
         self._due, self._is_saving = False, False
         # Only saves beside training copy the state, and want room for that.
         self._prepared = knobs.best is None and not every.may_be_due(first, last)
@@ -56,10 +57,10 @@ class CheckpointHook:
                 self.train_state.masters, self.train_state.optimizer
             )  # the optimizer has its state now
             self._prepared = True
+        self._due = self._due or self.every.is_due(info.step)
         if self.stopper.refused is not None:
             self.finish(info.step)
             raise self.stopper.refused
-        self._due = self._due or self.every.is_due(info.step)
         # While steps are being skipped no checkpoint is made: training may have to roll back to the
         # state before them.
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
@@ -74,7 +75,7 @@ class CheckpointHook:
         """Start saving the state after `step` steps, unless that is already saved; the last one is
         committed when this returns.
         """
-        self._due = False
+        due, self._due = self._due, False
         self.every.restart()
         if step == self.saved:
             return
@@ -91,9 +92,10 @@ class CheckpointHook:
                 step,
                 self.train_state.masters,
                 self.train_state.optimizer,
-                self.payload(step),
+                {**self.payload(step), "due": due},
                 keep=self.knobs.keep,
                 best=self.stopper.best_step,
+                due=self._averaged,
                 last=last,
             )
         self.saved, self._is_saving = step, True
@@ -108,7 +110,7 @@ class CheckpointHook:
         self.wait()
         if done_before and self.is_main:
             retain(
-                self.run.checkpoints, self.knobs.keep, self.stopper.best_step
+                self.run.checkpoints, self.knobs.keep, self.stopper.best_step, self._averaged
             )  # an attempt may have died before it came to that
 
     def wait(self) -> None:

@@ -320,4 +320,20 @@ FAULTS = [
         "a training that starts from another run is given the state of another kind of optimizer",
         "tests/train/test_origin.py",
     ),
+    Fault(
+        "interrupted-mean",
+        AVERAGING,
+        "(found.step < step and is_due(found))",
+        "found.step < step",
+        "the mean of checkpoints depends on whether and where training was interrupted",
+        AVERAGED,
+    ),
+    Fault(
+        "averaged-one-pushed-out",
+        "ingot/train/checkpointing.py",
+        "                due=self._averaged,\n",
+        "",
+        "a checkpoint of a signal takes the place of one that the mean is made of",
+        AVERAGED,
+    ),
 ]

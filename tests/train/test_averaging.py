@@ -4,6 +4,7 @@ groups and schedules through a whole training.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Stopped, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import WholeWeights
-from ingot.checkpoints.store import step_folder
+from ingot.checkpoints.store import committed, step_folder
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW
-from ingot.train.optim.averaging import AVERAGE, COUNT, AveragedWeights
+from ingot.train.hooks import SkipHook
+from ingot.train.optim.averaging import AVERAGE, COUNT, AveragedWeights, averaged_steps
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
+from ingot.train.step import StepInfo
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -128,6 +131,39 @@ def test_the_mean_of_the_newest_checkpoints_is_exported(root: Path) -> None:
         mean = torch.stack([one[name].double() for one in last]).mean(0)
         torch.testing.assert_close(weight.double(), mean, rtol=1e-6, atol=1e-8)
         assert not torch.equal(weight, last[-1][name])
+
+
+def test_what_a_signal_had_saved_is_not_in_the_mean(
+    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it take the place of one that is."""
+    knobs = {
+        "train__steps": 9,
+        "train__average": "{kind: last, checkpoints: 3}",
+        **EVERY,
+        "checkpoint__every": 2,
+        "checkpoint__keep": 3,
+    }
+    whole, broken = (
+        small_recipe(copy_of(prepared_root, tmp_path / name), **knobs) for name in ("one", "two")
+    )
+    train(whole)
+    original = SkipHook.after_step
+
+    def after_step(hook: SkipHook, info: StepInfo) -> bool:
+        if info.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return original(hook, info)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SkipHook, "after_step", after_step)
+        with pytest.raises(Stopped):
+            train(broken)
+    assert [found.step for found in committed(broken.folder.checkpoints)] == [7, 6, 4, 2]
+    train(broken)
+    assert averaged_steps(broken.train.average, broken.folder.checkpoints, 9) == [9, 8, 6]
+    ours = exported(whole)
+    assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
 
 
 def on_ranks(root: Path, knobs: dict[str, Any]) -> None:

@@ -128,7 +128,8 @@ class Average(Section):
     kind: Literal["ema", "last"] = "ema"
     """`ema`: an exponentially decaying mean, moved on with each step that is taken and saved in
     every checkpoint; 4 more bytes a trained weight. `last`: the mean of the newest `checkpoints`,
-    made at the end.
+    made at the end: the last one and those before it that `checkpoint.every` has made, not those
+    that a signal has. With `checkpoint.every` as a time, which ones there are depends on the clock.
     """
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Of `ema`: share of the mean that is kept in a step; 0.999 is about the last thousand."""
@@ -140,6 +141,11 @@ class Average(Section):
     """
     export: bool = True
     """Export the average as the model, which `evaluate` and the gate then measure."""
+
+    @property
+    def needs_kept(self) -> int:
+        """How many of the newest checkpoints that were due the export may read."""
+        return self.checkpoints if self.kind == "last" and self.export else 0
 
     @model_validator(mode="after")
     def _measurable(self) -> Average:

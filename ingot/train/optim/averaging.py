@@ -17,7 +17,7 @@ from ingot.base.errors import Failed
 from ingot.base.markers import problems
 from ingot.checkpoints.reader import StoredTensors, WholeWeights
 from ingot.checkpoints.state import MODEL, OPTIMIZER
-from ingot.checkpoints.store import committed, step_folder
+from ingot.checkpoints.store import committed, is_due, step_folder
 from ingot.config.sections.loop import Average
 from ingot.parallel.masters import Master, Masters
 
@@ -137,10 +137,17 @@ class MeanOfWeights:
 
 
 def averaged_steps(average: Average | None, checkpoints: Path, step: int) -> list[int]:
-    """The checkpoints that the exported weights of `step` are made of, the newest first."""
+    """The checkpoints that the exported weights of `step` are made of, the newest first: its own
+    and those before it that were due. What a signal had made is none, or the export would depend on
+    whether training was interrupted.
+    """
     if average is None or not average.export or average.kind == "ema":
         return [step]
-    before = [found.step for found in committed(checkpoints) if found.step <= step]
+    before = [
+        found.step
+        for found in committed(checkpoints)
+        if found.step == step or (found.step < step and is_due(found))
+    ]
     return before[: average.checkpoints]
 
 
