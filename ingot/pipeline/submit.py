@@ -20,6 +20,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import INDEX
+from ingot.base.remote.lease import Lease, lease
 from ingot.base.remote.replica import push
 from ingot.base.storage import write_atomic
 from ingot.cloud.clients import GoogleClients
@@ -121,10 +122,18 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
     """Upload everything and start the pipeline; returns its id, and whether it was running already.
 
     Raises:
-        WrongInput, Failed: something is missing, or another pipeline of this run is running.
+        WrongInput, Failed: something is missing, or another pipeline of this run is running or
+            being submitted.
     """
+    _check_cloud(recipe, submission.google)
+    # Held from asking what is running until the pipeline is there, however long uploading takes.
+    locks = open_bucket(f"{submission.plan.root}/locks/{recipe.name}")
+    with lease(locks, f"ingot submit of {recipe.name}") as held:
+        return _submit(recipe, submission, held)
+
+
+def _submit(recipe: Recipe, submission: Submission, held: Lease) -> tuple[str, bool]:
     google, note = submission.google, recipe.folder.root / "jobs" / NOTE
-    _check_cloud(recipe, google)
     last = _read_note(note)
     if last is not None and last["mark"] == submission.mark:
         job = pipelines.get_pipeline_job(google, last["id"])
@@ -144,6 +153,7 @@ def submit(recipe: Recipe, submission: Submission) -> tuple[str, bool]:
         )
     _upload(recipe, submission)
     write_atomic(note, json.dumps({"schema": 1, "id": id, "mark": submission.mark}) + "\n")
+    held.check()
     pipelines.create_pipeline_job(google, id, submission.job)
     return id, False
 

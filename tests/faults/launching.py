@@ -196,4 +196,12 @@ FAULTS = [
         "who presses Ctrl-C while inputs are sent pays for the job that is made afterwards",
         "tests/launch/places/test_places.py",
     ),
+    Fault(
+        "two-pipelines-at-once",
+        "ingot/pipeline/submit.py",
+        'locks = open_bucket(f"{submission.plan.root}/locks/{recipe.name}")',
+        'locks = open_bucket(f"{submission.plan.root}/locks/{time.time_ns()}")',
+        "two pipelines that are submitted at about the same time are both paid for on one run",
+        "tests/pipeline/test_submit.py",
+    ),
 ]

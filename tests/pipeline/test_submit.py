@@ -432,6 +432,27 @@ def test_two_pipelines_of_one_run_are_refused(tmp_path: Path, service: pipelines
     assert list(service.jobs) == [id]
 
 
+def test_what_is_submitted_while_another_one_is_uploaded_is_refused(
+    tmp_path: Path, service: pipelines.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload, refused = submit._upload, list[str]()
+    second = recipe_for(tmp_path / "other", service.server.address)
+
+    def meanwhile(recipe: Recipe, submission: submit.Submission) -> None:
+        monkeypatch.setattr(submit, "_upload", upload)
+        with pytest.raises(Failed) as caught:
+            submit.submit(second, prepare_submission(second))
+        refused.append(str(caught.value))
+        upload(recipe, submission)
+
+    monkeypatch.setattr(submit, "_upload", meanwhile)
+    _, _, id = submitted(tmp_path, service)
+    assert "pipelines/locks/small is in use by ingot submit of small" in refused[0]
+    assert list(service.jobs) == [id]
+    with pytest.raises(Failed, match=f"the pipeline {id} of small goes on"):
+        submit.submit(second, prepare_submission(second))
+
+
 def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_newer_one(
     root: Path, service: pipelines.State, bucket: gcs.Server
 ) -> None:
