@@ -693,4 +693,13 @@ FAULTS = [
         "another average of the weights is asked for and the old export stands as its result",
         "tests/pipeline/test_steps.py",
     ),
+    Fault(
+        "taken-away-is-failed",
+        "ingot/launch/rendezvous.py",
+        "    return (\n        bool(failed)\n        and failed <= followed\n",
+        "    return (\n        False\n        and failed <= followed\n",
+        "a spot machine that is taken away twice while weights load counts as two failures of the"
+        " training, which is given up",
+        "tests/launch/places/test_gce.py",
+    ),
 ]

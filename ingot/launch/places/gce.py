@@ -37,6 +37,7 @@ from ingot.launch.rendezvous import (
     EXIT,
     Rendezvous,
     clear_rendezvous,
+    taken_away,
 )
 
 KIND = "gce"
@@ -230,8 +231,9 @@ class GceLauncher:
         failed = [note for note in exits.values() if int(note["code"]) not in NON_FAILURE_CODES]
         if rendezvous.notes(CANCELLED):
             return "cancelled"
+        lost: JobState = "failed" if failed and not taken_away(rendezvous, exits) else "preempted"
         if len(exits) == len(nodes):
-            return "failed" if failed else "succeeded"
+            return lost if failed else "succeeded"
         if "machines" not in handle.about:
             return "failed"  # the process that created them died meanwhile
         gone = [
@@ -240,9 +242,9 @@ class GceLauncher:
             if node not in exits and (node not in machines or machines[node].is_stopped)
         ]
         if gone:
-            return "failed" if failed else "preempted"
+            return lost
         if failed and time.time() - min(float(note["t_wall"]) for note in failed) > LINGER_S:
-            return "failed"
+            return lost
         if handle.id in self._started or len(rendezvous.notes(ARRIVED)) == len(nodes):
             self._started.add(handle.id)
             return "running"

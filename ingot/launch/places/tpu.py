@@ -36,7 +36,7 @@ from ingot.launch.places.node_commands import (
     script_template,
     user_labels,
 )
-from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous
+from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous, taken_away
 
 KIND = "tpu"
 MAX_CHIPS, EIGHT_CHIP_TYPES = 4, ("v5litepod-", "v6e-")
@@ -203,6 +203,8 @@ class TpuLauncher:
             return "cancelled"
         if exits := rendezvous.notes(EXIT):
             done = all(int(note["code"]) in NON_FAILURE_CODES for note in exits.values())
+            if not done and taken_away(rendezvous, exits):
+                return "preempted"
             return "succeeded" if done else "failed"
         if resource_state in WAITING:
             return "queued"

@@ -29,7 +29,7 @@ from ingot.launch.handles import find_handle, jobs_folder
 from ingot.launch.job import FINAL_STATES, Handle, Job
 from ingot.launch.places import gce, gce_machines, logs
 from ingot.launch.places.gce import GceLauncher
-from ingot.launch.rendezvous import ARRIVED, BOOT, EXIT, SIGNAL, Rendezvous
+from ingot.launch.rendezvous import ARRIVED, BOOT, ENDED_BY, EXIT, SIGNAL, Rendezvous
 from tests import gcs, golden
 from tests.fakes import compute, google
 from tests.small import small_recipe
@@ -230,6 +230,40 @@ def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(
     second = run.submit(2)
     assert cloud.names() == [f"{NAME}-2-{node}" for node in range(3)]
     assert second.id == f"{NAME}-2"
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked", "state"),
+    [
+        ({"n0": 143, "n1": 143, "n2": -15}, None, "preempted"),
+        ({"n0": 143}, None, "preempted"),
+        ({"n0": 143}, signal.SIGUSR2, "preempted"),  # for its stacks
+        ({"n0": 143, "n1": 143, "n2": 143}, signal.SIGTERM, "failed"),
+        ({"n0": 143, "n1": 1}, None, "failed"),
+        ({"n0": -9}, None, "failed"),
+    ],
+)
+def test_ranks_that_their_machine_asked_to_stop_while_they_loaded_did_not_fail(
+    codes: dict[str, int],
+    asked: int | None,
+    state: str,
+    tmp_path: Path,
+    cloud: compute.Compute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They had nothing to save; node 0's machine is the one that is taken away."""
+    monkeypatch.setattr(gce, "LINGER_S", 0.0)
+    run = Run(tmp_path, cloud, **{"launch.machine.spot": True})
+    handle = run.submit()
+    run.come(handle)
+    if asked is not None:
+        run.launcher.signal(handle, asked)
+    cloud.preempt(NAMES[0])
+    run.leave(handle, EXIT, **codes)
+    if len(codes) == 1:  # the others were ended as they had lost it
+        for node in (1, 2):
+            Rendezvous(handle.about["meet"]).leave(node, EXIT, rank=0, code=-9, **{ENDED_BY: "0"})
+    assert run.launcher.status(handle) == state
 
 
 def test_a_machine_that_failed_while_another_was_lost_is_a_failure(

@@ -118,6 +118,16 @@ def test_a_tpu_that_is_taken_away_is_removed(
     assert service.states == {}
 
 
+@pytest.mark.parametrize(("code", "told"), [(143, "preempted"), (1, "failed")])
+def test_ranks_that_followed_a_signal_of_their_machine_did_not_fail(
+    code: int, told: str, tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
+    launcher = TpuLauncher(recipe_for(tmp_path, server.address))
+    handle = launcher.submit(job_of(launcher.recipe))
+    Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=code)
+    assert launcher.status(handle) == told
+
+
 def test_cancel_deletes_it(tmp_path: Path, server: google.Server, service: tpus.Tpus) -> None:
     recipe = recipe_for(tmp_path, server.address)
     launcher = TpuLauncher(recipe)
