@@ -904,8 +904,8 @@ FAULTS = [
     Fault(
         "old-weights-beside-a-model",
         "ingot/models/hf/folder.py",
-        "elif (folder / WHOLE).exists():",
-        "elif False:",
+        "files = [folder / WHOLE]",
+        'files = sorted(folder.glob("model*.safetensors"))',
         "other weights that lie in a model's folder are read instead of its own",
         "tests/models/hf/test_folder.py",
     ),

@@ -456,8 +456,8 @@ FAULTS = [
     Fault(
         "fresh-keeps-going",
         "ingot/train/resume.py",
-        "found = None if fresh else newest_valid(run.checkpoints)",
-        "found = newest_valid(run.checkpoints)",
+        "found = None if fresh else newest or newest_valid(run.checkpoints)",
+        "found = newest or newest_valid(run.checkpoints)",
         "--fresh goes on from the old checkpoint",
     ),
     Fault(
