@@ -154,7 +154,7 @@ class JsonBackend:
         ]
         self.special = [token.content for token in known if token.special]
         self.added = [token.content for token in known if not token.special]
-        self._text = sealed(self._reference, self.special)
+        self._text = sealed(self._reference, self.special, where)
         self.vocab_size = (
             max(self._reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
@@ -249,12 +249,17 @@ def _twin(reference: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
     return twin if same else None
 
 
-def sealed(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizers.Tokenizer:
+def sealed(
+    reference: tokenizers.Tokenizer, special: Sequence[str], where: str
+) -> tokenizers.Tokenizer:
     """The tokenizer, changed so that no text becomes a special token.
 
     The library's own switch keeps added tokens from matching, but where a special token is also an
     entry of the model's vocabulary (T5's `</s>`) the model still finds it in text. Such entries are
     renamed to something that no text contains.
+
+    Raises:
+        WrongInput: merges make or take such an entry, so that texts need it.
     """
     reference.encode_special_tokens = True
     leaks = {
@@ -265,6 +270,13 @@ def sealed(reference: tokenizers.Tokenizer, special: Sequence[str]) -> tokenizer
     if not leaks:
         return reference
     state = json.loads(reference.to_str())
+    for merge in state["model"].get("merges", []):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if found := leaks & {*parts, "".join(parts)}:
+            raise WrongInput(
+                f"the special token {min(found)!r} of {where}/tokenizer.json is also made by its"
+                " merges, so that texts would hold it; make a token of its own the special one"
+            )
     rename = {text: UNREACHABLE + text for text in leaks}
     vocabulary = state["model"]["vocab"]
     if isinstance(vocabulary, dict):

@@ -86,6 +86,19 @@ def test_bos_that_only_the_reference_knows() -> None:
     assert (tokenizer.special.bos, tokenizer.adds_bos) == (0, True)
 
 
+def test_a_special_token_that_merges_need_is_refused() -> None:
+    """As GPT-2 with `!` for padding: the file can be read, but texts would hold the token."""
+    files = bpe_files()
+    state = json.loads(files["tokenizer.json"])
+    left, _ = state["model"]["merges"][0]
+    token = {**state["added_tokens"][0], "id": state["model"]["vocab"][left], "content": left}
+    state["added_tokens"].append(token)
+    with pytest.raises(
+        WrongInput, match=rf"special token '{left}' of .* is also made by its merges"
+    ):
+        Tokenizer({**files, "tokenizer.json": json.dumps(state)})
+
+
 def test_a_special_token_outside_the_vocabulary_is_none() -> None:
     assert Tokenizer(bpe_files(pad_token="[NOWHERE]")).special.pad is None
 
