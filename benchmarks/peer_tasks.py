@@ -92,7 +92,7 @@ def _write_model(folder: Path, case: Case, sizes: Sizes) -> float | None:
         metadata={"format": "pt"},
     )
     plain = case.rows is None and case.adapter is None
-    return flops_per_token(given, sizes.seq_len) if plain else None
+    return flops_per_token(given, sizes.seq_len, None) if plain else None
 
 
 def _write_adapter(root: Path, case: Case, sizes: Sizes) -> str:

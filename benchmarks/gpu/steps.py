@@ -17,6 +17,7 @@ from ingot.base.errors import Failed
 from ingot.config.load import load_recipe
 from ingot.config.models.presets import preset as preset_of
 from ingot.config.recipe import Recipe
+from ingot.config.sections.lora import Lora
 from ingot.config.shape import flops_per_token
 from ingot.parallel import float8 as float8_products
 from ingot.verify.bench_row import measure_row
@@ -103,8 +104,8 @@ def recipe_of(folder: Path, *, tiny: bool, preset: str, micro_batch: int, **knob
 def flops_of(*, tiny: bool, preset: str, lora: bool = False, **knobs: Any) -> float:
     """Of a token, forward and backward."""
     values = model_values(preset, knobs.get("layers"), tiny=tiny)
-    whole = flops_per_token(values, TINY_SEQ_LEN if tiny else SEQ_LEN)
-    return whole - flops_per_token(values, 1) / 3 if lora else whole
+    adapter = Lora() if lora else None
+    return flops_per_token(values, TINY_SEQ_LEN if tiny else SEQ_LEN, adapter)
 
 
 def run(asked: Asked, record: Record, **knobs: Any) -> None:

@@ -15,10 +15,10 @@ from benchmarks.gpu.rows import CORRECT, ROWS, SPEED
 SHOWN_FAULTS = 20
 FORMULA = (
     "share of peak = tokens/s x flops per token / peak; flops per token = 6 (with LoRA 4, as kept"
-    " weights have no gradients) x weights of matrices (head included, embedding not; of a mixture"
-    " those that a token meets) + 12 x layers x heads x head size x seq_len / 2; peak = the bf16"
-    " product of two 8,192 x 8,192 matrices of random numbers in the row `ceilings`, of float8 rows"
-    " too"
+    " weights have no gradients, and 6 x weights of adapters) x weights of matrices (head included,"
+    " embedding not; of a mixture those that a token meets) + 12 x layers x heads x head size x"
+    " seq_len / 2; peak = the bf16 product of two 8,192 x 8,192 matrices of random numbers in the"
+    " row `ceilings`, of float8 rows too"
 )
 
 

@@ -12,6 +12,7 @@ from ingot.config.degrees import degrees_of, first_few
 from ingot.config.models.family import DecoderSizes, sizes
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.loop import RouterSettings
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.training import Train
 
 FLOAT8_MULTIPLE = 16
@@ -337,17 +338,22 @@ def least_parameters(config: Mapping[str, Any]) -> int:
     return embeddings + encoder * (attention + forward) + decoder * (2 * attention + forward)
 
 
-def flops_per_token(config: Mapping[str, Any], seq_len: int) -> float:
-    """Floating-point operations of forward and backward for one token.
+def flops_per_token(config: Mapping[str, Any], seq_len: int, lora: Lora | None) -> float:
+    """Floating-point operations of forward and backward for one token; nothing is computed twice.
 
     6 per matrix weight that a token meets (including the head, excluding the embedding lookup),
     plus 12 * heads * head size per layer and token attended to: seq_len / 2 on average, since
     causal attention is half of the full square (the formula of PaLM, appendix B, for the causal
-    half only), and fewer in a layer with a sliding window.
+    half only), and fewer in a layer with a sliding window. With `lora` 4 per weight, which is kept
+    and has no gradient, and 6 per weight of an adapter on all layers; one on named layers is small
+    and left out.
     """
     read = sizes(config)
     matrices = _matrices(read, active=True) + read.vocab * read.hidden
-    return 6.0 * matrices + 12.0 * read.heads * read.head_dim * sum(
+    work = (6.0 if lora is None else 4.0) * matrices
+    if lora is not None and lora.targets == "all-linear":
+        work += 6.0 * lora_parameters(config, lora.rank)
+    return work + 12.0 * read.heads * read.head_dim * sum(
         _seen(seq_len, window) for window in read.windows
     )
 

@@ -291,7 +291,7 @@ def _flops(recipe: Recipe, config: Mapping[str, Any] | None) -> float | None:
     if config is None or trained_kind(recipe) != "decoder":
         return None
     try:
-        return flops_per_token(config, recipe.data.seq_len)
+        return flops_per_token(config, recipe.data.seq_len, recipe.model.lora)
     except (KeyError, TypeError, ValueError, WrongInput):
         return None
 

@@ -41,9 +41,9 @@ class Workload:
 
     @classmethod
     def of(cls, setup: TrainSetup, mesh: Mesh) -> Workload:
-        config = setup.model_spec.config
+        config, recipe = setup.model_spec.config, setup.recipe
         cost = (
-            flops_per_token(config.to_hf(), setup.recipe.data.seq_len)
+            flops_per_token(config.to_hf(), recipe.data.seq_len, recipe.model.lora)
             if setup.model_spec.kind == "decoder"
             else None
         )

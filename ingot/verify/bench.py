@@ -148,10 +148,10 @@ def skip_reason(case: BenchCase, ran_out: Sequence[BenchCase]) -> str:
 FORMULA = (
     "tokens/s are those of text, without padding. Share of peak = positions/s x flops per token /"
     " peak; positions are tokens and padding, which is computed too. Flops per token: 6 for each"
-    " weight of a matrix (head included, embedding not) and 12 x layers x heads x head size for"
-    " each token that attention sees, seq_len / 2 on average; with LoRA the gradients of weights"
-    " that are kept count too, which nobody computes. Peak: the best of several large matrix"
-    " products in the same format and the same processes, summed over them."
+    " weight of a matrix (head included, embedding not), 4 where LoRA keeps it and it has no"
+    " gradient, and 12 x layers x heads x head size for each token that attention sees, seq_len / 2"
+    " on average. Peak: the best of several large matrix products in the same format and the same"
+    " processes, summed over them."
 )
 KILLED = 128 + signal.SIGKILL
 StartCommand = Callable[[BenchCase, Path], tuple[list[str], Mapping[str, str]]]

@@ -127,7 +127,8 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
     )
     tokens = statistics.mean(step.tokens for step in counted)
     positions = statistics.mean(step.positions for step in counted)
-    cost = flops_per_token(config, plan.recipe.data.seq_len) if native else None
+    asked = plan.recipe
+    cost = flops_per_token(config, asked.data.seq_len, asked.model.lora) if native else None
     reached = positions / seconds * (cost or 0.0)  # padding is computed too
     best = max(best, reached)  # the machine may have been disturbed whenever a peak was measured
     return {

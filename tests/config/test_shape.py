@@ -149,7 +149,7 @@ def test_of_experts_only_the_chosen_ones_are_active() -> None:
     head = 151_936 * 2048
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     attention = 12 * 32 * 128 * 48 * 512 / 2
-    assert flops_per_token(QWEN3_30B_A3B, 512) == 6 * (active - head - norms) + attention
+    assert flops_per_token(QWEN3_30B_A3B, 512, None) == 6 * (active - head - norms) + attention
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_sliding_window_makes_attention_cheaper(
         2 * 2 * config["num_attention_heads"] * config["head_dim"]
     )  # scores and mixing, of one pair
     attention = sum(each * pairs_seen(seq_len, window) / 2 / seq_len for window in windows)
-    assert flops_per_token(config, seq_len) == pytest.approx(
+    assert flops_per_token(config, seq_len, None) == pytest.approx(
         3 * (2 * matrices + attention), rel=tolerances.EXACT
     )
 
@@ -228,7 +228,7 @@ def test_the_work_of_a_token_is_what_the_matrix_products_of_the_real_model_cost(
         * seq_len
         / 2
     )
-    assert flops_per_token(config, seq_len) == 3 * (2 * matrices + attention)
+    assert flops_per_token(config, seq_len, None) == 3 * (2 * matrices + attention)
 
 
 def test_presets_differ_and_an_unknown_one_names_the_nearest() -> None:

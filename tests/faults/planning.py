@@ -549,4 +549,20 @@ FAULTS = [
         "a search is told to keep its plan or to ask the cloud, and does neither",
         "tests/cli/test_plan.py",
     ),
+    Fault(
+        "share-of-gradients-that-nobody-computes",
+        "ingot/config/shape.py",
+        "(6.0 if lora is None else 4.0) * matrices",
+        "6.0 * matrices",
+        "with LoRA a device is told to be used by half as much again as it is",
+        "tests/plan/tracing/test_trace.py",
+    ),
+    Fault(
+        "mfu-of-all-gradients",
+        "ingot/train/hooks.py",
+        "recipe.data.seq_len, recipe.model.lora)",
+        "recipe.data.seq_len, None)",
+        "the MFU of a training with LoRA counts gradients of kept weights, which nobody computes",
+        "tests/train/test_hooks.py",
+    ),
 ]

@@ -10,9 +10,12 @@ import torch
 from ingot.base.environment import Ranks
 from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
+from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
 from ingot.train.hooks import LogHook, Workload
+from ingot.train.micro_batch.trial import made_up_plan
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
+from tests.small import small_recipe
 
 FULL = BatchCounts(400, 400, 400)
 
@@ -62,6 +65,17 @@ def test_padding_is_computed_and_is_no_token(tmp_path: Path) -> None:
     assert (first["train/tokens_per_step"], last["train/tokens_per_step"]) == (100, 130)
     assert last["train/tokens_per_s"] == pytest.approx(1300)
     assert last["train/mfu"] == pytest.approx(4000 * 1000 / 8e6)
+
+
+def test_what_lora_keeps_is_counted_without_gradients(tmp_path: Path) -> None:
+    mesh, recipe = (
+        Mesh(Ranks(), torch.device("cpu")),
+        small_recipe(tmp_path, model__lora={"rank": 1}),
+    )
+    setup = made_up_plan(recipe, mesh)
+    config, lora = setup.model_spec.config.to_hf(), recipe.model.lora
+    told, seq_len = Workload.of(setup, mesh).flops_per_token, recipe.data.seq_len
+    assert told == flops_per_token(config, seq_len, lora) < flops_per_token(config, seq_len, None)
 
 
 def test_no_training_is_faster_than_the_peak_of_its_machine(

@@ -281,7 +281,7 @@ def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
     assert row["tokens_per_step"] == 4 * 32
     assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["seconds_per_step"])
     assert row["examples_per_s"] == pytest.approx(4 / row["seconds_per_step"])
-    cost = flops_per_token(_tiny_config(recipe), 32)
+    cost = flops_per_token(_tiny_config(recipe), 32, None)
     assert row["flops_per_token"] == cost
     assert row["share_of_peak"] == pytest.approx(row["tokens_per_s"] * cost / row["peak_flops"])
     assert 0 < row["share_of_peak"] < 1

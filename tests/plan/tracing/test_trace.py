@@ -14,8 +14,10 @@ import pytest
 from benchmarks.plan_memory import measured
 from ingot.base.errors import WrongInput
 from ingot.config.load import load_recipe
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
+from ingot.plan.assemble import _flops
 from ingot.plan.tracing import trace
 from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, Operator, RankTrace
 from ingot.plan.tracing.stand_ins import counted_dispatches
@@ -366,6 +368,18 @@ def of_kind(found: RankTrace, kind: str, dtype: str | None = None) -> float:
         for one, count in found.micro_batch.items()
         if one.kind == kind and dtype in (None, one.dtype)
     )
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_step_computes_what_the_share_of_the_peak_counts(recipe: Any, *, lora: bool) -> None:
+    asked: Recipe = recipe("train.global_batch=2", *(["model.lora={}"] if lora else []))
+    found = trace.trace_rank(asked, 1)
+    config = preset("llama-3m") | {"vocab_size": 512}
+    hidden, rank, attention = 256, 16, 12 * 256 * 3 * 64
+    told = (_flops(asked, config) or 0.0) - attention
+    # Beneath the first products of an adapted model nothing learns: no gradient goes there.
+    first = hidden * (256 + 2 * 128) + 3 * rank * hidden if lora else 0
+    assert of_kind(found, "matmul") == pytest.approx((told - 2 * first) * 2 * 128, rel=1e-6)
 
 
 def test_products_are_counted_once_forward_and_twice_backward(recipe: Any) -> None:
