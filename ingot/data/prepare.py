@@ -17,7 +17,7 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
-from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
 from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
@@ -147,11 +147,12 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
 
 
 def _in_no_row(recipe: Recipe, packed: RowTables | None, tokens: int) -> str:
-    """How many tokens of chats are in no row; empty if there are none, or of texts."""
-    if packed is None or recipe.documents not in CHAT_TEMPLATED or packed.total.tokens >= tokens:
+    """How many tokens are in no row; empty if there are none, and for texts, which lose none."""
+    if packed is None or recipe.documents in PLAIN or packed.total.tokens >= tokens:
         return ""
     lost = _in_words(tokens - packed.total.tokens)
-    return f" ({lost} beyond data.seq_len or without anything trained are in no row)"
+    most = "data.seq_len" + (" and data.target_len" if recipe.documents == "pair" else "")
+    return f" ({lost} beyond {most} or without anything trained are in no row)"
 
 
 def _warn_of_no_end(recipe: Recipe, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,8 @@ from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import prepared_for
 from ingot.data.ingest import ingest
-from ingot.data.prepare import prepare
+from ingot.data.packing.tables import read_packed
+from ingot.data.prepare import _in_words, prepare
 from ingot.data.tokenizing import tokenize as parts
 from ingot.data.tokenizing import vocabulary
 from ingot.tokenizers.load import load_tokenizer
@@ -195,6 +196,26 @@ def test_labelled_texts_are_framed_beside_their_labels(tmp_path: Path) -> None:
         assert (ids[0], ids[-1]) == (tokenizer.token_id("<s>"), tokenizer.token_id("</s>"))
         digits = "".join(letter for letter in text.split(".")[0] if letter.isdigit())
         assert columns["label"][number].tolist() == [1 - int(digits) % 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seq_len"), [("preference", 60), ("rated", 40), ("pair", 30), ("labelled", 15)]
+)
+def test_tokens_in_no_row_are_told_beside_all(kind: str, seq_len: int, tmp_path: Path) -> None:
+    small, _, _ = made(kind, tmp_path, data__truncate="drop", data__seq_len=500)
+    prepared = prepared_for(small)
+    tokens = prepared.total("train", "tokens") + prepared.total("validation", "tokens")
+    assert prepare(small).result.startswith(f"{_in_words(tokens)} tokens, vocabulary")
+    short = of(kind, tmp_path, data__truncate="drop", data__seq_len=seq_len)
+    told = prepare(short).result
+    target_len = short.data.target_len if kind == "pair" else None
+    rows = read_packed(short.folder.columns, prepared, seq_len, short.row_plan, target_len).total
+    assert rows.too_long > 0
+    most = "data.seq_len and data.target_len" if kind == "pair" else "data.seq_len"
+    assert told.startswith(
+        f"{_in_words(tokens)} tokens ({_in_words(tokens - rows.tokens)} beyond {most} or without"
+        " anything trained are in no row), vocabulary"
+    )
 
 
 @pytest.mark.drawn(keep=2)
