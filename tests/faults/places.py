@@ -451,8 +451,8 @@ FAULTS = [
     Fault(
         "training-deaf-to-sigterm",
         "ingot/train/interrupts.py",
-        "SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)",
-        "SIGNALS = (signal.SIGINT, signal.SIGUSR1)",
+        "SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)",
+        "SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)",
         "SIGTERM ends a training without a checkpoint",
     ),
     Fault(

@@ -237,8 +237,8 @@ def _exported_checkpoint(
     recipe: Recipe, step: int, averaged: Iterable[int]
 ) -> tuple[CommittedCheckpoint | None, str]:
     """The exported checkpoint, or why it, or one that it was averaged with, is not whole."""
-    checkpoints = recipe.folder.checkpoints
-    for one in [*(set(averaged) - {step}), step]:
+    checkpoints, commits = recipe.folder.checkpoints, dict[int, Mapping[str, Any]]()
+    for one in {step, *averaged}:
         folder = step_folder(checkpoints, one)
         commit = read_marker(folder, COMMIT)
         if commit is None:
@@ -246,7 +246,8 @@ def _exported_checkpoint(
             return None, f"{folder}, which was exported, is gone (steps that are there: {there})"
         if wrong := problems(folder, commit, checksums=True):
             return None, f"{folder} is damaged: {wrong[0]}"
-    return CommittedCheckpoint(folder, step, commit), ""
+        commits[one] = commit
+    return CommittedCheckpoint(step_folder(checkpoints, step), step, commits[step]), ""
 
 
 @dataclass(frozen=True)
