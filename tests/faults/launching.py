@@ -60,8 +60,8 @@ FAULTS = [
     Fault(
         "preempted-is-failure",
         "ingot/launch/places/gce.py",
-        'return "failed" if failed else "preempted"',
-        'return "failed"',
+        '"failed" if failed and not taken_away(rendezvous, exits) else "preempted"',
+        '"failed"',
         "a machine that was taken away counts as a failure of the training",
         "tests/launch/places/test_gce.py",
     ),
