@@ -8,6 +8,7 @@ holder of its lease.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from ingot.checkpoints.store import (
     COMMIT,
     CommittedCheckpoint,
     committed,
+    is_due,
     step_folder,
 )
 
@@ -142,6 +144,13 @@ class BucketMirror:
             if self._is_committed(name):
                 yield _step(name)
 
+    def due_steps(self) -> Iterator[int]:
+        """Those of the committed steps in the bucket that were due, newest first."""
+        for step in self.steps():
+            name = step_folder(Path(), step).name
+            if is_due(json.loads(self.bucket.get(f"{name}/{COMMIT}"))):
+                yield step
+
     def fetch(self, step: int, checkpoints: Path) -> Path:
         """Download a checkpoint into its folder in `checkpoints`; returns that folder. It appears
         only after every file matches its checksum in the marker.
@@ -247,6 +256,17 @@ def fetch_unless_here(mirror: BucketMirror, step: int, checkpoints: Path) -> Non
     marker = read_marker(folder, COMMIT)
     if marker is None or problems(folder, marker, checksums=False):
         mirror.fetch(step, checkpoints)
+
+
+def fetch_due(mirror: BucketMirror, checkpoints: Path, before: int, count: int) -> None:
+    """Fetch those that are not here of the newest `count` checkpoints before a step that were due.
+    What lies in the bucket alone is deleted there with the next save.
+    """
+    if not count:
+        return
+    steps = (step for step in mirror.due_steps() if step < before)
+    for step in itertools.islice(steps, count):
+        fetch_unless_here(mirror, step, checkpoints)
 
 
 def send_newest(mirror: BucketMirror, newest: CommittedCheckpoint) -> None:

@@ -13,6 +13,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.storage import open_read
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import PLAIN
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.raw.ranges import ranges, read_range
@@ -27,6 +28,8 @@ MOST_BAD = 8
 """A sample of a file ends after so many times as many bad records as documents were asked for: a
 large file may hold nothing that can be read.
 """
+MOST_OF_ONE = 4_000_000
+"""Characters of one text in a sample: a file of texts is one, of whatever size."""
 
 
 class NotHere(WrongInput):
@@ -105,14 +108,17 @@ class TextSample:
                 self._note(file, item)
                 bad += 1
                 continue
-            self.texts.append(item.text)
-            taken, room = taken + 1, room - len(item.text)
+            text = item.text
+            if len(text) > MOST_OF_ONE and extractor.documents in PLAIN:
+                text, self.whole = text[:MOST_OF_ONE], False
+            self.texts.append(text)
+            taken, room = taken + 1, room - len(text)
 
 
 def sample_sources(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
     """At most `most` documents of at most about `most_bytes` of text: the first ones of files that
     are spread over all sizes, the largest among them, directly from the sources; of those that are
-    not here, as ingested. One document may be longer than the bound.
+    not here, as ingested. The last document of a file may go beyond the bound, by `MOST_OF_ONE`.
 
     Raises:
         NotHere: a source is not on this machine, and nothing is ingested.

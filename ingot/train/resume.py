@@ -19,7 +19,13 @@ from ingot.base.progress import say
 from ingot.base.remote.replica import push
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
-from ingot.checkpoints.mirror import BucketMirror, fetch_newer, fetch_unless_here, send_newest
+from ingot.checkpoints.mirror import (
+    BucketMirror,
+    fetch_due,
+    fetch_newer,
+    fetch_unless_here,
+    send_newest,
+)
 from ingot.checkpoints.store import (
     CommittedCheckpoint,
     committed,
@@ -261,14 +267,20 @@ def fetch_missing(
     return newest
 
 
-def send_missing(
-    mirror: BucketMirror | None, start: CommittedCheckpoint | None, mesh: Mesh
+def exchange_missing(
+    mirror: BucketMirror | None, start: CommittedCheckpoint | None, averaged: int, mesh: Mesh
 ) -> None:
     """Upload the newest checkpoint if the bucket lacks it, because an earlier attempt ended before
-    its upload did. Collective.
+    its upload did; fetch those before it that only the bucket has and the export may read, the
+    newest `averaged` that were due. Collective.
     """
+
+    def exchange(mirror: BucketMirror, start: CommittedCheckpoint) -> None:
+        send_newest(mirror, start)
+        fetch_due(mirror, start.folder.parent, start.step, averaged)
+
     if mirror is not None and start is not None:
-        mesh.from_main(lambda: send_newest(mirror, start))
+        mesh.from_main(lambda: exchange(mirror, start))
 
 
 def complete(

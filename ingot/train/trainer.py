@@ -54,11 +54,11 @@ from ingot.train.optim.averaging import averaged_steps
 from ingot.train.reference import reference_tables
 from ingot.train.resume import (
     complete,
+    exchange_missing,
     fetch_missing,
     find_start,
     open_mirror,
     refuse_others,
-    send_missing,
 )
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
 from ingot.train.setup import TrainSetup, make_setup
@@ -133,7 +133,9 @@ def _train_from_checkpoint(
             setup = with_left_out(setup, mesh)
         mesh.from_main(lambda: _check_prompts(setup))
         start = mesh.from_main(lambda: _find_start(process, setup, newest, fresh=fresh))
-        send_missing(process.bucket, start, mesh)
+        average = recipe.train.average
+        averaged = 0 if average is None else average.needs_kept
+        exchange_missing(process.bucket, start, averaged, mesh)
         first = start.step if start else setup.begin
         if first > setup.last:
             raise WrongInput(

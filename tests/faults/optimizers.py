@@ -323,7 +323,7 @@ FAULTS = [
     Fault(
         "interrupted-mean",
         AVERAGING,
-        "(found.step < step and is_due(found))",
+        "(found.step < step and is_due(found.commit))",
         "found.step < step",
         "the mean of checkpoints depends on whether and where training was interrupted",
         AVERAGED,
@@ -335,5 +335,13 @@ FAULTS = [
         "",
         "a checkpoint of a signal takes the place of one that the mean is made of",
         AVERAGED,
+    ),
+    Fault(
+        "mean-of-what-is-here",
+        "ingot/train/resume.py",
+        "        fetch_due(mirror, start.folder.parent, start.step, averaged)\n",
+        "",
+        "on another machine the mean of checkpoints is made of fewer, and the others are deleted",
+        "tests/train/test_mirroring.py",
     ),
 ]

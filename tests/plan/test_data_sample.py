@@ -11,6 +11,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.data import sample
+from ingot.data import sample as sampling
 from ingot.data.columns.manifest import prepared_for
 from ingot.data.ingest import ingest
 from ingot.data.packing.tables import read_packed
@@ -217,6 +218,16 @@ def test_a_small_file_beside_a_large_one_does_not_stand_for_both(
     assert before.rows is not None
     assert after.rows is not None
     assert before.rows.likely == pytest.approx(after.rows.likely, rel=0.01)
+
+
+def test_of_a_text_without_end_a_part_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "MOST_OF_ONE", 100)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "all.txt").write_text("melts copper " * 100, encoding="utf-8")
+    found = sample_sources(small_recipe(tmp_path), 10, 10**6)
+    assert (found.whole, [len(text) for text in found.texts]) == (False, [100])
 
 
 @pytest.mark.parametrize("seen", [60, 2000])

@@ -74,6 +74,29 @@ def test_another_machine_goes_on_from_there(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
 
 
+def test_checkpoints_of_a_mean_come_along(
+    server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another machine made is in the mean, too, and is not deleted in the bucket for not being
+    here.
+    """
+    knobs = {
+        **KNOBS,
+        "train__average": "{kind: last, checkpoints: 4}",
+        "checkpoint__keep": 4,
+        "precision__export": "fp32",
+    }
+    whole = small_recipe(copy_of(root, tmp_path / "whole"), **{**knobs, "checkpoint__upload": None})
+    train(whole)
+    stop_after(small_recipe(root, **knobs), 5, monkeypatch)
+    there = small_recipe(copy_of(root, tmp_path / "there"), **knobs)
+    shutil.rmtree(there.folder.checkpoints)
+    train(there)
+    assert list(BucketMirror(PLACE).steps()) == [8, 6, 4, 2]
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
+
+
 def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: Path) -> None:
     recipe = small_recipe(root, **KNOBS)
     train(recipe)

@@ -42,9 +42,9 @@ def in_parallel(
     title: str = "",
     sizes: Sequence[int] = (),
 ) -> list[Result]:
-    """Apply `act` to each item, a few at a time. The first error, or a signal whose handler raises,
-    ends it, transfers of large files at their next chunk. With `title` the progress is shown,
-    counted in `sizes`, the bytes of each item.
+    """Apply `act` to each item, a few at a time. The first error ends it once what is under way is
+    done, a signal whose handler raises at the next chunk of that. With `title` the progress is
+    shown, counted in `sizes`, the bytes of each item.
     """
     done, over = 0, threading.Event()
     with (
@@ -58,8 +58,11 @@ def in_parallel(
                 if sizes:
                     done += sizes[running[future]]
                     progress.update(done // 10**6)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                over.set()
+            raise
         finally:
-            over.set()
             pool.shutdown(wait=False, cancel_futures=True)
     return [future.result() for future in running]
 

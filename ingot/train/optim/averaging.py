@@ -146,7 +146,7 @@ def averaged_steps(average: Average | None, checkpoints: Path, step: int) -> lis
     before = [
         found.step
         for found in committed(checkpoints)
-        if found.step == step or (found.step < step and is_due(found))
+        if found.step == step or (found.step < step and is_due(found.commit))
     ]
     return before[: average.checkpoints]
 
