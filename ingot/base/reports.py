@@ -81,9 +81,9 @@ def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
     """The record of `step`; None if there is none, or this version cannot read it."""
     try:
         record = PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
+        return replace(record, where=_where_now(record.where, folder.parent.parent))
     except (FileNotFoundError, TypeError, ValueError):
         return None
-    return replace(record, where=_where_now(record.where, folder.parent.parent))
 
 
 def _where_now(where: str, root: Path) -> str:

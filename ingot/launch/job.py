@@ -147,6 +147,15 @@ class ExclusiveLauncher(Protocol):
         ...
 
 
+@runtime_checkable
+class QueueLauncher(Protocol):
+    """A launcher of a place where jobs wait for machines without being charged."""
+
+    def paid_since(self, handle: Handle) -> float | None:
+        """When the job came to run, in seconds since the epoch; None if it has only waited."""
+        ...
+
+
 def launcher_of(recipe: Recipe) -> Launcher:
     """The launcher of `launch.kind`. Raises WrongInput for `local`, which needs none, and for an
     unknown kind.

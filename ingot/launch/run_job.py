@@ -19,7 +19,7 @@ from ingot.launch.places.local import JobExit
 from ingot.launch.places.node_commands import path_on_nodes
 from ingot.launch.staging import committed_anywhere, missing_inputs, next_rendezvous, stage_start
 from ingot.launch.supervisor.budget import (
-    end_of_last_start,
+    end_last_start,
     meter_of,
     time_left_s,
     with_time_left,
@@ -77,7 +77,7 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
         already_runs = not attempts and _already_runs(recipe, launcher, job)
         if meter is not None and not already_runs:
             if not attempts:  # an earlier launcher may have died before its start ended
-                meter.end(end_of_last_start(recipe, job))
+                end_last_start(meter, recipe, job, launcher)
                 if fresh:
                     meter.reset()
             job = with_time_left(recipe, job, meter)

@@ -200,7 +200,7 @@ class State:
         elif job.state == STATE.JOB_STATE_QUEUED:
             job.state = STATE.JOB_STATE_PENDING
         elif job.state == STATE.JOB_STATE_PENDING:
-            job.state = STATE.JOB_STATE_RUNNING
+            job.state, job.start_time = STATE.JOB_STATE_RUNNING, datetime.now(UTC)
             self._start(job)
         elif job.state == STATE.JOB_STATE_RUNNING:
             self._looks[job.name] = self._looks.get(job.name, 0) + 1

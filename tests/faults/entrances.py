@@ -266,8 +266,8 @@ FAULTS = [
     Fault(
         "limit-of-prompts-lost-in-silence",
         "ingot/config/adopt/trl.py",
-        'if sheet.has("max_prompt_length"):',
-        "if False:",
+        'for key in filter(sheet.has, ("max_prompt_length", "max_completion_length")):',
+        "for key in ():",
         "prompts are no longer cut by an adopted recipe, and nobody is told",
         "tests/config/adopt/test_tuners.py",
     ),

@@ -204,4 +204,12 @@ FAULTS = [
         "two pipelines that are submitted at about the same time are both paid for on one run",
         "tests/pipeline/test_submit.py",
     ),
+    Fault(
+        "waiting-is-charged",
+        "ingot/launch/supervisor/remote_attempt.py",
+        "            leave_out_waiting(self._meter, self._launcher, handle)\n",
+        "",
+        "hours in a queue that cost nothing use up cloud.max_run and cloud.max_cost",
+        "tests/launch/places/test_places.py",
+    ),
 ]

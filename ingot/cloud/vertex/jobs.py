@@ -103,14 +103,15 @@ _JOB_PREFIX = "JOB_STATE_"
 
 @dataclass(frozen=True)
 class CustomJobStatus:
-    """The status of a job: `name` is the resource name, `state` is without its prefix, `code` (of
-    google.rpc) and `error` say why it ended.
+    """The status of a job: `name` is the resource name, `state` is without its prefix, `started` is
+    when it first ran, `code` (of google.rpc) and `error` say why it ended.
     """
 
     name: str
     state: str
     labels: Mapping[str, str]
     created: float
+    started: float | None = None
     code: int = 0
     error: str = ""
 
@@ -178,12 +179,12 @@ def labelled_custom_jobs(google: GoogleClients, labels: Mapping[str, str]) -> li
 
 
 def _custom_job_status(job: Any) -> CustomJobStatus:
-    created = job.create_time.timestamp() if job.create_time else 0.0
     return CustomJobStatus(
         job.name,
         job.state.name.removeprefix(_JOB_PREFIX),
         dict(job.labels),
-        created,
+        job.create_time.timestamp() if job.create_time else 0.0,
+        job.start_time.timestamp() if job.start_time else None,
         job.error.code,
         job.error.message,
     )

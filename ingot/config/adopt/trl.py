@@ -29,7 +29,7 @@ KEYS = TunerKeys(rank="lora_r", targets="lora_target_modules")
 RATES = {"sft": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
-OF_GRPO = ("num_generations", "reward_funcs", "max_completion_length", "reward_weights")
+OF_GRPO = ("num_generations", "reward_funcs", "reward_weights")
 OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
 ROWS = rows(
     KeyRow("model_name_or_path", "model.source", source),
@@ -123,7 +123,9 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
             f"{sheet.where(*OF_PPO)}: PPO with a value model is not offered; grpo is in its place"
             " (docs/guides/ways.md)"
         )
-    if any(sheet.has(key) for key in OF_GRPO):
+    # Preferences may have a limit of answers, too, but beside one of both together.
+    sampled = sheet.has("max_completion_length") and not sheet.has("max_length")
+    if sampled or sheet.has(*OF_GRPO):
         return "grpo", begin_grpo(sheet, draft, "")
     loss = sheet.get("loss_type")
     if loss == "kto" or sheet.has("desirable_weight", "undesirable_weight"):
@@ -172,10 +174,10 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         )
     else:
         draft.put_from(sheet, "max_length", "data.seq_len")
-        if sheet.has("max_prompt_length"):
+        for key in filter(sheet.has, ("max_prompt_length", "max_completion_length")):
             draft.note(
                 "lost",
-                "max_prompt_length",
+                key,
                 "data.seq_len is of prompt and answer together; data.truncate=left cuts prompts"
                 " where both are longer",
             )

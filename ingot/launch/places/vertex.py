@@ -178,6 +178,10 @@ class VertexLauncher:
             return "preempted"
         return STATES.get(found.state, "unknown")
 
+    def paid_since(self, handle: Handle) -> float | None:
+        """See `QueueLauncher`."""
+        return jobs.get_custom_job(self._google, handle.id).started
+
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return VertexLog(self._google, handle)

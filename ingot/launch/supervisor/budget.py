@@ -18,7 +18,7 @@ from ingot.base.storage import write_atomic
 from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle
-from ingot.launch.job import Job, launcher_of
+from ingot.launch.job import Handle, Job, Launcher, QueueLauncher, launcher_of
 from ingot.launch.rendezvous import EXIT, Rendezvous
 
 
@@ -57,6 +57,16 @@ class SpendingMeter:
             return False
         self._write(Spending(spending.seconds, spending.dollars, time.time(), self._rate, limit_s))
         return True
+
+    def waited_until(self, since: float | None) -> None:
+        """Count the running start from then on, not from its beginning; None: not at all."""
+        spending = self._read()
+        if spending.since is None:
+            return
+        if since is None:
+            self._write(Spending(spending.seconds, spending.dollars))
+        else:
+            self._write(replace(spending, since=max(spending.since, since)))
 
     def end(self, at: float | None = None) -> None:
         """Record the end of the start, now or at `at`; does nothing if none is running."""
@@ -121,12 +131,20 @@ def with_time_left(recipe: Recipe, job: Job, meter: SpendingMeter) -> Job:
     return replace(job, time_limit_s=left)
 
 
-def end_of_last_start(recipe: Recipe, job: Job) -> float | None:
-    """When a start that no launcher waited for ended, from its nodes' notes; None if they left
-    none.
+def end_last_start(meter: SpendingMeter, recipe: Recipe, job: Job, launcher: Launcher) -> None:
+    """Record the end of a start that no launcher waited for, from its nodes' notes; now if they
+    left none.
     """
-    handle = find_handle(recipe.folder.root, job.name, recipe.launch.kind)
-    if handle is None or "meet" not in handle.about:
-        return None
-    notes = Rendezvous(handle.about["meet"]).notes(EXIT).values()
-    return max((float(note["t_wall"]) for note in notes), default=None)
+    handle, at = find_handle(recipe.folder.root, job.name, recipe.launch.kind), None
+    if handle is not None:
+        leave_out_waiting(meter, launcher, handle)
+    if handle is not None and "meet" in handle.about:
+        notes = Rendezvous(handle.about["meet"]).notes(EXIT).values()
+        at = max((float(note["t_wall"]) for note in notes), default=None)
+    meter.end(at)
+
+
+def leave_out_waiting(meter: SpendingMeter, launcher: Launcher, handle: Handle) -> None:
+    """Count a start from when its place began to charge for it."""
+    if isinstance(launcher, QueueLauncher):
+        meter.waited_until(launcher.paid_since(handle))

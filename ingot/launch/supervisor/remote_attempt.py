@@ -26,7 +26,7 @@ from ingot.launch.attempt import STOP_SIGNALS, AttemptExit
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, Launcher
 from ingot.launch.rendezvous import EXIT, Rendezvous, exit_by_notes
 from ingot.launch.run_folder_sync import pull_results
-from ingot.launch.supervisor.budget import SpendingMeter
+from ingot.launch.supervisor.budget import SpendingMeter, leave_out_waiting
 
 NOTES_TIMEOUT_S = 10.0
 """How long the nodes' last notes may take to arrive after the place reports the end of the job
@@ -158,6 +158,7 @@ class RemoteAttempt:
         if self._heartbeats is not None:
             self._heartbeats.close()
         if self._meter is not None:
+            leave_out_waiting(self._meter, self._launcher, handle)
             self._meter.end()
         self._end = end
         return end

@@ -366,6 +366,9 @@ def test_a_limit_of_prompts_alone_that_is_not_carried_is_told(tmp_path: Path) ->
     assert told in recipe_of(tmp_path, fir_yaml=f"{text}max_prompt_length: 16\n")[1]
     assert told not in recipe_of(tmp_path, fir_yaml=text)[1]
     assert told not in recipe_of(tmp_path, fir_yaml=TRL)[1], "of rewards, it is part of the row"
+    both, remarks = recipe_of(tmp_path, fir_yaml=f"{text}max_completion_length: 16\n")
+    assert (both.objective.kind, both.data.seq_len) == ("dpo", 64)
+    assert "max_completion_length: data.seq_len is of prompt and answer together" in remarks
 
 
 @pytest.mark.parametrize(

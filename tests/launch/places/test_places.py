@@ -232,9 +232,11 @@ def test_a_restart_asks_nobody_how_its_own_last_start_ended(
     assert (ended.code, len(limits)) == (0, 2)
 
 
+@pytest.mark.parametrize(("ran_s", "left_s"), [("as begun", 5400), (900.0, 6300), (None, 7200)])
 def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
-    bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran_s: Any, left_s: int, bounded: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From when its place began to charge, where that is another time than its beginning."""
     meet = tmp_path / "meet"
     meet.mkdir()
     now = time.time()
@@ -249,8 +251,20 @@ def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
         root / "jobs" / "train.spent.json",
         json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}),
     )
+    if ran_s != "as begun":
+        since = None if ran_s is None else now - 80_000 - ran_s
+        monkeypatch.setattr(Ending, "paid_since", lambda self, handle: since, raising=False)
     _, limits = run_out(bounded, monkeypatch, ["failed", "succeeded"])
-    assert [round(limit or 0) for limit in limits] == [5400]
+    assert [round(limit or 0) for limit in limits] == [left_s]
+
+
+def test_starts_that_only_wait_for_machines_use_nothing_up(
+    bounded: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ending, "paid_since", lambda self, handle: None, raising=False)
+    run_out(bounded, monkeypatch, ["preempted", "preempted"])
+    spent = json.loads((bounded.folder.root / "jobs" / "train.spent.json").read_text())
+    assert (spent["seconds"], spent["since"]) == (0.0, None)
 
 
 def test_a_place_that_does_not_say_whether_the_job_runs_is_sent_nothing(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from ingot.cloud.vertex import jobs
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
 from ingot.launch.handles import find_handle, work_fingerprint
-from ingot.launch.job import FINAL_STATES, Handle, Job
+from ingot.launch.job import FINAL_STATES, Handle, Job, QueueLauncher
 from ingot.launch.places import logs, vertex
 from ingot.launch.places.vertex import VertexLauncher
 from ingot.launch.rendezvous import Rendezvous
@@ -250,6 +251,14 @@ def test_a_tensorboard_goes_by_its_id_or_its_whole_name(given: str, tmp_path: Pa
 
 def test_a_job_goes_from_the_queue_to_its_end(tmp_path: Path, service: vertex_jobs.State) -> None:
     assert followed(*launched(tmp_path, service)) == ["queued", "running", "succeeded"]
+
+
+def test_a_job_is_paid_for_since_it_ran(tmp_path: Path, service: vertex_jobs.State) -> None:
+    launcher, handle = launched(tmp_path, service)
+    assert isinstance(launcher, QueueLauncher)
+    assert launcher.paid_since(handle) is None
+    followed(launcher, handle)
+    assert launcher.paid_since(handle) == pytest.approx(time.time(), abs=60)
 
 
 @pytest.mark.parametrize(
