@@ -15,6 +15,10 @@ REPLICA_VARIABLE = "REPLICA_OF_RUN"
 """The variable that tells the ranks of a node without a shared disk which replica of the run folder
 in a bucket users and later attempts see.
 """
+NODE_VARIABLE = "NODE_OF_JOB"
+"""The variable that tells the ranks of a node its number: a launcher started them, perhaps from
+another machine or before it was started anew itself.
+"""
 
 
 _SECRET = re.compile(

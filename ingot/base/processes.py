@@ -73,6 +73,13 @@ def started_at(pid: int) -> float | None:
         return None
 
 
+def descends_from(pid: int) -> bool:
+    """Whether process `pid` is this one, or started it, directly or through others."""
+    import psutil
+
+    return pid in (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
+
+
 def machine_id() -> str | None:
     """Identifies the scope in which a process id is meaningful: this boot of this machine, and this
     container's PID namespace.

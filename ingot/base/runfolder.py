@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed
+from ingot.base.processes import descends_from
 from ingot.base.storage import disk_errors
+
+RUN_LOCK = "run-lock"
+"""The lock that `ingot run` and a supervised training hold all along. Their steps and attempts take
+the other one, which is free between them.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,10 +152,7 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            raise Failed(
-                f"{folder} is in use by process {holder}; wait for it, stop it, or choose another"
-                " `name`"
-            ) from None
+            raise in_use(folder, holder) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
@@ -177,6 +181,26 @@ def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iter
         os.close(descriptor)
 
 
+def in_use(folder: Path, holder: int | str) -> Failed:
+    """The error that names who uses a folder."""
+    return Failed(
+        f"{folder} is in use by process {holder}; wait for it, stop it, or choose another `name`"
+    )
+
+
+def check_no_other_run(folder: Path) -> None:
+    """Refuse what was typed while an `ingot run` or a supervised training is at work, which would
+    end between two of its steps if another process took its folder then. What these started
+    themselves goes on, on this machine or as a node of a job.
+
+    Raises:
+        Failed: names the process.
+    """
+    holder = lock_holder(folder, RUN_LOCK)
+    if holder is not None and NODE_VARIABLE not in os.environ and not descends_from(holder):
+        raise in_use(folder, holder)
+
+
 def lock_holder(folder: Path, name: str = "lock") -> int | None:
     """The process that holds `folder/.name`, or None. Read-only, so it never keeps a run from
     starting.
@@ -193,5 +217,7 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
     table = Path("/proc/locks")
     if not table.exists():
         return process
-    held = any(f":{inode}" in line and " FLOCK " in line for line in table.read_text().splitlines())
+    held = any(
+        f":{inode} " in line and " FLOCK " in line for line in table.read_text().splitlines()
+    )
     return process if held else None

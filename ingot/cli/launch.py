@@ -201,15 +201,12 @@ def _show(
 
 
 def _submit(job: Job, recipe: Recipe, launcher: LocalLauncher) -> int:
-    from ingot.base.errors import Failed
     from ingot.base.progress import say
-    from ingot.base.runfolder import lock_holder
+    from ingot.base.runfolder import RUN_LOCK, in_use, lock_holder
 
     root = recipe.folder.root
-    if (holder := lock_holder(root, "run-lock") or lock_holder(root)) is not None:
-        raise Failed(
-            f"{root} is in use by process {holder}; wait for it, stop it, or choose another `name`"
-        )
+    if (holder := lock_holder(root, RUN_LOCK) or lock_holder(root)) is not None:
+        raise in_use(root, holder)
     handle = launcher.submit(job)
     say(
         f"{job.name}: process {handle.id} goes on by itself; `ingot launch logs {root} --follow`"
@@ -223,10 +220,11 @@ def _here(job: Job, recipe: Recipe, launcher: LocalLauncher, *, handled: bool) -
     """Run the job in the foreground, under a handle; a remote job is waited for here."""
     from ingot.base.errors import EXIT_FAILED, IngotError
     from ingot.base.progress import say
-    from ingot.base.runfolder import folder_lock
+    from ingot.base.runfolder import RUN_LOCK, check_no_other_run, folder_lock
 
+    check_no_other_run(recipe.folder.root)
     with (
-        folder_lock(recipe.folder.root, "run-lock")
+        folder_lock(recipe.folder.root, RUN_LOCK)
         if job.name == "train"
         else contextlib.nullcontext()
     ):

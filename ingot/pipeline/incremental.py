@@ -23,7 +23,7 @@ from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
 from ingot.base.markers import fingerprint, read_marker
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, read_record, write_record
-from ingot.base.runfolder import RunFolder, folder_lock
+from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.runlog import record_event
 from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
@@ -116,10 +116,12 @@ def run_step(
     rank 0 writes.
 
     Raises:
-        Failed: another process holds the lock of this run folder.
+        Failed: another process holds the lock of this run folder, or does all steps in it.
         WrongInput: the data it depends on was made with other knobs.
     """
     run, is_main = recipe.folder, ranks().is_main
+    if is_main:
+        check_no_other_run(run.root)
     with folder_lock(run.root) if is_main else contextlib.nullcontext():
         found = check_step(step, recipe, stamps)
         check_data_is_current(step, recipe)

@@ -29,7 +29,7 @@ from ingot.base.errors import (
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, file_sizes, read_record
-from ingot.base.runfolder import folder_lock
+from ingot.base.runfolder import RUN_LOCK, folder_lock
 from ingot.base.runlog import record_event
 from ingot.base.server import ask, running_server
 from ingot.base.storage import write_atomic
@@ -81,7 +81,7 @@ def run(
     announced = not recipe.folder.root.exists()
     if announced:
         before(verbs)
-    with folder_lock(recipe.folder.root, "run-lock"):
+    with folder_lock(recipe.folder.root, RUN_LOCK):
         for number, step in enumerate(STEPS, start=1):
             try:
                 record = _record_of(step, recipe, stamps, fresh=fresh)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ingot.base.heartbeat import Heartbeat, beats_of_main, heard_elsewhere
-from ingot.base.runfolder import RunFolder, lock_holder
+from ingot.base.runfolder import RUN_LOCK, RunFolder, lock_holder
 from ingot.report.incidents import whole
 from ingot.report.metrics import is_number
 
@@ -27,7 +27,7 @@ def at_work(run: RunFolder) -> bool:
     """Whether another process of this machine holds the run, or one of another machine, whose locks
     cannot be seen, was heard of just now.
     """
-    holders = [lock_holder(run.root, name) for name in ("lock", "run-lock")]
+    holders = [lock_holder(run.root, name) for name in ("lock", RUN_LOCK)]
     return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
         run.heartbeats
     )

@@ -1,45 +1,84 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.runfolder import folder_lock, lock_holder, shared_lock
+from ingot.base.runfolder import (
+    RUN_LOCK,
+    check_no_other_run,
+    folder_lock,
+    lock_holder,
+    shared_lock,
+)
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from ingot.base.runfolder import folder_lock
-with folder_lock(Path(sys.argv[1])):
+with folder_lock(Path(sys.argv[1]), sys.argv[2]):
     print("held", flush=True)
     time.sleep(60)
 """
+STARTED = """
+import sys
+from pathlib import Path
+from ingot.base.runfolder import check_no_other_run
+check_no_other_run(Path(sys.argv[1]))
+"""
+
+
+@contextlib.contextmanager
+def held_elsewhere(folder: Path, name: str = "lock") -> Iterator[subprocess.Popen[bytes]]:
+    """A process that this one started, and that holds a lock until it is killed at the end."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), name], stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    try:
+        yield holder
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
 
 
 def test_a_second_process_is_refused_and_told_who_holds_the_lock_until_that_one_is_killed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    try:
+    with held_elsewhere(folder) as holder:
         with (
             pytest.raises(Failed, match=f"in use by process {holder.pid}; wait for it"),
             folder_lock(folder),
         ):
             pass
         assert lock_holder(folder) == holder.pid
-    finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.communicate()
     assert lock_holder(folder) is None
     with folder_lock(folder):
         pass
+
+
+def test_beside_a_run_goes_only_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_elsewhere(tmp_path, RUN_LOCK) as holder:
+        with pytest.raises(Failed, match=f"in use by process {holder.pid}; wait for it"):
+            check_no_other_run(tmp_path)
+        monkeypatch.setenv(NODE_VARIABLE, "0")
+        check_no_other_run(tmp_path)
+        monkeypatch.delenv(NODE_VARIABLE)
+    check_no_other_run(tmp_path)  # what the file says of a process that ended does not count
+    with folder_lock(tmp_path, RUN_LOCK):
+        check_no_other_run(tmp_path)
+        subprocess.run([sys.executable, "-c", STARTED, str(tmp_path)], check=True)
 
 
 def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:

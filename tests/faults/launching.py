@@ -212,4 +212,20 @@ FAULTS = [
         "hours in a queue that cost nothing use up cloud.max_run and cloud.max_cost",
         "tests/launch/places/test_places.py",
     ),
+    Fault(
+        "taken-between-two-steps",
+        "ingot/pipeline/incremental.py",
+        "        check_no_other_run(run.root)\n",
+        "        pass\n",
+        "a verb typed between two steps of a run takes its folder, and hours of work end there",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "own-nodes-refused",
+        "ingot/launch/node/main.py",
+        "job, environment=of_node)",
+        "job)",
+        "a machine refuses the step that a run on the same machine sent to it",
+        "tests/launch/node/test_main.py",
+    ),
 ]

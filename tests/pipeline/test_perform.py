@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import ingot
+from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
-from ingot.base.runfolder import folder_lock
+from ingot.base.runfolder import RUN_LOCK, folder_lock
 from ingot.base.runlog import read_lines
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
@@ -24,6 +25,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.pipeline.incremental import check_step, run_step
 from ingot.pipeline.steps import PipelineStep, step_named
+from tests.base.test_runfolder import held_elsewhere
 
 INGEST = step_named("ingest")
 
@@ -281,6 +283,20 @@ def test_one_writer_at_a_time(recipe_with: Callable[..., Recipe]) -> None:
         pytest.raises(Failed, match=f"in use by process {os.getpid()}"),
     ):
         _ingest(recipe)
+
+
+def test_no_verb_takes_the_folder_between_two_steps_of_a_run(
+    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_with()
+    work = Counted(recipe)
+    with held_elsewhere(recipe.folder.root, RUN_LOCK) as other:
+        with pytest.raises(Failed, match=f"in use by process {other.pid}; wait for it"):
+            run_step(step_named("train"), recipe, work, STAMPS)
+        assert work.times == 0
+        monkeypatch.setenv(NODE_VARIABLE, "0")
+        run_step(step_named("train"), recipe, work, STAMPS)
+    assert work.times == 1
 
 
 def test_ranks_other_than_the_first_write_nothing(

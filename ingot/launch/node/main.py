@@ -19,11 +19,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import ingot
-from ingot.base.environment import take_env_file
+from ingot.base.environment import NODE_VARIABLE, take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.progress import outlive_reader, say
 from ingot.cloud.clients import GoogleClients
@@ -201,8 +202,10 @@ def run_node(
                 if job.run_folder_url and root is not None:
                     pull_run_folder(job.run_folder_url, root, job.name)
                 _meet(job, position, rendezvous, watch, timeout_s)
+                of_node = {**job.environment, NODE_VARIABLE: str(position.node)}
                 with _publishing(job, position, root):
-                    watch.ranks = LocalRanks(job, results=sys.stdout, position=position)
+                    ranks = replace(job, environment=of_node)
+                    watch.ranks = LocalRanks(ranks, results=sys.stdout, position=position)
                     end = follow(watch.ranks, stops, watch.check)
             ended_by = watch.ended_by
         except IngotError as error:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
+from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.progress import say
-from ingot.base.runfolder import RunFolder, lock_holder
+from ingot.base.runfolder import RunFolder, in_use, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import (
@@ -71,10 +71,7 @@ def supervise(
         beats = recipe.folder.heartbeats
         start = lambda job, stops: LocalRanks(job, results=results, heartbeats=beats)  # noqa: E731
     if recipe.launch.kind == "local" and (holder := lock_holder(recipe.folder.root)) is not None:
-        raise Failed(
-            f"{recipe.folder.root} is in use by process {holder}; wait for it, stop it, or choose"
-            " another `name`"
-        )
+        raise in_use(recipe.folder.root, holder)
     committed = checkpoints or (lambda: committed_steps(recipe.folder.checkpoints))
     with StopRequests() as stops:
         return _Supervisor(job, recipe, start, stops, committed).run()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file, read_beats
 from ingot.launch.job import Job
@@ -233,7 +234,9 @@ def test_a_tied_node_gets_secrets_and_ends_with_its_connection(tmp_path: Path) -
     node.stdin.write(json.dumps({"TOKEN_OF_MINE": "hush"}) + "\n\n")
     node.stdin.flush()
     wait_until(lambda: len(waiting_on(argv)) == 1)
-    assert waiting_on(argv)[0].environ()["TOKEN_OF_MINE"] == "hush"
+    variables = waiting_on(argv)[0].environ()
+    assert variables["TOKEN_OF_MINE"] == "hush"
+    assert variables[NODE_VARIABLE] == "0", "nobody typed it, wherever its launcher is"
     node.stdin.close()
     assert node.wait(20) == 1
     assert not waiting_on(argv)
