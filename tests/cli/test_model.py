@@ -18,7 +18,7 @@ from ingot.models.hf.folder import load_model
 from ingot.serve.predict import predict
 from ingot.tokenizers.load import load_tokenizer
 from tests.cli.commands import ingot, ingot_afresh
-from tests.serve.native.test_causal import gpt2
+from tests.serve.native.test_causal import unknown
 
 
 def _greedy(folder: Path, prompt: str, count: int) -> str:
@@ -47,7 +47,7 @@ def test_predict_as_json(model_folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_model_of_transformers_answers_and_ends_well(tmp_path: Path) -> None:
     """In an interpreter of its own, which is taken apart at its end."""
-    done = ingot_afresh("predict", str(gpt2(tmp_path / "gpt2")), "the", "max_tokens=5")
+    done = ingot_afresh("predict", str(unknown(tmp_path / "gpt2")), "the", "max_tokens=5")
     assert done.returncode == 0, done.stderr
     assert "so transformers generates" in done.stderr
     assert "terminate" not in done.stderr
