@@ -225,7 +225,7 @@ def step_inputs(
         stands = last is not None and _data_stands(step, recipe, last, reads)
         known = last.knobs.get("outside") if last is not None and stands else None
         reads["outside"] = _or_as_read(step, partial(stamps[step.verb], recipe), known)
-    reads |= {"ingot": ingot.__version__, "revision": step.revision}
+    reads |= {"ingot": ingot.__version__, "revision": step.revision(recipe)}
     return _as_stored(reads)
 
 

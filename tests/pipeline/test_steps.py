@@ -15,6 +15,7 @@ from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.serving import SERVER_ARGUMENTS, container_of
 from ingot.pipeline.steps import DEPLOY, STEPS, step_named, upstream_steps
+from tests.small import small_recipe
 
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Read only where another package's kind is asked for, which tests/plugin does.
@@ -317,6 +318,16 @@ def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
         _recipe(f"evaluate.tasks=[{{kind: choice, source: {items}}}, {{kind: hellaswag}}]")
     )
     assert folders == [str(items)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "revision"), [("pretrain", 1), ("sft", 2), ("dpo", 2), ("mlm", 2), ("seq2seq", 1)]
+)
+def test_what_an_earlier_version_prepared_otherwise_is_prepared_again(
+    kind: str, revision: int, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, objective__kind=kind)
+    assert step_named("prepare").revision(recipe) == revision
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:

@@ -30,6 +30,12 @@ RATES = {"sft": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
 OF_GRPO = ("num_generations", "reward_funcs", "reward_weights")
+OF_OTHERS = (
+    "max_length",
+    "desirable_weight",
+    "undesirable_weight",
+    "center_rewards_coefficient",
+)
 OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
 ROWS = rows(
     KeyRow("model_name_or_path", "model.source", source),
@@ -123,9 +129,9 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
             f"{sheet.where(*OF_PPO)}: PPO with a value model is not offered; grpo is in its place"
             " (docs/guides/ways.md)"
         )
-    # Preferences may have a limit of answers, too, but beside one of both together.
-    sampled = sheet.has("max_completion_length") and not sheet.has("max_length")
-    if sampled or sheet.has(*OF_GRPO):
+    # Preferences may have a limit of answers, too.
+    sampled = sheet.has("max_completion_length") and not sheet.has(*OF_OTHERS)
+    if sheet.has(*OF_GRPO) or (sampled and sheet.get("loss_type") not in (*PREFERENCES, "kto")):
         return "grpo", begin_grpo(sheet, draft, "")
     loss = sheet.get("loss_type")
     if loss == "kto" or sheet.has("desirable_weight", "undesirable_weight"):

@@ -21,6 +21,7 @@ from ingot.data.documents.messages import (
     ROLES,
     SPEAKER,
     TAGS,
+    THOUGHTS,
     ColumnNames,
     Message,
     RecordError,
@@ -44,6 +45,10 @@ from ingot.tokenizers.chats.chat import Chat
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
 ANSWERS = frozenset(SIDES)
+BESIDE_CONTENTS = frozenset(
+    {*THOUGHTS, "name", "weight", "tool_call_id", "refusal", "annotations", "audio"}
+)
+"""What messages have beside role and content."""
 COLUMNS: dict[str, frozenset[str]] = {
     "messages": LAYOUTS["messages"] | ANSWERS | {"prompt"},
     "sharegpt": LAYOUTS["sharegpt"] | ANSWERS,
@@ -184,7 +189,7 @@ def prompt_in(
         return alpaca_prompt(record, columns, "preference")
     for name in ("conversations",) if kind == "sharegpt" else ("prompt", "messages"):
         if (value := column(record, name, columns)) is not None:
-            own = _in_json(value)
+            own = _in_json(value, columns)
             # A list in a column for messages is one of messages, or wrong.
             return (
                 [user(value)]
@@ -198,7 +203,7 @@ def answer_in(
     record: Mapping[str, Any], name: str, kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message]:
     """An answer: a string, one message, or several."""
-    value = _in_json(column(record, name, columns))
+    value = _in_json(column(record, name, columns), columns)
     if isinstance(value, str):
         return [assistant(text_of(value, columns.get(name, name)))]
     return messages_of(
@@ -209,7 +214,7 @@ def answer_in(
     )
 
 
-def _in_json(value: Any) -> Any:
+def _in_json(value: Any, columns: ColumnNames) -> Any:
     """Parse a string that is JSON of one or several messages; any other string is returned
     unchanged, such as an answer that is JSON itself.
     """
@@ -219,10 +224,10 @@ def _in_json(value: Any) -> Any:
         found = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return found if _are_messages(found) else value
+    return found if _are_messages(found, columns) else value
 
 
-def _are_messages(found: Any) -> bool:
+def _are_messages(found: Any, columns: ColumnNames) -> bool:
     """Whether all have a role in one layout, and one a role that is known and a content, so that a
     message with a fault is found; an object alone, as answers in JSON are, must be no more than
     a message.
@@ -230,12 +235,14 @@ def _are_messages(found: Any) -> bool:
     turns = found if isinstance(found, list) else [found]
     if not all(isinstance(turn, Mapping) for turn in turns):
         return False
-    for role, content in TAGS.values():
+    for tags in TAGS.values():
+        role, content = (columns.get(tag, tag) for tag in tags)
         contents = {content, "tool_calls", "function_call"}
         if all(role in turn for turn in turns) and any(
             contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns
         ):
-            return isinstance(found, list) or set(found) <= {role, *contents}
+            given = {key for turn in turns for key, field in turn.items() if field is not None}
+            return isinstance(found, list) or given <= {role, *contents, *BESIDE_CONTENTS}
     return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
@@ -26,6 +27,8 @@ UNREADABLE = (ValueError, OverflowError)
 """What Arrow raises for a value that Python has not, text that is not UTF-8 among them."""
 CUT = "unexpected end of data"
 """What the csv module says of quotes that are never closed."""
+_FIELD = re.compile(r'(?:"((?:[^"]|"")*)"[ \t]*|([^",\r\n]*))(,|\r?\n?\Z)')
+"""A field of one line, with blanks behind its quotes, and what ends it."""
 
 
 def delimited(
@@ -37,9 +40,10 @@ def delimited(
     """
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    here: list[str] = []  # the lines of a row
     # Not strict, a quote that is never closed takes in all that follows.
     reader = (
-        csv.reader(lines, strict=True)
+        csv.reader(_noted(lines, here), strict=True)
         if kind == "csv"
         else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     )
@@ -62,12 +66,14 @@ def delimited(
         reader.line_num + 1,
     )
     while True:
+        here.clear()
         try:
             fields = next(reader, None)
         except csv.Error as error:
             cut = str(error) == CUT
-            yield _broken(row, reader.line_num, error, ends_file=cut)
-            fields = None if cut else []
+            fields = None if cut else _spaced(here)
+            if not fields:
+                yield _broken(row, reader.line_num, error, ends_file=cut)
         if fields is None:
             return
         if fields and len(fields) != len(header):
@@ -84,6 +90,26 @@ def delimited(
                 else extractor.extract_text(row, fields[place])
             )
         row = reader.line_num + 1
+
+
+def _noted(lines: Iterable[str], here: list[str]) -> Iterator[str]:
+    for line in lines:
+        here.append(line)
+        yield line
+
+
+def _spaced(lines: Sequence[str]) -> list[str]:
+    """The fields of a row of one line with blanks between quotes and commas, which a strict reader
+    refuses; none if there is more to it.
+    """
+    fields, place = list[str](), 0
+    while len(lines) == 1 and (found := _FIELD.match(lines[0], place)):
+        quoted, plain, end = found.groups()
+        fields.append(plain if quoted is None else quoted.replace('""', '"'))
+        if end != ",":
+            return fields
+        place = found.end()
+    return []
 
 
 def _broken(row: int, last: int, error: csv.Error, *, ends_file: bool) -> BadRecord:

@@ -369,6 +369,8 @@ def test_a_limit_of_prompts_alone_that_is_not_carried_is_told(tmp_path: Path) ->
     both, remarks = recipe_of(tmp_path, fir_yaml=f"{text}max_completion_length: 16\n")
     assert (both.objective.kind, both.data.seq_len) == ("dpo", 64)
     assert "max_completion_length: data.seq_len is of prompt and answer together" in remarks
+    alone = text.replace("max_length: 64", "max_completion_length: 64\nloss_type: sigmoid")
+    assert recipe_of(tmp_path, fir_yaml=alone)[0].objective.kind == "dpo"
 
 
 @pytest.mark.parametrize(

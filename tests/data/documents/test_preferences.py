@@ -259,6 +259,23 @@ def test_one_message_in_json_is_a_message() -> None:
     """As CSV has it."""
     sides = {"chosen": json.dumps(bot("good")), "rejected": json.dumps([bot("bad")])}
     assert of({"prompt": "q", **sides}) == SIMPLE
+    thought = {
+        "role": "assistant",
+        "content": "good",
+        "reasoning_content": "since",
+        "refusal": None,
+    }
+    chosen = of({"prompt": "q", **sides, "chosen": json.dumps(thought)}).chosen
+    assert chosen == [bot("good") | {"reasoning_content": "since"}]
+
+
+def test_messages_in_json_have_their_own_column_names() -> None:
+    prompt, answer = ([{"role": who, "text": "a"}] for who in ("user", "assistant"))
+    record = {"prompt": json.dumps(prompt), "completion": json.dumps(answer), "label": True}
+    given = to_rated(1, record, "auto", {"content": "text"})
+    assert isinstance(given, ParsedDocument)
+    found = from_rated(given.text)
+    assert (found.prompt, found.answer) == ([user("a")], [bot("a")])
 
 
 JSON = st.recursive(

@@ -136,6 +136,14 @@ def test_quotes_of_csv_that_are_never_closed() -> None:
     ]
 
 
+def test_blanks_behind_closing_quotes_of_csv_are_none_of_the_text() -> None:
+    found = read(
+        b'id,text,n\n1,"a, ""b""" ,2\r\n"2"\t,c,"3" \n3,"d" e,4\n4,"f" ,5,6\n5,"g" ,', "csv"
+    )
+    assert texts(found) == ['a, "b"', "c", "g"]
+    assert bad(found) == [(4, "broken row"), (5, "broken row")]
+
+
 def test_tsv_fields_are_plain() -> None:
     data = b'text\tlabel\n"open quote\t1\nplain\t0\n'
     assert texts(read(data, "tsv")) == ['"open quote', "plain"]
