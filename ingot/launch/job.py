@@ -151,8 +151,8 @@ class ExclusiveLauncher(Protocol):
 class QueueLauncher(Protocol):
     """A launcher of a place where jobs wait for machines without being charged."""
 
-    def paid_since(self, handle: Handle) -> float | None:
-        """When the job came to run, in seconds since the epoch; None if it has only waited."""
+    def waited_s(self, handle: Handle) -> float | None:
+        """How long the job waited before it ran, by the place's clock; None if it never ran."""
         ...
 
 

@@ -13,7 +13,7 @@ from ingot.base.markers import read_marker
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import read_index
-from ingot.base.remote.replica import push
+from ingot.base.remote.replica import push, would_delete
 from ingot.base.storage import is_remote, write_atomic
 from ingot.cloud.regions import region_mismatch
 from ingot.config.load import dump_recipe
@@ -25,17 +25,20 @@ from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps
 
 MANIFEST = "manifest.json"
+PREPARED = f"data/columns/{MANIFEST}"
 
 
 def stage_start(recipe: Recipe, job: Job) -> Job:
     """The job for one more start, with all inputs of its nodes in place. Results of an earlier
     start that were never fetched are fetched first.
     """
-    if (
-        job.run_folder_url is not None
-        and find_handle(recipe.folder.root, job.name, recipe.launch.kind) is not None
+    root, url = recipe.folder.root, job.run_folder_url
+    if url is not None and (
+        find_handle(root, job.name, recipe.launch.kind) is not None
+        # Deleted here to make room, it would be deleted there, too.
+        or would_delete(url, root, PREPARED)
     ):
-        pull_results(job.run_folder_url, recipe.folder.root)
+        pull_results(url, root)
     job = with_next_rendezvous(recipe, job)
     put_inputs(recipe, job)
     return job
@@ -129,7 +132,7 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
     if (
         job.name in ("train", "evaluate")
         and read_marker(recipe.folder.columns, MANIFEST) is None
-        and f"data/columns/{MANIFEST}" not in read_index(open_bucket(job.run_folder_url)).entries
+        and PREPARED not in read_index(open_bucket(job.run_folder_url)).entries
     ):
         return [
             f"nothing is prepared, neither here nor in {job.run_folder_url}; run `ingot ingest` and"

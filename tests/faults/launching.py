@@ -228,4 +228,12 @@ FAULTS = [
         "a machine refuses the step that a run on the same machine sent to it",
         "tests/launch/node/test_main.py",
     ),
+    Fault(
+        "room-made-here-deletes-there",
+        "ingot/base/remote/replica.py",
+        "kept |= made | {path for path in changed if _area(path) in anew}",
+        "kept |= changed",
+        "data that were deleted here to make room are deleted in the bucket by the next launch",
+        "tests/launch/test_run_folder_sync.py",
+    ),
 ]

@@ -5,6 +5,7 @@ its own words are not lost to the job's.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ import pytest
 
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.deferred import deferred_files_of
+from ingot.base.remote.index import read_index
 from ingot.base.remote.replica import pull, push
 from ingot.base.runlog import append_line, read_lines
 from ingot.launch import run_folder_sync
@@ -151,6 +154,27 @@ def test_what_was_prepared_here_since_the_last_job_is_not_replaced_by_what_that_
     pull_run_folder(MIRROR, node, "train")
     assert (node / manifest).read_text() == (node / prepared).read_text() == "new"
     assert not (node / "reports/steps/evaluate.json").exists()
+
+
+def test_what_was_deleted_here_to_make_room_comes_back_and_is_not_deleted_there(
+    server: gcs.Server, root: Path, tmp_path: Path
+) -> None:
+    """Beside what was made anew, fewer files are no accident."""
+    fill(root, {"data/columns/manifest.json": "old", "data/columns/part-1": "", "model/w": "1"})
+    push(root, MIRROR)
+    shutil.rmtree(root / "data")
+    shutil.rmtree(root / "model")
+    pull_results(MIRROR, root)
+    assert (root / "model/w").read_text() == "1"
+    assert (root / "data/columns/part-1").exists()
+    fill(root, {"data/columns/manifest.json": "new"})
+    (root / "data/columns/part-1").unlink()
+    (root / "model/w").unlink()
+    pull_results(MIRROR, root)
+    push(root, MIRROR)
+    entries = read_index(open_bucket(MIRROR)).entries
+    assert "data/columns/part-1" not in entries
+    assert "model/w" in entries
 
 
 def test_a_node_in_the_launchers_own_folder_leaves_alone_what_that_goes_on_writing(

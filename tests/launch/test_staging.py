@@ -16,7 +16,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
-from ingot.launch.staging import missing_inputs, unreachable_inputs
+from ingot.launch.staging import missing_inputs, stage_start, unreachable_inputs
 from tests import gcs
 from tests.small import small_recipe
 
@@ -60,6 +60,8 @@ def test_columns_are_here_or_in_the_bucket(
     push(recipe.folder.root, MIRROR)
     (recipe.folder.columns / "manifest.json").unlink()
     assert missing(recipe) == []
+    stage_start(recipe, run_job.job_of(recipe, "evaluate", distributed=True))
+    assert missing(recipe) == [], "it is still there, though it was deleted here"
 
 
 def checkpoint(folder: Path, step: int) -> None:

@@ -133,8 +133,10 @@ def pull(
         parts: pull only these top-level names or prefixes.
         keep: existing files with these paths are neither replaced nor deleted.
         leave: missing files with these paths are not fetched.
-        keep_changes: files that were changed or deleted here, and not in the replica, since the
-            two last agreed stay so; the next `push` sends them.
+        keep_changes: files that were changed here, and not in the replica, since the two last
+            agreed stay so, and the next `push` sends them; what was deleted beside such files, as
+            what is made anew may have fewer, stays deleted. What is only missing is fetched again:
+            somebody made room.
 
     Raises:
         Failed: an object is damaged or missing, or the service cannot be reached.
@@ -206,11 +208,14 @@ def _pull_plan(
     current = in_parallel(lambda entry: _is_current(state, entry), listed)
     pairs = list(zip(listed, current, strict=True))
     if keep_changes:
-        kept |= {
+        changed = {
             entry.path
             for entry, same in pairs
             if not same and state.known.get(entry.path) == entry.content
         }
+        made = {path for path in changed if (root / path).exists()}
+        anew = set(map(_area, made))
+        kept |= made | {path for path in changed if _area(path) in anew}
     untouched = {
         path: content for path, content in state.known.items() if not within(path) or path in kept
     }
@@ -224,6 +229,16 @@ def _pull_plan(
         untouched
         | {entry.path: entry.content for entry, same in pairs if same or entry.path not in kept},
     )
+
+
+def _area(path: str) -> str:
+    """The part of a run folder that is made at once, such as `data/columns` or `model`."""
+    return "/".join(path.split("/")[:-1][:2])
+
+
+def would_delete(url: str, root: Path, path: str) -> bool:
+    """Whether the next `push` takes a file out of the replica, since it was deleted here."""
+    return path in AgreedState(root, open_bucket(url).url).known and not (root / path).exists()
 
 
 def _list_objects(bucket: Bucket, paths: Iterable[str]) -> dict[str, Blob]:

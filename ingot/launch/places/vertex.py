@@ -178,9 +178,10 @@ class VertexLauncher:
             return "preempted"
         return STATES.get(found.state, "unknown")
 
-    def paid_since(self, handle: Handle) -> float | None:
+    def waited_s(self, handle: Handle) -> float | None:
         """See `QueueLauncher`."""
-        return jobs.get_custom_job(self._google, handle.id).started
+        found = jobs.get_custom_job(self._google, handle.id)
+        return None if found.started is None else found.started - found.created
 
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""

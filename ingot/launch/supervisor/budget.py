@@ -7,12 +7,13 @@ whoever repeats the command: a user, a service, or a pipeline that retries a ste
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, IngotError
 from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
@@ -58,15 +59,15 @@ class SpendingMeter:
         self._write(Spending(spending.seconds, spending.dollars, time.time(), self._rate, limit_s))
         return True
 
-    def waited_until(self, since: float | None) -> None:
-        """Count the running start from then on, not from its beginning; None: not at all."""
+    def leave_out(self, waited_s: float | None) -> None:
+        """Count the running start without the seconds that it waited; None: not at all."""
         spending = self._read()
         if spending.since is None:
             return
-        if since is None:
+        if waited_s is None:
             self._write(Spending(spending.seconds, spending.dollars))
         else:
-            self._write(replace(spending, since=max(spending.since, since)))
+            self._write(replace(spending, since=spending.since + max(0.0, waited_s)))
 
     def end(self, at: float | None = None) -> None:
         """Record the end of the start, now or at `at`; does nothing if none is running."""
@@ -145,6 +146,7 @@ def end_last_start(meter: SpendingMeter, recipe: Recipe, job: Job, launcher: Lau
 
 
 def leave_out_waiting(meter: SpendingMeter, launcher: Launcher, handle: Handle) -> None:
-    """Count a start from when its place began to charge for it."""
+    """Count a start without what its place does not charge; with it while that does not answer."""
     if isinstance(launcher, QueueLauncher):
-        meter.waited_until(launcher.paid_since(handle))
+        with contextlib.suppress(IngotError):
+            meter.leave_out(launcher.waited_s(handle))

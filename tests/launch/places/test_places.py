@@ -253,8 +253,8 @@ def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
         json.dumps({"since": now - 81_800, "limit_s": 7200, "dollars_an_hour": 2.0}),
     )
     if ran_s != "as begun":
-        since = None if ran_s is None else now - 80_000 - ran_s
-        monkeypatch.setattr(Ending, "paid_since", lambda self, handle: since, raising=False)
+        waited = None if ran_s is None else 1800.0 - ran_s
+        monkeypatch.setattr(Ending, "waited_s", lambda self, handle: waited, raising=False)
     _, limits = run_out(bounded, monkeypatch, ["failed", "succeeded"])
     assert [round(limit or 0) for limit in limits] == [left_s]
 
@@ -262,7 +262,7 @@ def test_a_start_that_nobody_saw_end_is_counted_to_its_nodes_last_word(
 def test_starts_that_only_wait_for_machines_use_nothing_up(
     bounded: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ending, "paid_since", lambda self, handle: None, raising=False)
+    monkeypatch.setattr(Ending, "waited_s", lambda self, handle: None, raising=False)
     run_out(bounded, monkeypatch, ["preempted", "preempted"])
     spent = json.loads((bounded.folder.root / "jobs" / "train.spent.json").read_text())
     assert (spent["seconds"], spent["since"]) == (0.0, None)

@@ -52,19 +52,20 @@ def test_a_start_that_nobody_saw_end_cost_no_more_than_its_place_allowed(
     assert again.used() == (3600.0, 1.0), "the nodes have said when they ended"
 
 
-@pytest.mark.parametrize(("came_to_run", "used"), [(None, 0.0), (4600.0, 1400.0), (10.0, 5000.0)])
+@pytest.mark.parametrize(
+    ("waited_s", "used"), [(None, 0.0), (3600.0, 1400.0), (-9.0, 5000.0), (6000.0, 0.0)]
+)
 def test_waiting_for_machines_is_not_counted_where_it_is_free(
-    came_to_run: float | None, used: float, tmp_path: Path, clock: list[float]
+    waited_s: float | None, used: float, tmp_path: Path, clock: list[float]
 ) -> None:
-    """Nor is more than the start, whatever clock the place has."""
     meter = SpendingMeter(tmp_path, "train", 3600.0)
     clock[0] = 1000.0
     meter.begin(10_000.0)
     clock[0] = 6000.0
-    meter.waited_until(came_to_run)
+    meter.leave_out(waited_s)
     meter.end()
     clock[0] = 9000.0
-    meter.waited_until(None)
+    meter.leave_out(None)
     assert meter.used() == (used, used)
 
 
