@@ -789,8 +789,8 @@ FAULTS = [
     Fault(
         "open-quotes-take-in-the-file",
         "ingot/data/sources/tables.py",
-        "csv.reader(lines, strict=True)",
-        "csv.reader(lines)",
+        "csv.reader(_noted(lines, here), strict=True)",
+        "csv.reader(_noted(lines, here))",
         "rows behind a quote that is never closed become part of one text",
         "tests/data/sources/test_readers.py",
     ),
