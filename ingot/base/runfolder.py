@@ -155,7 +155,12 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
             raise in_use(folder, holder) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            # Without a table of locks the id counts, and may be another process's by then.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 

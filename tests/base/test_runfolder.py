@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,18 @@ def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), folder_lock(tmp_path):
             raise KeyError
+
+
+def test_a_lock_that_was_given_back_names_nobody_even_without_a_table_of_locks(
+    tmp_path: Path,
+) -> None:
+    """The id of a process that ended may be given to another one."""
+    with folder_lock(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+        with pytest.raises(Failed, match="in use"), folder_lock(tmp_path):
+            pass
+        assert lock_holder(tmp_path) == os.getpid()
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_locks_of_other_names_do_not_meet(tmp_path: Path) -> None:
