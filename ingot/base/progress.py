@@ -9,15 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 20
-READER_GONE = (errno.EPIPE, errno.EIO)
-"""Of a pipe or connection, and of a terminal."""
+READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+"""Of a pipe or connection, of a connection that was cut, and of a terminal."""
 
 
 def say(message: str) -> None:
@@ -48,17 +48,36 @@ class _Messages(io.FileIO):
 def outlive_reader() -> None:
     """From now on this process, and what it starts, goes on when nobody reads its stderr any more:
     a closed terminal, a lost connection, a `tee` that was ended by the same Ctrl-C. A training that
-    has a checkpoint to save must not die of a message.
+    has a checkpoint to save must not die of a message, nor one that is done of its result: where
+    stdout is the same file (`2>&1 | tee`), it has the same reader.
     """
-    stream = sys.stderr
-    if isinstance(stream, io.TextIOWrapper):
-        messages = _Messages(stream.fileno(), "w", closefd=False)
-        sys.stderr = io.TextIOWrapper(
-            messages,  # raw, as with python -u
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=True,
-        )
+    messages, results = _is_open(sys.stderr), _is_open(sys.stdout)
+    if messages and results and _are_one(sys.stdout, sys.stderr):
+        sys.stdout = _outliving(sys.stdout)
+    if messages:
+        sys.stderr = _outliving(sys.stderr)
+
+
+def _is_open(stream: TextIO | None) -> bool:
+    """Whether it is a file of the system's: not closed from the start, nor a test's in memory."""
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _are_one(first: TextIO, second: TextIO) -> bool:
+    return os.path.samestat(os.fstat(first.fileno()), os.fstat(second.fileno()))
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    stream.flush()
+    return io.TextIOWrapper(
+        _Messages(stream.fileno(), "w", closefd=False),  # raw, as with python -u
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -312,14 +312,16 @@ def logs(
             " launch.detach=true they are kept"
         )
     log = told.log()
+    # Past what outlives its reader: who only reads ends with whoever it reads for.
+    out = open(sys.stdout.fileno(), "wb", closefd=False)  # noqa: SIM115
     while True:
         state = told.state()  # queried before reading, so that no output is missed
         # A killed local process stays `unknown` for ever; another place may only be temporarily
         # unreachable.
         over = state in FINAL_STATES or (state == "unknown" and told.handle.kind == "local")
         while text := log.read():
-            sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+            out.write(text)
+        out.flush()
         if over or not follow:
             return 0
         time.sleep(told.poll_s)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -128,3 +131,47 @@ def test_a_message_that_a_full_disk_takes_not_is_an_error(monkeypatch: pytest.Mo
         outlive_reader()
         with pytest.raises(OSError, match="No space left"):
             say("lost")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one pipe", "two pipes"])
+def test_results_outlive_the_reader_of_the_messages_only_if_it_is_theirs(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `2>&1 | tee`; `ingot show knobs | head` still ends with its reader."""
+    reader, writer = os.pipe()
+    other, results = os.pipe() if apart else (os.dup(reader), os.dup(writer))
+    with (
+        os.fdopen(writer, "w", encoding="utf-8") as stderr,
+        os.fdopen(results, "w", encoding="utf-8") as stdout,
+    ):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        outlive_reader()
+        os.close(reader)
+        os.close(other)
+        with pytest.raises(BrokenPipeError) if apart else contextlib.nullcontext():
+            print("result", flush=True)
+        say("heard by nobody")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), results)
+
+
+def test_a_connection_that_was_cut_has_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with os.fdopen(ours.detach(), "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        outlive_reader()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()  # at once, which resets it
+        for _ in range(2):
+            say("heard by nobody")
+
+
+def test_a_stream_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a test of somebody's has it that captures what is said."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    for name in ("stderr", "stdout"):
+        monkeypatch.setattr(sys, name, stream)
+    outlive_reader()
+    assert (sys.stderr, sys.stdout) == (stream, stream)

@@ -162,6 +162,18 @@ def test_what_a_killed_job_said_is_followed_to_its_end_and_a_job_of_another_vers
     (jobs / "evaluate.slurm.yaml").write_text("knob_of_tomorrow: 1\n")
     followed = ingot("launch", "logs", "runs/small", "--follow", cwd=place)
     assert (followed.returncode, followed.stdout) == (0, "its last word\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    unheard = subprocess.run(
+        command("launch", "logs", "runs/small", "--follow"),
+        cwd=place,
+        env=clean_environment(),
+        stdout=writer,
+        stderr=writer,
+        check=False,
+    )
+    os.close(writer)
+    assert unheard.returncode in (1, 141), "who follows ends with its reader"
     status = ingot("launch", "status", "runs/small", cwd=place)
     assert status.returncode == 0, status.stderr
     lines = status.stdout.splitlines()
