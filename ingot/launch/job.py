@@ -148,6 +148,19 @@ class ExclusiveLauncher(Protocol):
 
 
 @runtime_checkable
+class AdoptingLauncher(ExclusiveLauncher, Protocol):
+    """One whose `submit` gives the handle of the job that another computer has started, where that
+    does the same.
+    """
+
+    def runs(self, job: Job) -> bool:
+        """Whether a job of this run and verb is alive, so that nothing of its folder in the bucket
+        may be changed. No side effects.
+        """
+        ...
+
+
+@runtime_checkable
 class QueueLauncher(Protocol):
     """A launcher of a place where jobs wait for machines without being charged."""
 

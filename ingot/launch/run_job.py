@@ -14,7 +14,14 @@ from ingot.base.remote.replica import replica_url
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StartAttempt, StopRequested, StopRequests, follow
 from ingot.launch.handles import check_same_work, find_handle
-from ingot.launch.job import ExclusiveLauncher, Job, Launcher, launcher_of, status_or_unknown
+from ingot.launch.job import (
+    AdoptingLauncher,
+    ExclusiveLauncher,
+    Job,
+    Launcher,
+    launcher_of,
+    status_or_unknown,
+)
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.node_commands import path_on_nodes
 from ingot.launch.staging import committed_anywhere, missing_inputs, next_rendezvous, stage_start
@@ -84,10 +91,12 @@ def run_job(recipe: Recipe, job: Job, *, supervised: bool) -> JobExit:
         # What prevents the first start is reported at once; later starts wait until it passes.
         patience_s = recipe.launch.start_s if attempts else 0.0
 
-        def prepare(job: Job) -> Job:
+        def prepare(job: Job) -> Job | None:
             try:
                 with stops.leaving_at_once():
-                    return stage_start(recipe, _checked(launcher, job))
+                    if _runs_elsewhere(launcher, job):
+                        return None
+                    return stage_start(recipe, job)
             except StopRequested:
                 say(f"{job.name}: stopped before anything was started on {recipe.launch.kind}")
                 raise
@@ -150,10 +159,13 @@ def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
     return True
 
 
-def _checked(launcher: Launcher, job: Job) -> Job:
-    """Raises Failed if the same job, started elsewhere, is running: we must not write to its folder
-    in the bucket.
+def _runs_elsewhere(launcher: Launcher, job: Job) -> bool:
+    """Whether another computer has started this job, which is then followed from here: the folder
+    in the bucket is its nodes'.
+
+    Raises:
+        Failed: what runs there does something else, or can be followed from there alone.
     """
     if isinstance(launcher, ExclusiveLauncher) and (reason := launcher.busy(job)) is not None:
         raise Failed(reason)
-    return job
+    return isinstance(launcher, AdoptingLauncher) and launcher.runs(job)

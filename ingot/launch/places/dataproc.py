@@ -177,6 +177,10 @@ class DataprocLauncher:
         alive = self._alive(job)
         return other_work(self._recipe, job, alive[0].name, alive[0].labels) if alive else None
 
+    def runs(self, job: Job) -> bool:
+        """See `AdoptingLauncher`."""
+        return bool(self._alive(job))
+
     def _alive(self, job: Job) -> list[data_jobs.SparkBatch]:
         labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
         return [

@@ -52,7 +52,8 @@ class RemoteAttempt:
 
     A place, disk or network that does not answer for a while is not an error: each query is
     repeated. `patience_s`: how long submission is retried while the place cannot take the job; 0
-    makes that an error. `prepare` is called before the first submission, and may change the job.
+    makes that an error. `prepare` is called before the first submission, and may change the job; it
+    gives None if the job runs already.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RemoteAttempt:
         root: Path,
         *,
         patience_s: float = 0.0,
-        prepare: Callable[[Job], Job] | None = None,
+        prepare: Callable[[Job], Job | None] | None = None,
         meter: SpendingMeter | None = None,
     ) -> None:
         self._launcher, self._job, self._root, self._meter = launcher, job, root, meter
@@ -88,9 +89,8 @@ class RemoteAttempt:
 
     def _submit(self) -> None:
         try:
-            if self._prepare is not None:
-                self._job, self._prepare = self._prepare(self._job), None
-                self._prepared_here = True
+            if self._prepare is not None and (prepared := self._prepare(self._job)) is not None:
+                self._job, self._prepare, self._prepared_here = prepared, None, True
             if self._heartbeats is None:
                 self._heartbeats = RemoteHeartbeats(self._root, self._job.run_folder_url)
             handle = self._metered(lambda: self._launcher.submit(self._job))

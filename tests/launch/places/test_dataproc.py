@@ -26,7 +26,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.launch.handles import find_handle, jobs_folder, work_fingerprint
-from ingot.launch.job import Job
+from ingot.launch.job import AdoptingLauncher, Job
 from ingot.launch.places.dataproc import DataprocLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
 from ingot.launch.staging import put_inputs, recipe_for_nodes
@@ -325,6 +325,9 @@ def test_a_batch_whose_handle_is_lost_is_found_by_its_labels(
     recipe = made()
     first = DataprocLauncher(recipe).submit(JOB)
     (jobs_folder(recipe.folder.root) / "prepare.dataproc.json").unlink()
+    launcher = DataprocLauncher(recipe)
+    assert isinstance(launcher, AdoptingLauncher)
+    assert launcher.runs(AGAIN)
     again = DataprocLauncher(recipe).submit(AGAIN)
     assert (again.id, again.about["meet"]) == (first.id, JOB.rendezvous)
     assert find_handle(recipe.folder.root, "prepare", "dataproc") == again

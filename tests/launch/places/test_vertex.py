@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import write_marker
 from ingot.base.runlog import read_lines
 from ingot.cloud import clients
 from ingot.cloud.vertex import jobs
@@ -24,7 +25,8 @@ from ingot.launch.handles import find_handle, work_fingerprint
 from ingot.launch.job import FINAL_STATES, Handle, Job, QueueLauncher
 from ingot.launch.places import logs, vertex
 from ingot.launch.places.vertex import VertexLauncher
-from ingot.launch.rendezvous import Rendezvous
+from ingot.launch.rendezvous import EXIT, Rendezvous
+from ingot.launch.staging import stage_start
 from ingot.launch.supervisor import remote_attempt
 from tests import gcs, golden
 from tests.fakes import google, vertex_jobs
@@ -362,6 +364,37 @@ def test_a_job_that_is_alive_is_found_again_by_a_command_that_knows_nothing_of_i
     assert again.about["meet"] == f"{REPLICA}/jobs/train-1"
     assert other.id != first.id
     assert len(service.jobs) == 2
+
+
+def test_the_same_command_on_another_machine_follows_the_job_and_changes_nothing_of_its_folder(
+    tmp_path: Path,
+    service: vertex_jobs.State,
+    bucket: gcs.Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the notes by which its nodes meet, though both machines count their starts from 1,
+    nor the data that they read.
+    """
+
+    def on(machine: str) -> tuple[Recipe, Job]:
+        (tmp_path / machine).mkdir()
+        monkeypatch.chdir(tmp_path / machine)
+        recipe = recipe_for(Path(), service.server.address, **{"launch.nodes": 1, "output": "runs"})
+        recipe.folder.columns.mkdir(parents=True)
+        write_marker(recipe.folder.columns, "manifest.json", {"made": machine}, [])
+        return recipe, run_job.job_of(recipe, "train", distributed=True)
+
+    recipe, job = on("first")
+    handle = VertexLauncher(recipe).submit(stage_start(recipe, job))
+    Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
+    there = dict(bucket.objects)
+    recipe, job = on("second")
+    assert run_job.run_job(recipe, job, supervised=False).code == 0
+    found = find_handle(recipe.folder.root, "train", "vertex")
+    assert found is not None
+    assert (found.id, found.about["meet"]) == (handle.id, handle.about["meet"])
+    assert bucket.objects == there
+    assert len(service.jobs) == 1
 
 
 def test_a_job_that_does_something_else_is_not_taken_for_the_one_that_is_wanted(
