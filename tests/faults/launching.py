@@ -236,4 +236,28 @@ FAULTS = [
         "data that were deleted here to make room are deleted in the bucket by the next launch",
         "tests/launch/test_run_folder_sync.py",
     ),
+    Fault(
+        "running-folder-written",
+        "ingot/launch/run_job.py",
+        "return isinstance(launcher, AdoptingLauncher) and launcher.runs(job)",
+        "return False",
+        "the same command on a second machine exchanges the data of the nodes that train",
+        "tests/launch/places/test_vertex.py",
+    ),
+    Fault(
+        "done-and-failed-of-its-result",
+        "ingot/base/progress.py",
+        "        sys.stdout = _outliving(sys.stdout)\n",
+        "        pass\n",
+        "a training that is done counts as failed, as nobody reads its result any more",
+        "tests/base/test_progress.py",
+    ),
+    Fault(
+        "refused-for-a-process-of-long-ago",
+        "ingot/base/runfolder.py",
+        "            with contextlib.suppress(OSError):\n                os.ftruncate(descriptor, 0)\n",
+        "            pass\n",
+        "every verb is refused for a process that has nothing to do with the run",
+        "tests/base/test_runfolder.py",
+    ),
 ]
