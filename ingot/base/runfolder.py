@@ -18,7 +18,8 @@ from ingot.base.storage import disk_errors
 
 RUN_LOCK = "run-lock"
 """The lock that `ingot run` and a supervised training hold all along. Their steps and attempts take
-the other one, which is free between them.
+the other one, which is free between them. It is held for a training on other machines, too: each of
+its starts sends this folder anew, so data prepared meanwhile would be another's half way.
 """
 
 
