@@ -50,6 +50,14 @@ class BestTracker:
         self.best_step: int | None = None
         self.worse_in_row = 0
 
+    def check(self, measured: Mapping[str, Measured]) -> None:
+        """Raises WrongInput if the tracked metric was not measured."""
+        if self.metric not in measured:
+            raise WrongInput(
+                f"the metric {self.metric} is not measured while training; choose one of"
+                f" {', '.join(sorted(measured))}"
+            )
+
     def see(self, step: int, measured: Mapping[str, Measured]) -> bool:
         """Record the metrics measured at a step; returns whether the tracked one improved by more
         than `min_delta`.
@@ -57,11 +65,7 @@ class BestTracker:
         Raises:
             WrongInput: the tracked metric was not measured.
         """
-        if self.metric not in measured:
-            raise WrongInput(
-                f"the metric {self.metric} is not measured while training; choose one of"
-                f" {', '.join(sorted(measured))}"
-            )
+        self.check(measured)
         found = measured[self.metric]
         gain = (
             math.inf
@@ -246,14 +250,16 @@ class EvaluateHook:
         self.owes = measured is None
         if measured is None:
             return
+        trackers = [tracker for tracker in (self.stopping, self.best) if tracker is not None]
+        for tracker in trackers:  # all of them before any counts what will be measured once more
+            tracker.check(measured)
         for sink in self.sinks:
             numbers: dict[str, float | str] = {
                 f"validation/{key}": found.value for key, found in measured.items()
             }
             sink.write(step, {**numbers, "validation/seconds": time.monotonic() - started})
-        for tracker in (self.stopping, self.best):
-            if tracker is not None:
-                tracker.see(step, measured)
+        for tracker in trackers:
+            tracker.see(step, measured)
 
     @property
     def is_over(self) -> bool:

@@ -193,8 +193,14 @@ def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
 
 
 def test_steps_before_a_metric_that_is_not_measured_are_not_lost(root: Path) -> None:
-    """Texts have no `accuracy`, which is known once they are measured."""
-    knobs: dict[str, Any] = {"train__evaluate_every": 3, "train__evaluate_tasks": ["loss"]}
+    """Texts have no `accuracy`, which is known once they are measured. Early stopping counts the
+    evaluation when it is done again, and not before.
+    """
+    knobs: dict[str, Any] = {
+        "train__evaluate_every": 3,
+        "train__evaluate_tasks": ["loss"],
+        "train__early_stop": "{metric: loss, patience: 1}",
+    }
     with pytest.raises(WrongInput, match="loss/accuracy is not measured while training"):
         train(small_recipe(root, **knobs, checkpoint__best="loss/accuracy"))
     right = small_recipe(root, **knobs, checkpoint__best="loss/perplexity")
