@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ingot.base.errors import WrongInput
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
@@ -61,6 +62,22 @@ class TrainState:
     masters: Masters
     optimizer: Optimizer
     balance: LoadBalance | None = None
+
+
+def check_origin(plan: TrainSetup) -> None:
+    """Raises WrongInput if the optimizer cannot take over the state of another run's checkpoint.
+    Only a training that begins asks; one that is resumed has a state of its own.
+    """
+    knobs = plan.recipe.train
+    if plan.origin is None or knobs.reset_optimizer:
+        return
+    old = plan.origin.commit["identity"].get("train.optimizer", {}).get("kind")
+    if old not in (None, knobs.optimizer.kind):
+        raise WrongInput(
+            f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
+            f" which {knobs.optimizer.kind} cannot take over; set train.reset_optimizer=true to"
+            " begin with its weights alone"
+        )
 
 
 def build_train_state(

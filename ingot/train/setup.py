@@ -343,13 +343,6 @@ def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
             f"train.start_from {knobs.start_from} was trained with another tokenizer; take its"
             " tokenizer as tokenizer.source"
         )
-    old = found.commit["identity"].get("train.optimizer", {}).get("kind")
-    if not knobs.reset_optimizer and old not in (None, knobs.optimizer.kind):
-        raise WrongInput(
-            f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
-            f" which {knobs.optimizer.kind} cannot take over; set train.reset_optimizer=true to"
-            " begin with its weights alone"
-        )
     if knobs.start_step is not None:
         return found, knobs.start_step
     return found, 0 if knobs.reset_optimizer else found.step

@@ -37,7 +37,7 @@ from ingot.parallel.pipeline import parameter_counts
 from ingot.tokenizers.familiar import why_unfamiliar
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
-from ingot.train.build import TrainState, build_train_state
+from ingot.train.build import TrainState, build_train_state, check_origin
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
     EventSink,
@@ -204,13 +204,18 @@ def _find_start(
     fresh: bool,
 ) -> CommittedCheckpoint | None:
     recipe, events = process.recipe, process.events
+
+    def before_anew() -> None:
+        check_origin(setup)
+        refuse_others(process.bucket)
+
     return find_start(
         recipe.folder,
         setup.identity,
         fresh=fresh,
         newest=newest,
         allow=recipe.resume.allow,
-        before_anew=lambda: refuse_others(process.bucket),
+        before_anew=before_anew,
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),
     )
 

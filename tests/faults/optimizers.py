@@ -314,8 +314,8 @@ FAULTS = [
     ),
     Fault(
         "origin-of-another-optimizer",
-        "ingot/train/setup.py",
-        "if not knobs.reset_optimizer and old not in (None, knobs.optimizer.kind):",
+        "ingot/train/build.py",
+        "if old not in (None, knobs.optimizer.kind):",
         "if False:",
         "a training that starts from another run is given the state of another kind of optimizer",
         "tests/train/test_origin.py",

@@ -12,14 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
+from ingot.parallel.mesh import Mesh
 from ingot.train.evaluation import BestTracker, Measured
+from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests.small import copy_of, small_recipe
+from tests.train.stopping import train_until
 
 
 def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -136,6 +140,29 @@ def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]
     with pytest.raises(WrongInput, match=r"kind adamw, which sgd .*train\.reset_optimizer=true"):
         train(small_recipe(second, **knobs))
     train(small_recipe(second, **knobs, train__reset_optimizer=True))
+
+
+def test_a_training_that_took_over_another_state_is_resumed(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version began some; they have a state of their own since."""
+    first, second = two
+    train(small_recipe(first, train__steps=2))
+    begun = small_recipe(
+        second,
+        train__start_from=str(first / "runs" / "small"),
+        train__optimizer="{kind: sgd, lr: 0.01, momentum: 0.9}",
+        checkpoint__every=1,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.train.trainer.check_origin", lambda setup: None)
+        train_until(4, begun)
+    train(begun)
+    assert len(logged(begun)) == 4
+    make_setup(begun, Mesh(Ranks(), torch.device("cpu")))  # as the verbs about a finished one do
+    with pytest.raises(WrongInput, match=r"train\.reset_optimizer=true"):
+        train(begun, fresh=True)
+    assert committed(begun.folder.checkpoints), "nothing was set aside"
 
 
 def test_the_best_checkpoint_is_kept_and_exported(
