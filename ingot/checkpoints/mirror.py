@@ -8,11 +8,11 @@ holder of its lease.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -144,12 +144,14 @@ class BucketMirror:
             if self._is_committed(name):
                 yield _step(name)
 
-    def due_steps(self) -> Iterator[int]:
-        """Those of the committed steps in the bucket that were due, newest first."""
-        for step in self.steps():
-            name = step_folder(Path(), step).name
-            if is_due(json.loads(self.bucket.get(f"{name}/{COMMIT}"))):
-                yield step
+    def was_due(self, step: int) -> bool:
+        """Whether a committed step was due.
+
+        Raises:
+            Damaged: its marker says nothing any more.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return is_due(self._fetch_marker(step_folder(Path(), step).name, Path(folder)))
 
     def fetch(self, step: int, checkpoints: Path) -> Path:
         """Download a checkpoint into its folder in `checkpoints`; returns that folder. It appears
@@ -260,13 +262,21 @@ def fetch_unless_here(mirror: BucketMirror, step: int, checkpoints: Path) -> Non
 
 def fetch_due(mirror: BucketMirror, checkpoints: Path, before: int, count: int) -> None:
     """Fetch those that are not here of the newest `count` checkpoints before a step that were due.
-    What lies in the bucket alone is deleted there with the next save.
+    What lies in the bucket alone is deleted there with the next save. A damaged one is passed over,
+    and an older one taken for it.
     """
-    if not count:
-        return
-    steps = (step for step in mirror.due_steps() if step < before)
-    for step in itertools.islice(steps, count):
-        fetch_unless_here(mirror, step, checkpoints)
+    steps = (step for step in mirror.steps() if step < before) if count else iter(())
+    for step in steps:
+        try:
+            if not mirror.was_due(step):
+                continue
+            fetch_unless_here(mirror, step, checkpoints)
+        except Damaged as error:
+            say(f"warning: the mean of train.average goes without step {step:,}: {error}")
+            continue
+        count -= 1
+        if not count:
+            return
 
 
 def send_newest(mirror: BucketMirror, newest: CommittedCheckpoint) -> None:

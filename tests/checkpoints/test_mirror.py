@@ -22,7 +22,7 @@ from ingot.base.remote import service as upload
 from ingot.base.remote.service import EMULATOR
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import sha256_file
-from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_newer, send_newest
+from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_due, fetch_newer, send_newest
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
@@ -409,6 +409,28 @@ def test_each_checkpoint_here_is_read_once(
     assert found is not None
     assert found.folder == folder
     assert sorted(read) == sorted(Path(name).name for name in FILES)
+
+
+@pytest.mark.parametrize("damaged", [FILES[0], COMMIT])
+def test_a_damaged_one_of_a_mean_is_passed_over(
+    damaged: str,
+    server: Server,
+    mirror: BucketMirror,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Training needs none of them to go on."""
+    for step in range(1, 7):
+        send(mirror, checkpoint(tmp_path / "here", step, due=step != 4))
+    server.flip(f"runs/one/step-00000003/{damaged}")
+    fetch_due(mirror, tmp_path / "there", 6, 2)
+    assert sorted(path.name for path in (tmp_path / "there").glob("step-*")) == [
+        "step-00000002",
+        "step-00000005",
+    ]
+    told = capsys.readouterr().err
+    assert "the mean of train.average goes without step 3" in told
+    assert f"step-00000003/{damaged}" in told
 
 
 def newest_here(checkpoints: Path) -> CommittedCheckpoint:
