@@ -88,7 +88,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         ends_turn = stop_tokens(tokenizer) if recipe.documents in CHAT_TEMPLATED else []
         eos = eos_ids(files_folder, tokenizer.special.eos).union(ends_turn)
         base = _base_folder(recipe, folder, mesh)
-        if other := _label_mismatch(recipe, files_folder):
+        if other := _label_mismatch(recipe, files_folder, adapted=is_adapter(folder)):
             raise WrongInput(other)
         tasks, samples = _measure_model(
             recipe, folder, tokenizer, eos, recipe.evaluate.prompts, mesh
@@ -187,13 +187,18 @@ def _requested_baselines(recipe: Recipe) -> list[Baseline]:
     return sorted({name for task in recipe.tasks for name in task.baseline_names})
 
 
-def _label_mismatch(recipe: Recipe, folder: Path) -> str:
+def _label_mismatch(recipe: Recipe, folder: Path, *, adapted: bool = False) -> str:
     """Why a classifier's classes differ from the recipe's, which would silently mix them up; empty
-    if they agree or have no names.
+    if they agree or have no names. `adapted`: an adapter brings the head, whatever that in the
+    folder is for.
+
+    Raises:
+        WrongInput: the model's outputs are not one class for each text.
     """
     if not recipe.labels or kind_of_folder(folder) != "encoder":
         return ""
-    names = read_hf_config(model_config(folder), "encoder", str(folder), unproved=True).labels
+    values = model_config(folder) | ({"problem_type": None} if adapted else {})
+    names = read_hf_config(values, "encoder", str(folder), unproved=True).labels
     nameless = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     same = [name.casefold() for name in names] == [name.casefold() for name in recipe.labels]
     if len(names) == len(recipe.labels) and (same or nameless):
@@ -223,7 +228,10 @@ def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
             f" {kind_of_folder(folder)} does"
         )
     else:
-        why = _label_mismatch(recipe, base)
+        try:
+            why = _label_mismatch(recipe, base)
+        except WrongInput as error:
+            why = str(error)
     if why and mesh.is_main:
         say(f"evaluate: no base model beside: {why}")
     return None if why else base

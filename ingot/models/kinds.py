@@ -123,7 +123,9 @@ def _with_adapter(
         )
     model: AnyModel
     if classes is None or kind_of(model_config(base)) == "encoder":
-        model = _opened(base, changed, device, None, check=check)
+        # The head is the adapter's, so that it does not matter what the base's was for.
+        head = {} if classes is None else {"problem_type": None}
+        model = _opened(base, {**changed, **head}, device, None, check=check)
     else:
         # The base has no classifier: the adapter brings the head, and PEFT's layout does not store
         # the names of its classes. A score of ours is read where a text ends, whatever the base

@@ -15,8 +15,12 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import task_of
+from ingot.config.sections.lora import Lora
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
+from ingot.models.adapters.lora import add_lora, init_adapter
+from ingot.models.adapters.peft import save_adapter
+from ingot.models.kinds import open_model
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, place_model, with_model, write_lines
@@ -242,3 +246,29 @@ def test_a_classifier_of_other_classes_is_refused_and_is_no_base(
         report_of(recipe).base["classification/f1"].value
         == report_of(recipe).metrics["classification/f1"].value
     )
+
+
+def test_a_head_for_several_classes_at_once_is_in_nobodys_way(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where another head is what is measured: that of the run's own model, or of an adapter."""
+    root, base, adapter = tmp_path / "root", tmp_path / "base", tmp_path / "adapter"
+    recipe = prepared(root, "labelled")
+    shutil.copytree(recipe.folder.model, base)
+    (base / "ingot.json").unlink(missing_ok=True)
+    model = open_model(base, device=torch.device("cpu"))
+    add_lora(model, Lora(rank=2), 0)
+    init_adapter(model, 0)
+    save_adapter(model, adapter, base=str(base), kind="encoder")
+    values = json.loads((base / "config.json").read_text())
+    values["problem_type"] = "multi_label_classification"
+    (base / "config.json").write_text(json.dumps(values))
+    source = {"model__source": str(base), "model__config": "{}", "evaluate__base": "true"}
+    for knobs in (source, {"evaluate__model": str(adapter)}):
+        evaluate(recipe_of(root, "labelled", **knobs))
+        assert report_of(recipe).base == {}
+    told = capfd.readouterr().err
+    assert "no base model beside: " in told
+    assert "with 3 outputs is not supported" in told
+    with pytest.raises(WrongInput, match="with 3 outputs is not supported"):
+        evaluate(recipe_of(root, "labelled", evaluate__model=str(base)))

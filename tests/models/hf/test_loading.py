@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.lora import Lora
+from ingot.models.adapters.lora import add_lora, init_adapter
+from ingot.models.adapters.peft import save_adapter
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import generation_settings, hf_weights, init_hf_model, load_hf_model
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
@@ -267,6 +270,18 @@ def test_outputs_that_are_not_one_class_are_refused(
         open_model(folder, device=CPU)
     config = read_hf_config(values, "encoder", "here", labels=["no", "yes"])
     assert config.labels == ("no", "yes")
+
+
+def test_an_adapter_brings_its_head_whatever_that_of_its_base_is_for(tmp_path: Path) -> None:
+    model = drawn("bert")
+    folder = write(model, tmp_path / "base")
+    values = json.loads((folder / "config.json").read_text())
+    values["problem_type"] = "multi_label_classification"
+    (folder / "config.json").write_text(json.dumps(values))
+    add_lora(model, Lora(rank=2), 0)
+    init_adapter(model, 0)
+    save_adapter(model, tmp_path / "adapter", base=str(folder), kind="encoder")
+    assert open_model(tmp_path / "adapter", device=CPU).config.labels == model.config.labels
 
 
 BASES: dict[str, tuple[str, str]] = {
