@@ -147,11 +147,12 @@ def _check_base(adapter: Path, base: Path) -> None:
     would be merged with it. Adapters that others made have no record of it.
     """
     recorded = ((read_lineage(adapter) or {}).get("base") or {}).get("model_hash")
-    if recorded is not None and (found := folders.model_hash(base)) != recorded:
+    if recorded is not None and not folders.has_hash(base, recorded):
         raise WrongInput(
-            f"{adapter} was trained beside the model {recorded}, and {base} is {found}"
-            " (model_hash); put that model there again, name its folder in adapter_config.json, or"
-            " train the adapter again; if it is meant to go with this one, accept it with"
+            f"{adapter} was trained beside the model {recorded}, and {base} is"
+            f" {folders.model_hash(base)} (model_hash); put that model there again, name its folder"
+            " in adapter_config.json, or train the adapter again; if it is meant to go with this"
+            " one, accept it with"
             f" `ingot import {adapter} NEW`"
         )
 

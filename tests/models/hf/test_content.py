@@ -26,6 +26,8 @@ from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import content
 from ingot.models.hf.content import Share
 from ingot.models.hf.folder import (
+    has_hash,
+    hash_model,
     load_model,
     load_weights,
     model_hash,
@@ -193,6 +195,22 @@ def test_an_adapters_base_is_the_one_that_it_was_trained_beside(
     with pytest.raises(WrongInput, match=told):
         open_model(folder, device=CPU)
     open_model(folder, device=CPU, check=False)
+
+
+def test_a_base_of_an_earlier_version_was_hashed_with_what_lies_beside_it(
+    whole: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(whole, tmp_path / "base")
+    (base / "ingot.json").unlink()
+    own, beside = base / "model.safetensors", base / "model.fp16.safetensors"
+    shutil.copy(own, beside)
+    before = hash_model(base, [beside, own])
+    assert before != model_hash(base)
+    assert has_hash(base, before)
+    assert has_hash(base, model_hash(base))
+    with own.open("ab") as file:
+        file.write(b" ")
+    assert not has_hash(base, before)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
