@@ -4,6 +4,7 @@ masters, optimizer, objective.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
-from ingot.config.models.content import QUANTIZE
+from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
@@ -24,7 +25,7 @@ from ingot.models.adapters.peft import load_adapter
 from ingot.models.adapters.quantized import quantize_base
 from ingot.models.device import Compute
 from ingot.models.hf.content import Share
-from ingot.models.hf.folder import load_model, load_weights, model_hash
+from ingot.models.hf.folder import has_hash, load_model, load_weights, model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -77,6 +78,35 @@ def check_origin(plan: TrainSetup) -> None:
             f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
             f" which {knobs.optimizer.kind} cannot take over; set train.reset_optimizer=true to"
             " begin with its weights alone"
+        )
+
+
+def check_adapter(plan: TrainSetup) -> None:
+    """Raises WrongInput if the adapter to go on from was trained beside another model, or with
+    values of `model.config` that the recipe leaves out: it would change another model than it was
+    trained to. Adapters that others made have no record of either.
+    """
+    lora, source, folder = plan.recipe.model.lora, plan.recipe.model.source, plan.model_spec.folder
+    if lora is None or lora.adapter is None or folder is None:
+        return
+    about = read_lineage(Path(lora.adapter)) or {}
+    base = about.get("base") or {}
+    recorded = base.get("model_hash")
+    if recorded is not None and not has_hash(folder, recorded):
+        raise WrongInput(
+            f"model.lora.adapter {lora.adapter} was trained beside the model {recorded}"
+            f" ({base.get('source')}), and model.source {source} is {model_hash(folder)}"
+            " (model_hash); set model.source to that model, or begin another adapter"
+        )
+    given, there = plan.recipe.model.config, model_config(folder)
+    if left_out := [
+        f"model.config.{name}={json.dumps(value)}"
+        for name, value in (about.get(CHANGED) or {}).items()
+        if name not in given and there.get(name) != value
+    ]:
+        raise WrongInput(
+            f"model.lora.adapter {lora.adapter} was trained with {' '.join(left_out)}, and the"
+            " recipe leaves that out; set it, too, or another value on purpose"
         )
 
 

@@ -37,7 +37,7 @@ from ingot.parallel.pipeline import parameter_counts
 from ingot.tokenizers.familiar import why_unfamiliar
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
-from ingot.train.build import TrainState, build_train_state, check_origin
+from ingot.train.build import TrainState, build_train_state, check_adapter, check_origin
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
     EventSink,
@@ -207,6 +207,7 @@ def _find_start(
 
     def before_anew() -> None:
         check_origin(setup)
+        check_adapter(setup)
         refuse_others(process.bucket)
 
     return find_start(

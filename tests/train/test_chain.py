@@ -86,6 +86,39 @@ def test_an_adapter_of_a_model_on_the_hub_names_its_revision(
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/base", "v1")
 
 
+def test_an_adapter_goes_on_beside_the_model_that_it_was_trained_with(root: Path) -> None:
+    """Beside another one, or without what `model.config` changed of it, it would change another
+    model than it was trained to.
+    """
+    first = small_recipe(root)
+    train(first)
+    base = shutil.copytree(first.folder.model, root / "base")
+    other = shutil.copytree(base, root / "other")
+    about = json.loads((other / "ingot.json").read_text())
+    (other / "ingot.json").write_text(json.dumps({**about, "model_hash": "of another"}))
+
+    def recipe(source: Path, adapter: Path | None = None, **config: float) -> Recipe:
+        onward = {} if adapter is None else {"adapter": str(adapter)}
+        return small_recipe(
+            root,
+            model__source=str(source),
+            model__config=config,
+            model__lora={"rank": 2, **onward},
+            train__steps=1,
+        )
+
+    begun = recipe(base, rope_theta=500.0)
+    train(begun)
+    adapter = shutil.copytree(begun.folder.adapter, root / "adapter")
+    with pytest.raises(
+        WrongInput, match=r"beside the model \S+ \(\S+base\), and model\.source \S+"
+    ):
+        train(recipe(other, adapter, rope_theta=500.0))
+    with pytest.raises(WrongInput, match=r"with model\.config\.rope_theta=500\.0, and the recipe"):
+        train(recipe(base, adapter))
+    train(recipe(base, adapter, rope_theta=500.0))
+
+
 def test_a_run_that_has_no_model_yet_is_named(root: Path) -> None:
     first = small_recipe(root)
     second = continued(root, first)
