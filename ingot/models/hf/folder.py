@@ -189,15 +189,8 @@ def weight_files(folder: Path) -> list[Path]:
     file of all weights, else those that are numbered as parts. Others beside them are not read, as
     by transformers.
     """
-    index = folder / INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise WrongInput(
-                f"{index} is not an index of safetensors files; fetch the model again"
-            ) from None
-        files = [folder / name for name in names]
+    if (named := _indexed(folder)) is not None:
+        files = [folder / name for name in sorted(set(named.values()))]
     elif (folder / WHOLE).exists():
         files = [folder / WHOLE]
     else:
@@ -216,6 +209,20 @@ def weight_files(folder: Path) -> list[Path]:
             f" {'it' if len(missing) == 1 else 'them'}; fetch the model again"
         )
     return files
+
+
+def _indexed(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by a folder's index; None if it has none."""
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    try:
+        named = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in named.items()}
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise WrongInput(
+            f"{index} is not an index of safetensors files; fetch the model again"
+        ) from None
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -237,16 +244,7 @@ def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """The file, name and slice of each tensor of a folder; one in MXFP4 or compressed-tensors as
     what it stands for.
     """
-    readers = {file: _opened(file) for file in weight_files(folder)}
-    places: dict[str, tuple[Path, Any]] = {}
-    for file, reader in readers.items():
-        for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
-            if name in places:
-                raise WrongInput(
-                    f"{folder}: {name} is in {places[name][0].name} and in {file.name}; keep the"
-                    " files of one model, or fetch it again"
-                )
-            places[name] = file, reader
+    places = _places(folder)
     for name, (file, reader) in places.items():
         own, ending = split_name(name)
         if (matrix := matrix_of(name, places)) is not None:
@@ -257,6 +255,25 @@ def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
         elif ending == BLOCKS:
             scales = places[own + SCALES][1].get_slice(own + SCALES)
             yield file, own, PackedStack(reader.get_slice(name), scales)
+
+
+def _places(folder: Path) -> dict[str, tuple[Path, Any]]:
+    """The file of each tensor of a folder, and its reader; of a tensor in two files the one that
+    the index names, as other tools read it.
+    """
+    named, places = _indexed(folder) or {}, dict[str, tuple[Path, Any]]()
+    for file in weight_files(folder):
+        reader = _opened(file)
+        for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
+            chosen = named.get(name)
+            if name in places and chosen not in (other := places[name][0].name, file.name):
+                raise WrongInput(
+                    f"{folder}: {name} is in {other} and in {file.name}; keep the files of one"
+                    " model, or fetch it again"
+                )
+            if name not in places or chosen == file.name:
+                places[name] = file, reader
+    return places
 
 
 def named_tensors(
@@ -291,10 +308,7 @@ def stored_tensors(folder: Path, *, check: bool = True) -> Iterator[tuple[str, T
     export: raises WrongInput after the last one if any differs.
     """
     found = (
-        (file, name, reader.get_tensor(name))
-        for file in weight_files(folder)
-        for reader in [_opened(file)]
-        for name in reader.keys()  # noqa: SIM118
+        (file, name, reader.get_tensor(name)) for name, (file, reader) in _places(folder).items()
     )
     if check:
         yield from compared(content_check(folder), found)

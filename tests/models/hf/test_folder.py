@@ -12,8 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.source import model_config
-from ingot.models.hf.folder import hash_model, load_model, load_weights, stored_shapes, weight_files
-from ingot.models.hf.tensorfile import save_weights
+from ingot.models.hf.folder import (
+    hash_model,
+    load_model,
+    load_weights,
+    stored_shapes,
+    stored_tensors,
+    weight_files,
+)
+from ingot.models.hf.tensorfile import INDEX, save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from tests.models.tiny import make_member, make_reference
@@ -188,6 +195,32 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         match=r"\S+ is in model-00001-of-00002\.safetensors and in model-00001-of-00003\.safeten",
     ):
         load_model(folder, device=CPU)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_tensor_in_two_files_is_that_of_the_one_that_the_index_names(
+    most: int, tmp_path: Path
+) -> None:
+    """As transformers reads a part that somebody repaired and kept beside the others."""
+    folder, other = make_reference(tmp_path / "model"), make_reference(tmp_path / "other", seed=1)
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    models = [load_model(one, device=CPU) for one in (folder, other)]
+    (folder / "model.safetensors").rename(folder / files[0])
+    shutil.copy(other / "model.safetensors", folder / files[1])
+    chosen = dict.fromkeys(load_file(folder / files[0]), most)
+    chosen["model.embed_tokens.weight"] = 1 - most
+    index = {name: files[at] for name, at in chosen.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    again, stored = load_model(folder, device=CPU), dict(stored_tensors(folder))
+    assert stored.keys() == chosen.keys()
+    for name, tensor in again.named_parameters():
+        wanted = models[chosen.get(name, most)].get_parameter(name)
+        assert torch.equal(tensor, wanted), name
+    expected = load_file(folder / files[1 - most])["model.embed_tokens.weight"]
+    assert torch.equal(stored["model.embed_tokens.weight"], expected)
+    (folder / INDEX).unlink()
+    with pytest.raises(WrongInput, match="keep the files of one model"):
+        dict(stored_tensors(folder))
 
 
 def test_old_rotary_buffers_are_passed_over(tmp_path: Path) -> None:
