@@ -700,4 +700,20 @@ FAULTS = [
         "a training whose terminal is closed ends without the checkpoint of its last steps",
         "tests/train/test_signals.py",
     ),
+    Fault(
+        "refused-evaluation-counted",
+        "ingot/train/evaluation.py",
+        "            tracker.check(measured)\n",
+        "            pass\n",
+        "early stopping counts an evaluation twice that was refused and done again",
+        by="tests/train/test_origin.py",
+    ),
+    Fault(
+        "adapter-goes-on-beside-another",
+        "ingot/train/trainer.py",
+        "        check_adapter(setup)\n",
+        "",
+        "an adapter is trained on beside another model than it was trained with",
+        by="tests/train/test_chain.py",
+    ),
 ]
