@@ -122,6 +122,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "classification is for encoder models",
     ),
     "evaluated model": (("evaluate.model=nosuch",), "evaluate.model nosuch is neither"),
+    "gate of another figure": (
+        ("gate.metric=loss/bits_per_bite",),
+        "gate.metric loss/bits_per_bite is not one of loss/loss, loss/perplexity,",
+    ),
     "gate": (("gate.metric=rouge/rouge1",), "gate.metric rouge/rouge1 is measured by none of"),
     "no documents": (
         ("data.train=[]", "evaluate.tasks=[{kind: lm_eval, tasks: [a]}]"),

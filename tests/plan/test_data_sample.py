@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
 from ingot.data import sample
 from ingot.data import sample as sampling
 from ingot.data.columns.manifest import prepared_for
@@ -164,6 +165,17 @@ def test_texts_lose_nothing_since_they_go_on_in_another_row(tmp_path: Path) -> N
     assert (found.truncated, found.lost_targets) == (0.0, 0.0)
 
 
+def rows_told_and_there(recipe: Recipe) -> tuple[float, float]:
+    """The rows that a sample promises, and those that `prepare` makes."""
+    before = look_at_data(recipe)
+    ingest(recipe)
+    prepare(recipe)
+    after = look_at_data(recipe)
+    assert before.rows is not None
+    assert after.rows is not None
+    return before.rows.likely, after.rows.likely
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 def test_of_a_source_that_is_taken_in_part_only_that_part_counts(
     sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,13 +186,8 @@ def test_of_a_source_that_is_taken_in_part_only_that_part_counts(
     recipe = small_recipe(
         tmp_path, data__train=[{"source": str(tmp_path / "text"), "fraction": 0.2}]
     )
-    before = look_at_data(recipe)
-    ingest(recipe)
-    prepare(recipe)
-    after = look_at_data(recipe)
-    assert before.rows is not None
-    assert after.rows is not None
-    assert before.rows.likely == pytest.approx(after.rows.likely, rel=0.4)
+    told, there = rows_told_and_there(recipe)
+    assert told == pytest.approx(there, rel=0.4)
 
 
 def test_a_sample_is_spread_over_all_files(tmp_path: Path) -> None:
@@ -210,14 +217,9 @@ def test_a_small_file_beside_a_large_one_does_not_stand_for_both(
     every = "".join(path.read_text("utf-8") for path in (tmp_path / "written").iterdir())
     (folder / "input.txt").write_text(every, encoding="utf-8")
     recipe = small_recipe(tmp_path, data__validation=[])
-    before = look_at_data(recipe)
-    assert before.about.startswith("a sample of 1 document")
-    ingest(recipe)
-    prepare(recipe)
-    after = look_at_data(recipe)
-    assert before.rows is not None
-    assert after.rows is not None
-    assert before.rows.likely == pytest.approx(after.rows.likely, rel=0.01)
+    assert look_at_data(recipe).about.startswith("a sample of 1 document")
+    told, there = rows_told_and_there(recipe)
+    assert told == pytest.approx(there, rel=0.01)
 
 
 def test_of_a_text_without_end_a_part_is_looked_at(

@@ -27,6 +27,7 @@ from ingot.cli.check.training import (
 from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.evaluation import is_measured, metrics_of
 from ingot.config.values import Findings, Values
 from ingot.data.sources.find import find_source
 from ingot.launch.job import launcher_of
@@ -190,9 +191,12 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
     names = [task.name for task in recipe.tasks]
     for metric in recipe.gate.metrics(recipe.objective.judged):
         task, slash, _ = metric.partition("/")
-        if not slash or task in names:
+        if not slash or is_measured(metric, recipe.tasks):
             continue
-        if not recipe.data.holds_out and task in ("loss", "classification"):
+        if task in names:
+            known = ", ".join(metrics_of([one for one in recipe.tasks if one.name == task]))
+            found.add(f"gate.metric {metric} is not one of {known}; set gate.metric to one of them")
+        elif not recipe.data.holds_out and task in ("loss", "classification"):
             found.add(
                 f"gate.metric {metric} needs held-out documents, and data.validation holds none"
                 f" out; hold some out, set gate.metric to what evaluate.tasks measure, or set"

@@ -275,18 +275,26 @@ def default_tasks(objective: ObjectiveSettings) -> list[Task]:
     ]
 
 
+def is_measured(metric: str, tasks: Sequence[TaskSettings]) -> bool:
+    """Whether one of `tasks` measures a metric, as far as that is known beforehand."""
+    task, _, rest = metric.partition("/")
+    names = {one.name: one.metric_names for one in tasks}.get(task)
+    # Behind the metric there may be what it is of: a source, a class.
+    return bool(rest) and (names == () or rest.partition("/")[0] in (names or ()))
+
+
+def metrics_of(tasks: Sequence[TaskSettings]) -> list[str]:
+    """What `tasks` measure, for people; `NAME/...` where that is not known beforehand."""
+    return [f"{one.name}/{name}" for one in tasks for name in one.metric_names or ("...",)]
+
+
 def check_metric(knob: str, metric: str, tasks: Sequence[TaskSettings]) -> None:
     """Raises ValueError unless `metric` is the objective's loss or, as far as that is known
     beforehand, one of those that `tasks` measure.
     """
-    task, _, rest = metric.partition("/")
-    names = {one.name: one.metric_names for one in tasks}
-    # Behind the metric there may be what it is of: a source, a class.
-    if metric == "loss" or (names.get(task) == () and rest):
+    if metric == "loss" or is_measured(metric, tasks):
         return
-    if rest.partition("/")[0] in names.get(task, ()):
-        return
-    known = ["loss", *(f"{one}/{name}" for one, all in names.items() for name in all or ("...",))]
+    known = ["loss", *metrics_of(tasks)]
     raise ValueError(
         f"{knob} {metric} is not measured while training, which is {', '.join(known)}; choose one"
         " of these, or name its task in train.evaluate_tasks"

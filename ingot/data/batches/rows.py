@@ -83,12 +83,6 @@ def open_rows(
             target_len=target_len,
             hiding=hiding,
         )
-        if not len(rows):
-            of = f"{columns}: of {rows.documents:,} {split} documents"
-            raise WrongInput(
-                f"{of} none can be learnt from with data.seq_len={seq_len}; raise it or add"
-                " documents"
-            )
     else:
         rows = Rows(
             columns,
@@ -101,14 +95,21 @@ def open_rows(
             by_part=by_part,
         )
     if not len(rows):
-        way = "lower it or add documents"
-        if pack != "cut" and rows.tokens:
-            way = "within it nothing that is trained remains of any document; raise it"
-        raise WrongInput(
-            f"{columns} has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len};"
-            f" {way}"
-        )
+        raise WrongInput(f"{columns}{_why_none(rows, split, seq_len, pack)}")
     return rows
+
+
+def _why_none(rows: Rows | Samples, split: Split, seq_len: int, pack: str) -> str:
+    """Why there is not one row, and the next step."""
+    if isinstance(rows, Samples):
+        return (
+            f": of {rows.documents:,} {split} documents none can be learnt from with"
+            f" data.seq_len={seq_len}; raise it or add documents"
+        )
+    way = "lower it or add documents"
+    if pack != "cut" and rows.tokens:
+        way = "within it nothing that is trained remains of any document; raise it"
+    return f" has {rows.tokens:,} {split} tokens, not one row of data.seq_len={seq_len}; {way}"
 
 
 class Rows(PreparedSplit):
