@@ -65,7 +65,6 @@ Forget = Annotated[
         show_default=False,
     ),
 ]
-ALONE = "--learn RUN and --forget DEVICE are given alone, without a recipe or another option"
 
 
 def plan(
@@ -114,9 +113,8 @@ def plan(
 
     for_search = (devices, budget, deadline) != (None, None, None)
     if learn is not None or forget is not None:
-        if arguments or device or searching or for_search or as_json or cloud or keep:
-            raise WrongInput(ALONE)
-        return _correct(learn, forget)
+        others = (arguments, device, searching, for_search, as_json, cloud, keep)
+        return _correct(learn, forget, alone=not any(others))
     if not arguments:
         raise WrongInput("plan needs a recipe, such as quickstart; or --learn RUN")
     if searching:
@@ -135,16 +133,20 @@ def plan(
     return EXIT_DONE if fits else EXIT_FAILED
 
 
-def _correct(run: str | None, device: str | None) -> int:
-    """Learn from a run, or take away what was learned about a device."""
+def _correct(run: str | None, device: str | None, *, alone: bool) -> int:
+    """Learn from a run, or take away what was learned about a device. `alone`: nothing else is
+    given.
+    """
     from ingot.base.errors import EXIT_DONE, WrongInput
     from ingot.base.progress import say
     from ingot.cli.console import run_folder
     from ingot.plan.devices.learned import forget, known_names
     from ingot.plan.learn import learn
 
-    if run is not None and device is not None:
-        raise WrongInput(ALONE)
+    if not alone or (run is not None and device is not None):
+        raise WrongInput(
+            "--learn RUN and --forget DEVICE are given alone, without a recipe or another option"
+        )
     if device is not None:
         if not forget(device):
             known = ", ".join(known_names()) or "nothing about any device"

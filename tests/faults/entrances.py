@@ -271,4 +271,12 @@ FAULTS = [
         "prompts are no longer cut by an adopted recipe, and nobody is told",
         "tests/config/adopt/test_tuners.py",
     ),
+    Fault(
+        "gate-of-another-figure",
+        "ingot/cli/check/recipe.py",
+        "is_measured(metric, recipe.tasks)",
+        "task in names",
+        "a metric of the gate that no task measures is told after training alone",
+        "tests/cli/test_check.py",
+    ),
 ]
