@@ -154,23 +154,6 @@ def gather_segments(mine: SegmentLosses, mesh: Mesh) -> SegmentLosses:
     return SegmentLosses(nll, targets.astype(np.int64), tokens.astype(np.int64), ends > 0)
 
 
-def mean_loss(
-    model: AnyModel, rows: Rows, count: int, micro_batch: int, compute: Compute, mesh: Mesh
-) -> float:
-    """The mean over the targets of the first `count` rows in nats; the same on every rank.
-
-    Raises:
-        WrongInput: the rows have no targets.
-    """
-    mine = score_rows(model, rows, min(count, len(rows)), micro_batch, compute, mesh)
-    nll, targets = mesh.agree(float(mine.nll.sum()), float(mine.targets.sum()))
-    if not targets:
-        raise WrongInput(
-            "the validation rows have not one target; set data.validation to more documents"
-        )
-    return nll / targets
-
-
 @dataclass(frozen=True)
 class SampleLosses:
     """Sums for each sample in the order of the rows, all [N]. For a preference, those of the chosen

@@ -83,10 +83,6 @@ class Range:
         """One over this number, such as the seconds of one token for tokens a second."""
         return Range(1 / self.high, 1 / self.likely, 1 / self.low, self.origin)
 
-    def overlaps(self, other: Range) -> bool:
-        """Whether it cannot be told which of the two is larger."""
-        return self.low <= other.high and other.low <= self.high
-
     def text(self, show: Callable[[float], str] = "{:.3g}".format) -> str:
         """For people: `0.61 (0.55 to 0.7)`, or `0.61` where there is no range to speak of."""
         likely, low, high = show(self.likely), show(self.low), show(self.high)

@@ -94,10 +94,6 @@ class StepSeconds:
     total: Range
     flops: float
 
-    def per_second(self, amount: float) -> Range:
-        """Tokens or rows a second, where a step has this many."""
-        return amount / self.total
-
     def share_of_peak(self, flops: float, peak: float) -> Range:
         """Share of the device's peak where a step needs `flops` of this rank."""
         return flops / peak / self.total

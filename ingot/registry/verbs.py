@@ -165,11 +165,6 @@ def register(recipe: Recipe) -> VerbOutcome:
     )
 
 
-def registered_folder(registry: ModelRegistry[Any], name: str, number: int | None = None) -> Path:
-    """The model folder of `registered_version`. Raises WrongInput also where it is damaged."""
-    return registry.fetch(registered_version(registry, name, number))
-
-
 def registered_version(
     registry: ModelRegistry[Any], name: str, number: int | None = None
 ) -> RegisteredVersion:

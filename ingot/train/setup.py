@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 
@@ -167,22 +167,6 @@ class TrainSetup:
         """The learning rate of each step."""
         knobs = self.recipe.train
         return LearningRate(knobs.schedule, knobs.optimizer.lr, self.last)
-
-    @property
-    def positions_per_sample(self) -> int:
-        """Tokens of a sample, padding included."""
-        data = self.recipe.data
-        match self.recipe.documents:
-            case "masked" if self.recipe.objective.spans is not None:
-                return data.seq_len + self.recipe.target_len
-            case "text" | "chat" | "labelled" | "masked":
-                return data.seq_len
-            case "preference" | "rated":
-                return 2 * data.seq_len
-            case "pair":
-                return data.seq_len + data.target_len
-            case unknown:
-                assert_never(unknown)
 
 
 def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:

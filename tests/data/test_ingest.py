@@ -18,7 +18,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import problems, read_marker
 from ingot.data.ingest import ingest
 from ingot.data.raw import store as raw_module
-from ingot.data.raw.store import open_raw, read_group
+from ingot.data.raw.store import open_raw, read_table
 from tests.data.small import everything, recipe, sentences, write_jsonl
 from tests.markers import changed
 
@@ -77,7 +77,7 @@ def test_parts_hold_one_source_in_small_groups(
                 pq.read_table(small.folder.raw / part.path).column("source").to_pylist()
             ) == {number}
             for group, (count, size) in enumerate(part.groups):
-                found = [text for _, text in read_group(small.folder.raw / part.path, group)]
+                found = read_table(small.folder.raw / part.path, group).column("text").to_pylist()
                 assert (len(found), sum(len(text.encode()) for text in found)) == (count, size)
                 texts += found
     assert texts == first + second
@@ -343,7 +343,7 @@ def test_torn_and_damaged_parts_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"train-00000\.parquet is damaged .*; run `ingot ingest` again"
     ):
-        read_group(part, 0)
+        read_table(part, 0)
     part.write_bytes(data[:-1])
     with pytest.raises(WrongInput, match=r"train-00000\.parquet has .* bytes"):
         open_raw(small)

@@ -15,7 +15,7 @@ from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import read_prepared
 from ingot.evaluate.corpus import document_bytes, open_columns, pairs
-from ingot.evaluate.loss import SegmentLosses, gather_segments, mean_loss, row_losses, score_rows
+from ingot.evaluate.loss import SegmentLosses, gather_segments, row_losses, score_rows
 from ingot.models.hf.folder import load_model
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
@@ -113,22 +113,18 @@ def assert_same(one: SegmentLosses, other: SegmentLosses) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def score_all(recipe: Recipe, count: int) -> tuple[SegmentLosses, float]:
+def score_all(recipe: Recipe, count: int) -> SegmentLosses:
     with running_mesh() as mesh:
         rows, model = validation(recipe), load_model(recipe.folder.model, device=mesh.device)
-        return gather_segments(score_rows(model, rows, count, 2, "fp32", mesh), mesh), mean_loss(
-            model, rows, count, 2, "fp32", mesh
-        )
+        return gather_segments(score_rows(model, rows, count, 2, "fp32", mesh), mesh)
 
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_ranks_see_together_what_one_process_sees(count: int, root: Path) -> None:
     recipe = with_model(root)
-    alone, loss = score_all(recipe, count)
-    assert loss == pytest.approx(alone.nll.sum() / alone.targets.sum(), rel=tolerances.LOSS_FP32)
-    for stretches, same in run_ranks(2, score_all, recipe, count):
-        assert_same(stretches, alone)
-        assert same == pytest.approx(loss, rel=tolerances.LOSS_FP32)
+    alone = score_all(recipe, count)
+    for together in run_ranks(2, score_all, recipe, count):
+        assert_same(together, alone)
 
 
 def test_the_loss_of_a_model_that_knows_nothing(root: Path) -> None:
@@ -137,9 +133,10 @@ def test_the_loss_of_a_model_that_knows_nothing(root: Path) -> None:
     assert model.lm_head is not None
     model.lm_head.weight.data.zero_()
     with running_mesh() as mesh:
-        assert mean_loss(model, validation(recipe), 5, 2, "fp32", mesh) == pytest.approx(
-            math.log(model.config.vocab_size), rel=tolerances.LOSS_FP32
-        )
+        found = score_rows(model, validation(recipe), 5, 2, "fp32", mesh)
+    assert found.nll.sum() / found.targets.sum() == pytest.approx(
+        math.log(model.config.vocab_size), rel=tolerances.LOSS_FP32
+    )
 
 
 def test_pairs_are_the_inputs_and_labels_of_rows(

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ingot.base.reports import EvaluationReport, Metric, write_report
 from ingot.config.recipe import Recipe
+from ingot.registry.verbs import registered_version
+from ingot.registry.versions import ModelRegistry
 
 
 def a_report(model: str, value: float = 2.5, on: str = "set1") -> EvaluationReport:
@@ -47,3 +50,8 @@ def trained(recipe: Recipe, model: str, value: float = 2.5, on: str = "set1") ->
     a_model(recipe.folder.model, model)
     write_report(recipe.folder.reports / "evaluate.json", a_report(model, value, on))
     return recipe
+
+
+def registered_folder(registry: ModelRegistry[Any], name: str, number: int | None = None) -> Path:
+    """The folder of a version, or of the live one, as `ingot serve NAME` comes to it."""
+    return registry.fetch(registered_version(registry, name, number))

@@ -19,8 +19,8 @@ from ingot.config.models.content import content_record
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.local import LocalRegistry
-from ingot.registry.verbs import approved_report, gate, gate_stamp, register, registered_folder
-from tests.registry.models import a_model, a_recipe, a_report, trained
+from ingot.registry.verbs import approved_report, gate, gate_stamp, register
+from tests.registry.models import a_model, a_recipe, a_report, registered_folder, trained
 from tests.registry.test_gate import FIRST
 
 

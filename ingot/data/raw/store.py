@@ -203,14 +203,6 @@ def read_table(path: Path, group: int) -> pa.Table:
         ) from error
 
 
-def read_group(path: Path, group: int) -> list[Text]:
-    """`read_table` as Python strings."""
-    table = read_table(path, group)
-    return list(
-        zip(table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True)
-    )
-
-
 def write_manifest(
     folder: Path, splits: dict[Split, list[RawSource]], files: Iterable[FileEntry]
 ) -> None:

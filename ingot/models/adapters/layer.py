@@ -38,7 +38,7 @@ class LoRASize(NamedTuple):
 
 class LoRAState:
     """What the adapted layers of one model share: the kind of adapter, how its first matrices are
-    drawn, whether it is active, and the dropout masks in training.
+    drawn, and the dropout masks in training.
 
     The masks are a hash of (seed, step, row, position, layer, feature): independent of the rank or
     micro-batch that a row falls to, and the same when activations are recomputed.
@@ -52,7 +52,6 @@ class LoRAState:
         init: FirstMatrices = "kaiming",
     ) -> None:
         self.seed, self.dropout, self.kind, self.init = seed, dropout, kind, init
-        self.active = True
         self._rows: Tensor | None = None
 
     def begin_batch(self, step: int, rows: Tensor) -> None:
@@ -142,8 +141,6 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.base_product(x)
-        if not self.state.active:
-            return out
         dropping = self.training and self.state.dropout > 0
         kept = adapted = self.state.drop(x, self.key) if dropping else x
         if not torch.is_autocast_enabled(x.device.type):

@@ -9,7 +9,6 @@ reads and writes adapter folders.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
@@ -243,22 +242,6 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         assert isinstance(layer, LoRALinear)
         found[name] = layer.magnitude()
     return found
-
-
-@contextlib.contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes what its base does. A trained classification head is not
-    reverted.
-    """
-    state = lora_state(model)
-    was_active = state is not None and state.active
-    if state is not None:
-        state.active = False
-    try:
-        yield
-    finally:
-        if state is not None:
-            state.active = was_active
 
 
 def merged_weights(

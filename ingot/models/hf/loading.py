@@ -165,14 +165,6 @@ def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
         seen.add(id(tensor))
 
 
-def generation_settings(model: Seq2Seq) -> dict[str, Any]:
-    """The contents of `generation_config.json` for a sequence-to-sequence model: its start, padding
-    and end tokens, and search settings.
-    """
-    settings: dict[str, Any] = model.inner.generation_config.to_diff_dict()
-    return settings
-
-
 def _places(model: HFModel) -> dict[str, Tensor]:
     """Every name of every tensor; tied names map to the same tensor."""
     named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))

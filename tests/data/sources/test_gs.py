@@ -26,7 +26,7 @@ SCRIPT = """
 import json, sys
 from ingot.config.load import load_recipe
 from ingot.data.ingest import ingest
-from ingot.data.raw.store import open_raw, read_group
+from ingot.data.raw.store import open_raw, read_table
 from ingot.data.sources.find import source_files
 
 if __name__ == "__main__":
@@ -34,7 +34,8 @@ if __name__ == "__main__":
     print(json.dumps([[file.stamp["bytes"], file.stamp["tag"]] for files in source_files(recipe)["train"] for file in files]))
     ingest(recipe)
     raw = open_raw(recipe)
-    print(json.dumps([document for source in raw.splits["train"] for part in source.parts for document in read_group(raw.folder / part.path, 0)]))
+    parts = [part for source in raw.splits["train"] for part in source.parts]
+    print(json.dumps([[row["doc_id"], row["text"]] for part in parts for row in read_table(raw.folder / part.path, 0).to_pylist()]))
 """
 
 

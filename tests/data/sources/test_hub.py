@@ -39,7 +39,7 @@ import json, sys
 from ingot.base.errors import IngotError
 from ingot.config.load import load_recipe
 from ingot.data.ingest import ingest
-from ingot.data.raw.store import open_raw, read_group
+from ingot.data.raw.store import open_raw, read_table
 from ingot.data.sources.find import source_stamps
 
 def do(name, source):
@@ -50,8 +50,8 @@ def do(name, source):
     ingest(recipe)
     raw = open_raw(recipe)
     parts = [part for made in raw.splits["train"] for part in made.parts]
-    texts = [text for part in parts for group in range(len(part.groups)) for text in read_group(raw.folder / part.path, group)]
-    return {"texts": texts, "bad": raw.splits["train"][0].bad}
+    rows = [row for part in parts for group in range(len(part.groups)) for row in read_table(raw.folder / part.path, group).to_pylist()]
+    return {"texts": [[row["doc_id"], row["text"]] for row in rows], "bad": raw.splits["train"][0].bad}
 
 if __name__ == "__main__":
     for name, source in json.loads(sys.argv[2]):

@@ -26,7 +26,6 @@ from ingot.models.adapters.lora import (
     merge_in_place,
     merged_weights,
     target_layers,
-    without_adapter,
 )
 from ingot.models.hf.folder import load_model
 from ingot.models.hf.loading import hf_weights, load_hf_model
@@ -74,9 +73,6 @@ def test_at_step_0_it_says_what_the_base_says(case: str, half: bool, tmp_path: P
     add_lora(model, Lora(rank=4, dropout=0.3), 0)
     assert torch.equal(logits(model, half), before)
     assert not torch.equal(logits(excite(model), half), before)
-    with without_adapter(model):
-        assert torch.equal(logits(model, half), before)
-    assert not torch.equal(logits(model, half), before)
 
 
 def test_weights_keep_their_names_and_their_memory(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
 from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, generate
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
-from ingot.models.hf.loading import generation_settings
 from ingot.models.hf.models import Seq2Seq
 from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, in_short, reference
 from tests.models.hf.tiny import varied as model_of
@@ -123,7 +122,7 @@ def test_lengths_of_a_folder_do_not_count_but_what_it_forbids_does() -> None:
     )
     assert generate(model, SOURCES, 30, eos=[VOCAB - 3]) == plain
     model.inner.generation_config.bad_words_ids = [[forbidden]]
-    assert generation_settings(model)["max_length"] == 5, "and it is what it was"
+    assert model.inner.generation_config.max_length == 5, "and it is what it was"
     other = generate(model, SOURCES, 30, eos=[VOCAB - 3])
     assert all(forbidden not in text for text in other)
     assert other != plain

@@ -18,7 +18,7 @@ from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.hf.config import read_hf_config
-from ingot.models.hf.loading import generation_settings, hf_weights, init_hf_model, load_hf_model
+from ingot.models.hf.loading import hf_weights, init_hf_model, load_hf_model
 from ingot.models.hf.models import Encoder, HFModel, Seq2Seq
 from ingot.models.kinds import open_model
 from ingot.models.spec import ModelSpec, build_model
@@ -392,8 +392,8 @@ def test_generation_settings_are_the_folders_own(tmp_path: Path) -> None:
     )
     opened = loaded(model, folder)
     assert isinstance(opened, Seq2Seq)
-    settings = generation_settings(opened)
-    assert (settings["no_repeat_ngram_size"], settings["eos_token_id"]) == (3, [2, 5])
+    settings = opened.inner.generation_config
+    assert (settings.no_repeat_ngram_size, settings.eos_token_id) == (3, [2, 5])
     (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(WrongInput, match="is not a generation configuration"):
         loaded(model, folder)

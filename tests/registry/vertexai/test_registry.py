@@ -20,7 +20,7 @@ from ingot.base.remote.lease import lease
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.cloud import clients
 from ingot.registry.local import LocalRegistry
-from ingot.registry.verbs import gate, register, registered_folder
+from ingot.registry.verbs import gate, register
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai import resources as labels
 from ingot.registry.vertexai.registry import VertexRegistry
@@ -33,7 +33,7 @@ from ingot.registry.vertexai.resources import (
 )
 from tests.exhaustive import some_calls
 from tests.fakes import vertex_models
-from tests.registry.models import a_model, a_report, trained
+from tests.registry.models import a_model, a_report, registered_folder, trained
 from tests.registry.vertex_place import IMAGE, Place, killed_at
 
 FOLDER = "ingot/models/words"
