@@ -48,6 +48,7 @@ def distilling(root: Path, folder: Path | str, **knobs: Any) -> Recipe:
     return recipe
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("knob", ["model.source", "objective.teacher"])
 def test_weights_that_were_trained_again_meanwhile_make_another_training(
     knob: str, root: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def hellaswag(model: Path, items: Path, recipe: Recipe, **knobs: Any) -> TaskRes
         )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("bos", [False, True])
 def test_hellaswag_is_the_harness_own(
     bos: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def same(found: list[Completion], wanted: list[Completion]) -> None:
         )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", ["qwen3-window", "gpt_oss"])
 def test_nobody_notices_that_steps_are_recorded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +134,7 @@ def test_a_step_never_waits_for_the_device(case: str, tmp_path: Path) -> None:
     assert not noted & WAITS
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_experts_of_other_tokens_are_those_that_are_asked(case: str, tmp_path: Path) -> None:
     """Beside steps of the same sizes that are computed anew: others round otherwise."""

@@ -84,6 +84,7 @@ def answers(model: Decoder) -> list[list[int]]:
     return [[token.id for token in done.tokens] for done in generator.run(requests)]
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), *((kind, True) for kind in KINDS)])
 def test_numbers_and_answers_stay(kind: str, tied: bool) -> None:
     model, tokens = decoder(kind, tied=tied), torch.arange(60).view(2, 30)

@@ -119,11 +119,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.drawn("a calibration and its time")
 def test_no_shape_is_begun_when_the_time_is_up(begun: list[str]) -> None:
     calibrate(TINY * 3, limit_s=0.0)
     assert begun == ["float32", "bfloat16"]
 
 
+@pytest.mark.drawn("a calibration and its time")
 def test_a_format_that_is_far_slower_is_not_timed_with_larger_shapes(
     begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

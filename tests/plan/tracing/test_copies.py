@@ -27,6 +27,7 @@ def recipe(tmp_path: Path) -> Any:
     return lambda *knobs: load_recipe([file], list(knobs))
 
 
+@pytest.mark.drawn("a plan at length", keep=3)
 def test_what_is_gathered_of_an_encoder_and_decoder_is_let_go_in_forward(recipe: Any) -> None:
     """Weights in float32 are gathered and cast layer by layer: no copy of all of them is kept."""
     t5 = ["objective.kind=seq2seq", "model.source=preset:t5-mini"]
@@ -37,6 +38,7 @@ def test_what_is_gathered_of_an_encoder_and_decoder_is_let_go_in_forward(recipe:
     assert found.windows[0].bytes["temporary"] < whole_in_bf16
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("double", ["true", "false"])
 def test_a_base_in_four_bits_is_traced(recipe: Any, double: str) -> None:
     adapter = ["model.lora.rank=4", "model.config.num_hidden_layers=2"]

@@ -110,6 +110,7 @@ def test_products_of_experts_are_of_the_type_that_is_computed_in(recipe: Ask, co
     assert most.dtype == {"fp32": "float32", "bf16": "bfloat16"}[compute]
 
 
+@pytest.mark.drawn("a plan at length", keep=3)
 def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*SHARED), 2)
     exchanges = {
