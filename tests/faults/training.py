@@ -284,6 +284,14 @@ FAULTS = [
         "tests/train/test_optimizers.py",
     ),
     Fault(
+        "rounding-by-part-of-an-expert",
+        "ingot/train/optim/optimizers.py",
+        "column // here * whole + column % here",
+        "column",
+        "ranks that hold a part of an expert's matrix round it otherwise than one process",
+        "tests/train/test_optimizers.py",
+    ),
+    Fault(
         "rounding-truncates",
         "ingot/train/optim/optimizers.py",
         "((values.view(torch.int32) + noise) & (-1 << _DISCARDED))",

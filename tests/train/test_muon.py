@@ -295,7 +295,7 @@ def test_a_run_through_all_layouts_has_the_bits_of_one_process(tmp_path: Path) -
 
 def rounded(root: Path) -> None:
     with running_mesh(Parallel(shard=2)) as mesh:
-        _, masters = built({"shard": 2}, mesh, "stochastic")
+        _, masters = built({"shard": 2}, mesh, "stochastic", config=SPARSE)
         optimizer = make_optimizer(SETTINGS, masters, seed=3)
         for number in range(2):
             step(masters, optimizer, number)
@@ -303,10 +303,11 @@ def rounded(root: Path) -> None:
 
 
 def test_stochastic_rounding_of_shards_is_that_of_the_whole(tmp_path: Path) -> None:
+    """Also of experts, of which a rank has only some."""
     run_ranks(2, rounded, tmp_path)
-    _, masters = built({}, ALONE, "stochastic")
+    _, masters = built({}, ALONE, "stochastic", config=SPARSE)
     optimizer = make_optimizer(SETTINGS, masters, seed=3)
-    _, plain = built({}, ALONE)
+    _, plain = built({}, ALONE, config=SPARSE)
     exact = make_optimizer(SETTINGS, plain)
     for number in range(2):
         step(masters, optimizer, number)

@@ -4,6 +4,7 @@ what decays are the matrices.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -204,3 +205,26 @@ def test_each_shard_draws_the_bits_of_its_own_place(monkeypatch: pytest.MonkeyPa
     shard = optimizers.noise_of(3, "weight", weight).bits(step, slice(0, 4), 4)
     assert torch.equal(shard, bits[4:, 2:])
     assert not torch.equal(shard, bits[:4, :4])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(2, 4), slice(0, 6), slice(0, 10)),
+        (slice(0, 4), slice(3, 6), slice(0, 10)),
+        (slice(1, 2), slice(0, 6), slice(4, 7)),
+        (slice(0, 4), slice(2, 2), slice(0, 10)),
+        (slice(0, 4), slice(0, 6), slice(10, 10)),
+    ],
+)
+def test_each_part_of_experts_draws_the_bits_of_its_own_place(
+    part: tuple[slice, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are divided among ranks, and their matrices where there are more ranks."""
+    stack, step = torch.zeros(4, 6, 10), torch.ones(())
+    bits = optimizers.noise_of(3, "experts", stack).bits(step, slice(0, 4), 60).view(4, 6, 10)
+    monkeypatch.setattr(optimizers, "shard_slices", lambda tensor: part)
+    experts, *matrix = (one.stop - one.start for one in part)
+    noise = optimizers.noise_of(3, "experts", stack)
+    found = noise.bits(step, slice(0, experts), math.prod(matrix))
+    assert torch.equal(found.view(experts, *matrix), bits[part])

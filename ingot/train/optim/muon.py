@@ -191,7 +191,9 @@ class MuonOptimizer(EagerOptimizer):
         rate = group["lr"] * update_scale(*matrix.shape[-2:])
         new = new.add_(direction.to(weight.device), alpha=-rate)
         if self._stochastic:
-            count, flat = self.state[weight]["step"] + 1, new.view(len(new), -1)
+            count = self.state[weight]["step"] + 1
+            # Counted, since of a matrix that is on other ranks the part is empty.
+            flat = new.view(len(new), math.prod(new.shape[1:]))
             noise = noise_of(self._seed, matrix.master.name, matrix.master.parameter)
             new = round_to_bf16(flat, noise.bits(count, matrix.rows, flat.shape[1])).view_as(new)
         old.copy_(torch.where(self._skipped(weight), old, new))

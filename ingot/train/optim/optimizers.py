@@ -54,11 +54,14 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 class Noise:
     """The random bits of one parameter. `first_row` and `first_column` are the offset of this
     rank's shard in the whole parameter.
+
+    widths: where a row is a matrix, line by line, the length of a line here and in the whole.
     """
 
     key: int
     first_row: int = 0
     first_column: int = 0
+    widths: tuple[int, int] = (1, 1)
 
     def bits(self, step: Tensor, rows: slice, columns: int) -> Tensor:
         """int32 `[rows, columns]` in [0, 2^16) for a slice of rows of this rank's shard; `step` is
@@ -68,9 +71,9 @@ class Noise:
         row = torch.arange(
             self.first_row + rows.start, self.first_row + rows.stop, device=there, dtype=torch.int32
         )
-        column = torch.arange(
-            self.first_column, self.first_column + columns, device=there, dtype=torch.int32
-        )
+        here, whole = self.widths
+        column = torch.arange(columns, device=there, dtype=torch.int32)
+        column = self.first_column + column // here * whole + column % here
         row = _mix_(_mix_(row * _GOLDEN + self.key) + step.to(torch.int32) * _GOLDEN)
         column = _mix_(column * _GOLDEN - self.key)
         return _mix_(row[:, None] + column).bitwise_and_(2**_DISCARDED - 1)
@@ -205,7 +208,11 @@ def noise_of(seed: int, name: str, parameter: Tensor) -> Noise:
     key = int.from_bytes(
         hashlib.sha256(f"{seed}/rounding/{name}".encode()).digest()[:4], "little", signed=True
     )
-    first = [part.start for part in shard_slices(parameter)]
+    parts = shard_slices(parameter)
+    first = [part.start for part in parts]
+    if len(parts) == 3:  # an expert's matrix counts as one row
+        width, here = parameter.shape[2], parts[2].stop - parts[2].start
+        return Noise(key, first[0], first[1] * width + first[2], (max(here, 1), width))
     # A vector counts as one row.
     return Noise(key, 0, *first) if len(first) == 1 else Noise(key, *first[:2])
 
