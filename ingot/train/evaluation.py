@@ -131,14 +131,14 @@ def make_measure(
     interrupted. The function is collective.
 
     `all_asked` is collective and gives the same answer on all ranks; `asked` knows only this rank,
-    and is used where items are distributed, since ranks then do not run in lockstep.
+    and is used where items are distributed among all ranks, which then do not run in lockstep.
 
     Raises:
         WrongInput: a task of `train.evaluate_tasks` cannot be run; raised before training starts.
     """
     knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
     subject = subject_of(plan, train_state, mesh)
-    in_step = subject.mesh.world < mesh.data.world
+    in_step = subject.mesh.world < mesh.world  # ranks that share weights, in shards or matrices
     watch = TaskEvaluator(
         replace(subject, should_stop=all_asked if in_step else asked), knobs.evaluate_tasks
     )

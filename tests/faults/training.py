@@ -724,4 +724,12 @@ FAULTS = [
         "an adapter is trained on beside another model than it was trained with",
         by="tests/train/test_chain.py",
     ),
+    Fault(
+        "ranks-of-a-matrix-ask-apart",
+        "ingot/train/evaluation.py",
+        "subject.mesh.world < mesh.world",
+        "subject.mesh.world < mesh.data.world",
+        "a notice that one of the ranks that share matrices hears aborts the training unsaved",
+        by="tests/train/test_layouts.py",
+    ),
 ]

@@ -4,14 +4,19 @@ held-out rows are those of one process.
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from ingot.base.errors import Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
+from ingot.evaluate.subject import EvalModel
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, write_lines
@@ -81,3 +86,31 @@ def test_what_is_seen_while_training_is_that_of_one_process(
             ), key
     weights = [load_file(recipe.folder.model / "model.safetensors") for recipe in (shared, alone)]
     assert distance(*weights) < tolerances.SPLIT_WEIGHTS
+
+
+def stopped_in_tasks(root: str, items: str) -> list[str]:
+    """Rank 0 alone hears of the end, as by a notice, while the items of a task are measured."""
+    until_stopped = EvalModel.until_stopped
+
+    def hears(subject: EvalModel, pieces: Iterable[Any]) -> Iterator[Any]:
+        for number, piece in enumerate(until_stopped(subject, pieces)):
+            if number == 0 and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield piece
+
+    knobs = {"parallel__tensor": 2, "parallel__sequence": False}
+    recipe = recipe_in(Path(root), Path(items), **knobs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvalModel, "until_stopped", hears)
+        with pytest.raises(Stopped):
+            train(recipe)
+    return sorted(path.name for path in recipe.folder.checkpoints.glob("step-*"))
+
+
+def test_ranks_that_share_matrices_end_an_evaluation_together(
+    prepared_root: Path, tmp_path: Path
+) -> None:
+    """Each forward pass is computed by both: one that went on alone would wait for the other."""
+    items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(40))
+    root = copy_of(prepared_root, tmp_path / "root")
+    assert run_ranks(2, stopped_in_tasks, str(root), str(items)) == [["step-00000002"]] * 2

@@ -42,6 +42,8 @@ class Batch:
     count: how many targets the batch stands for, where `values` are given and the objective does
     not count them itself.
     text: how many tokens are no padding, where segments do not tell; else None.
+    causal: whether rows have padding behind their text only and are read by a model in which no
+    token sees a later one.
     """
 
     tokens: torch.Tensor
@@ -53,6 +55,7 @@ class Batch:
     values: torch.Tensor | None = None
     count: int = 0
     text: int | None = None
+    causal: bool = False
 
     @property
     def text_tokens(self) -> int:
@@ -62,7 +65,7 @@ class Batch:
     @property
     def single_documents(self) -> bool:
         """Whether each row is a single document and needs no segment mask; asked on the host."""
-        return bool((self.segments == self.segments[:, :1]).all())
+        return self.causal or bool((self.segments == self.segments[:, :1]).all())
 
     def side(self, number: int) -> Batch:
         """The first (0) or second (1) row of each sample, of samples that are two rows."""

@@ -239,15 +239,16 @@ def _batch(
             ),
             axis=-1,
         )
-    alive = np.arange(count) < len(numbers)
+    sizes = np.zeros((count, 1), np.int64)
+    sizes[: len(rows), 0] = [len(row) for row in rows]
     names = np.full(count, -1)
     names[: len(numbers)] = numbers
     return Batch(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),
         torch.from_numpy(np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy()),
-        torch.from_numpy(np.broadcast_to(alive[:, None], tokens.shape).astype(np.int64)),
+        torch.from_numpy((np.arange(tokens.shape[1]) < sizes).astype(np.int64)),
         torch.from_numpy(names.astype(np.int64)),
         values=torch.from_numpy(values),
-        text=sum(map(len, rows)),
+        causal=True,
     )

@@ -64,8 +64,12 @@ def test_ids_and_masks_are_those_of_the_sampler() -> None:
             place = torch.nonzero(batch.labels[row] != IGNORE)[:, 0]
             if number < 0:
                 assert not len(place)
+                assert not batch.segments[row].any()
                 continue
             begin, length = len(PROMPT), len(sampled[number])
+            # Experts are balanced by what is text; causal attention sees no padding behind it.
+            assert torch.nonzero(batch.segments[row])[:, 0].tolist() == list(range(begin + length))
+            assert batch.single_documents
             assert place.tolist() == list(range(begin - 1, begin - 1 + length))
             assert batch.tokens[row, : begin + length].tolist() == PROMPT + sampled[number]
             assert batch.labels[row, place].tolist() == sampled[number]
