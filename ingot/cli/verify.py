@@ -112,7 +112,9 @@ def layout(
 
 
 def _compared(proof: LayoutProof, *, as_json: bool) -> int:
-    """Print the table on stdout; 0 if every possible layout matches one process."""
+    """Print the table on stdout; 0 if every possible layout matches one process, the recipe's own
+    among them.
+    """
     if as_json:
         layouts = [
             {
@@ -156,6 +158,11 @@ def _compared(proof: LayoutProof, *, as_json: bool) -> int:
         print(
             f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is"
             f" {failed[0].summary}"
+        )
+    elif proof.own_is_missing:
+        print(
+            f"{proof.title}: the recipe's own layout could not be tried with a small model, and is"
+            " not proved; the other layouts say nothing of it"
         )
     else:
         print(

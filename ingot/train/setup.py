@@ -4,6 +4,7 @@ checks recipe, data, tokenizer, model, teacher, device and ranks against each ot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,8 @@ def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh, compute: Com
     config = model_spec.config.to_hf() if model_spec.kind == "decoder" else None
     if config is not None:
         check_layout(recipe.parallel, mesh.world, config, recipe.data.seq_len)
+    elif mesh.world > 1:
+        _check_layers(model_spec.config.to_hf())
     check_routers(recipe.train.experts, config)
     check_pipeline(
         recipe.parallel,
@@ -240,6 +243,19 @@ def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh, compute: Com
     experts = isinstance(decoder, DecoderConfig) and decoder.experts is not None
     check_memory(recipe, model_spec.kind, mesh.degrees, compute, experts=experts)
     check_lora(recipe.model, random=model_spec.random)
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Raises WrongInput if layers are left out at random: each rank draws its own, and one would
+    wait for the weights or gradients of layers that another leaves out.
+    """
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if config.get(name):
+            raise WrongInput(
+                f"{name} {config[name]} leaves layers of the model out at random, others on each"
+                f" rank, which several processes cannot train; set model.config={{{name}: 0.0}}, or"
+                " use one process"
+            )
 
 
 def _check_groups(recipe: Recipe, model_spec: ModelSpec) -> None:

@@ -149,8 +149,10 @@ def _short_run_knobs(recipe: Recipe) -> list[str]:
     ]
     # Kernels that add up in any order differ between any two runs, resumed or not.
     exact = ["train.deterministic=true"] if adds_in_any_order() else []
+    begun = recipe.train.start_from is not None or recipe.train.start_step is not None
     return [
         *exact,
+        *(["train.start_step=0"] if begun else []),
         "train.epochs=null",
         "train.tokens=null",
         f"train.steps={STEPS}",

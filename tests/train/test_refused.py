@@ -13,14 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import Degrees
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.parallel.mesh import Mesh
+from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.markers import changed
+from tests.models.hf.tiny import SEQ2SEQ
 from tests.models.tiny import make_reference
+from tests.objectives.ways import recipe_of, write_all
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import stop_after
 
@@ -171,6 +177,24 @@ def _poisoned(folder: Path) -> Path:
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def test_layers_are_left_out_at_random_in_one_process_only(tmp_path: Path) -> None:
+    """Ranks that leave out others wait for each other, or train unlike layers together."""
+    write_all(tmp_path)
+    bart = tmp_path / "bart"
+    bart.mkdir()
+    config = {**SEQ2SEQ["bart"], "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.0}
+    (bart / "config.json").write_text(json.dumps(config))
+    recipe = recipe_of(
+        tmp_path, "seq2seq", model__source=str(bart), model__init="random", model__config=None
+    )
+    ingest(recipe)
+    prepare(recipe)
+    two = Mesh(Ranks(0, 2), torch.device("cpu"), Degrees(replicate=2))
+    with pytest.raises(WrongInput, match=r"encoder_layerdrop 0\.1 leaves layers .* at random"):
+        make_setup(recipe, two)
+    make_setup(recipe, Mesh(Ranks(), torch.device("cpu")))
 
 
 def test_preferences_without_room_for_an_answer_are_refused(tmp_path: Path) -> None:

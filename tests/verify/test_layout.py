@@ -269,6 +269,42 @@ def test_a_small_model_is_of_its_family(name: str) -> None:
         check_layout(layout(tensor=4).parallel, 4, small.to_hf(), SEQ_LEN)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"tensor": 8},
+        {"context": 8, "context_by": "ulysses"},
+        {"pipeline": 8},
+        {"pipeline": 4, "virtual": 4},
+    ],
+    ids=str,
+)
+def test_a_small_model_can_be_in_the_layout_of_the_whole(own: dict[str, Any]) -> None:
+    large = {
+        **PRESETS["llama-3m"],
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
+    asked = layout(**own)
+    small = small_decoder(large, SEQ_LEN, asked.parallel)
+    check_layout(asked.parallel, asked.processes, small, SEQ_LEN)
+
+
+def test_nothing_is_proved_of_a_layout_that_was_not_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    findings = [
+        LayoutResult(layout(tensor=8), reason="no", possible=False),
+        LayoutResult(layout(shard=2), EQUAL),
+    ]
+    for own, code in ((True, EXIT_FAILED), (False, EXIT_DONE)):
+        proof = LayoutProof("verify layout small", findings, Path("layout.json"), own)
+        assert verbs._compared(proof, as_json=False) == code
+        last = capsys.readouterr().out.strip().splitlines()[-1]
+        assert ("the recipe's own layout could not be tried" in last) == own
+
+
 def test_windows_stay_and_become_short() -> None:
     sliding = {**PRESETS["llama-3m"], "model_type": "mistral", "sliding_window": 4096}
     assert set(DecoderConfig.from_hf(small_decoder(sliding, 48)).windows) == {16}
@@ -376,7 +412,7 @@ def test_what_differs_fails_with_one_line(
         LayoutResult(layout(tensor=2), replace(EQUAL, **worse)),
         LayoutResult(layout(context=2), reason="no", possible=False),
     ]
-    proof = LayoutProof("verify layout small", findings, Path("layout.json"))
+    proof = LayoutProof("verify layout small", findings, Path("layout.json"), own=True)
     assert not proof.holds
     assert verbs._compared(proof, as_json=False) == EXIT_FAILED
     last = capsys.readouterr().out.strip().splitlines()[-1]

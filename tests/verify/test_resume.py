@@ -128,6 +128,25 @@ def test_no_run_is_stopped_before_it_is_killed(root: Path) -> None:
     assert asked[0].train.early_stop is None
 
 
+@pytest.mark.parametrize(
+    "begun", [{"train__start_from": "earlier"}, {"train__start_step": 30}], ids=str
+)
+def test_a_training_that_begins_late_is_proved_from_its_beginning(
+    begun: dict[str, Any], root: Path
+) -> None:
+    """Its first step may lie behind the few that are proved."""
+    asked: list[Recipe] = []
+
+    def run(arguments: Sequence[str]) -> tuple[int, str]:
+        asked.append(load_recipe([Path(arguments[1])], arguments[2:]))
+        return 1, "no more"
+
+    with pytest.raises(Failed, match="no more"):
+        verify_resume(small_recipe(root, train__steps=40, **begun), run)
+    assert asked[0].train.start_step == 0
+    assert asked[0].train.start_from == begun.get("train__start_from")
+
+
 def test_on_a_gpu_both_add_up_in_a_fixed_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Sequence[str]] = []
     monkeypatch.setattr(resume, "adds_in_any_order", lambda: True)

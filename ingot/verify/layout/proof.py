@@ -262,16 +262,26 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LayoutProof:
-    """The results of `ingot verify layout` in the order in which they were tried."""
+    """The results of `ingot verify layout` in the order in which they were tried.
+
+    own: whether the first is the recipe's own, of which nothing is proved if it was not tried.
+    """
 
     title: str
     findings: list[LayoutResult]
     path: Path
+    own: bool
+
+    @property
+    def own_is_missing(self) -> bool:
+        return self.own and self.findings[0].holds is None
 
     @property
     def holds(self) -> bool:
-        return all(one.holds is not False for one in self.findings) and any(
-            one.holds for one in self.findings
+        return (
+            all(one.holds is not False for one in self.findings)
+            and any(one.holds for one in self.findings)
+            and not self.own_is_missing
         )
 
 
@@ -304,7 +314,7 @@ def verify_layout(recipe: Recipe, layouts: str | None = None) -> LayoutProof:
                 findings.append(prover.finding(reference, layout))
     path = recipe.folder.reports / "layout.json"
     write_atomic(path, json.dumps({"schema": 1, **_report(recipe, findings)}, indent=1) + "\n")
-    return LayoutProof(f"verify layout {recipe.name}", findings, path)
+    return LayoutProof(f"verify layout {recipe.name}", findings, path, layouts is None)
 
 
 def _report(recipe: Recipe, findings: Sequence[LayoutResult]) -> dict[str, Any]:

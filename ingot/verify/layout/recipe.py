@@ -40,6 +40,7 @@ from ingot.models.parameters import init_weights
 from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
+from ingot.verify.layout.modes import scaled_layout
 
 VOCABULARY = 61
 """The vocabulary size: a prime, so that no number of ranks divides it."""
@@ -47,7 +48,9 @@ SEQ_LEN = 48
 """The most tokens in a row; divisible by up to eight ranks with two chunks each."""
 BATCH, STEPS = 8, 3
 LAYERS = 4
-"""Enough layers for two stages on each of two ranks, or one on each of four."""
+"""Enough layers for two stages on each of two ranks, or one on each of four; more where the
+recipe's own layout has more stages.
+"""
 _WIDTH, _FEED_FORWARD, _HEAD, _MOST_KV_HEADS = 40, 80, 8, 4
 _EXPERTS, _EXPERT_WIDTH = 8, 24
 _STD = 0.1
@@ -107,7 +110,9 @@ class SmallRun:
         data = degrees_of(parallel, _world(parallel)).data
         # Several micro-batches, the last one partly empty, except for pipelines, which need full
         # ones.
-        size = BATCH // data // 4 or 1 if parallel.pipeline > 1 else {1: 5, 2: 3}.get(data, 1)
+        size = {1: 5, 2: 3}.get(data, 1)
+        if parallel.pipeline > 1:
+            size = BATCH // data // max(4, int(parallel.pipeline)) or 1
         values |= {
             "parallel": parallel.model_dump(mode="json"),
             "memory": memory.model_dump(mode="json"),
@@ -146,9 +151,10 @@ class SmallRun:
 
 
 def make_small(recipe: Recipe, folder: Path) -> SmallRun:
-    """Make a recipe small; a small teacher is written into `folder`. Raises WrongInput if recipe,
-    prepared data and model do not fit together.
+    """Make a recipe small, with layers and heads enough for its own layout; a small teacher is
+    written into `folder`. Raises WrongInput if recipe, prepared data and model do not fit together.
     """
+    own = scaled_layout(recipe).parallel
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": MemorySettings()})
     plan = _plan_of(json.dumps(set_knobs(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
@@ -158,7 +164,7 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     return SmallRun(
         asked,
         _small_recipe(asked, seq_len, teacher),
-        _small_spec(plan.model_spec, seq_len),
+        _small_spec(plan.model_spec, seq_len, own),
         teacher,
         seq_len,
     )
@@ -218,11 +224,11 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _small_spec(model_spec: ModelSpec, seq_len: int) -> ModelSpec:
+def _small_spec(model_spec: ModelSpec, seq_len: int, own: Parallel) -> ModelSpec:
     values = model_spec.config.to_hf()
     if isinstance(model_spec.config, DecoderConfig):
         return ModelSpec(
-            "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len)), None, True
+            "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len, own)), None, True
         )
     return ModelSpec(
         model_spec.kind,
@@ -238,19 +244,25 @@ def _small_spec(model_spec: ModelSpec, seq_len: int) -> ModelSpec:
     )
 
 
-def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
-    """A configuration of the same family, by Hugging Face's names."""
+def small_decoder(
+    values: Mapping[str, Any],
+    seq_len: int,
+    own: Parallel = Parallel(),  # noqa: B008 (frozen)
+) -> dict[str, Any]:
+    """A configuration of the same family, by Hugging Face's names, that `own` can distribute if the
+    whole one can.
+    """
     config = DecoderConfig.from_hf(values)
-    kv_heads = (
-        config.num_key_value_heads
-        if config.num_key_value_heads <= _MOST_KV_HEADS
-        else math.gcd(config.num_key_value_heads, _MOST_KV_HEADS)
-    )
+    layers = max(LAYERS, int(own.pipeline) * own.virtual)
+    shared = int(own.tensor) * (int(own.context) if own.context_by == "ulysses" else 1)
+    kv_heads = config.num_key_value_heads
+    if kv_heads > _MOST_KV_HEADS:
+        kv_heads = math.gcd(kv_heads, math.lcm(_MOST_KV_HEADS, shared))
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": _WIDTH,
         "intermediate_size": _FEED_FORWARD,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "head_dim": _HEAD,
         "num_key_value_heads": kv_heads,
         "num_attention_heads": (
@@ -270,11 +282,11 @@ def small_decoder(values: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
             kinds = list(
                 dict.fromkeys(FULL if window is None else SLIDING for window in config.windows)
             )
-            sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+            sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
         elif "max_window_layers" in values:
-            sizes["max_window_layers"] = LAYERS // 2 if None in config.windows else 0
+            sizes["max_window_layers"] = layers // 2 if None in config.windows else 0
     if family_of(values).rotary == "listed" and None in config.ropes:
-        sizes["no_rope_layers"] = [layer % 2 for layer in range(LAYERS)]
+        sizes["no_rope_layers"] = [layer % 2 for layer in range(layers)]
     share = next((rope.share for rope in config.ropes if rope is not None), 1.0)
     if (counted := family_of(values).rotated) and values.get(counted) is not None:
         sizes[counted] = int(_HEAD * share)
