@@ -12,7 +12,7 @@ from ingot.config.sections.rewards import CodeReward
 from ingot.rewards.protocol import RewardFailed, Sample
 from ingot.rewards.sandbox.run import SandboxLimits, check_sandbox, run_trial
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.M | re.S)
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t\r]*$|\Z)", re.M | re.S)
 PYTHON = ("", "python", "py", "python3")
 
 

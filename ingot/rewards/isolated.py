@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,12 @@ def _load(path: str) -> Any:
     place, _, name = path.rpartition(":")
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            # Dataclasses and others look their module up, by a name that no real one has.
+            spec = importlib.util.spec_from_file_location(f"reward:{place}", place)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
             spec.loader.exec_module(module)
             found: Any = module
             for part in name.split("."):

@@ -13,7 +13,7 @@ from ingot.config.sections.rewards import ExactReward, LengthReward, NumericRewa
 from ingot.rewards.protocol import RewardFailed, Sample
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-ARTICLES = re.compile(r"\b(a|an|the)\b", re.IGNORECASE)
+ARTICLES = re.compile(r"\b(a|an|the)\b\s*", re.IGNORECASE)
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -46,7 +46,7 @@ class Exact:
         if settings.ignore_punctuation:
             text = text.translate(PUNCTUATION)
         if settings.ignore_articles:
-            text = ARTICLES.sub(" ", text)
+            text = ARTICLES.sub("", text)
         if settings.whitespace == "collapse":
             text = " ".join(text.split())
         return text.strip() if settings.whitespace == "strip" else text

@@ -233,4 +233,20 @@ FAULTS = [
         "a reward model scores answers to prompts of which it sees the last turn alone",
         "tests/serve/native/test_reward.py",
     ),
+    Fault(
+        "fences-end-as-on-unix",
+        "ingot/rewards/code.py",
+        "(?:^[ \\t]*```[ \\t\\r]*$|",
+        "(?:^[ \\t]*```[ \\t]*$|",
+        "what follows a program in an answer with Windows' line ends is run as part of it",
+        by="tests/rewards/sandbox/test_verdicts.py",
+    ),
+    Fault(
+        "articles-leave-their-space",
+        "ingot/rewards/text.py",
+        'r"\\b(a|an|the)\\b\\s*"',
+        'r"\\b(a|an|the)\\b"',
+        "an answer without an article of the reference is wrong although articles do not count",
+        by="tests/rewards/test_text.py",
+    ),
 ]

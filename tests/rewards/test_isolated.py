@@ -23,7 +23,12 @@ from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 
 FUNCTIONS = """
-import os, pathlib, sys, time
+from __future__ import annotations
+import dataclasses, os, pathlib, sys, time
+
+@dataclasses.dataclass
+class Looks:
+    module: str
 
 def closeness(sample, scale=1.0):
     print("a function may print")

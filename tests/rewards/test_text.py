@@ -52,6 +52,8 @@ def numeric(answer: str, reference: str, **knobs: Any) -> float:
         ("Paris.", "Paris", {"ignore_punctuation": True}, 1.0),
         ("the Seine", "Seine", {"ignore_articles": True}, 1.0),
         ("theatre", "atre", {"ignore_articles": True}, 0.0),
+        ("Battle of the Bulge", "Battle of Bulge", {"ignore_articles": True}, 1.0),
+        ("two  words", "two words", {"ignore_articles": True}, 0.0),
         ("cafe\u0301", "caf\u00e9", {}, 1.0),
         ("cafe\u0301", "caf\u00e9", {"unicode": "none"}, 0.0),
         ("\u2460", "1", {"unicode": "NFKC"}, 1.0),

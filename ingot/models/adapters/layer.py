@@ -188,7 +188,8 @@ class LoRALinear(nn.Linear):
         as one float32 matrix `[out, in]`. Notes the norms of the weight, for `magnitude`.
         """
         base = (self.base_weight() if weight is None else weight).float()
-        sum_of_both = torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
+        low, high = self.lora_A.float(), self.lora_B.float()  # bf16 with stochastic rounding
+        sum_of_both = torch.addmm(base, high, low, alpha=self.scale)
         if not self.is_dora:
             return sum_of_both
         self.base_norms = _norms_of_all(base)

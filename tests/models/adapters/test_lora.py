@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.lora import Lora
-from ingot.models.adapters.layer import LoRAState
+from ingot.models.adapters.layer import LoraKind, LoRAState
 from ingot.models.adapters.lora import (
     adapter_parameters,
     add_lora,
@@ -272,6 +272,21 @@ def test_merged_equals_unmerged(case: str, tmp_path: Path) -> None:
         type(module) is nn.Linear for module in base.modules() if isinstance(module, nn.Linear)
     )
     assert torch.equal(logits(base), logits(plain))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_held_in_bf16_is_merged(kind: LoraKind, tmp_path: Path) -> None:
+    """As stochastic rounding holds it."""
+    base = load_model(make_reference(tmp_path), device=CPU)
+    add_lora(base, Lora(rank=4, kind=kind), 0)
+    excite(base)
+    for parameter in adapter_parameters(base).values():
+        parameter.data = parameter.data.bfloat16()
+    for layer in lora_layers(base).values():
+        rounded = layer.merged()
+        for name in ("lora_A", "lora_B"):
+            getattr(layer, name).data = getattr(layer, name).data.float()
+        assert torch.equal(rounded, layer.merged())
 
 
 def test_beside_weights_held_in_bf16_the_adapter_stays_float32(tmp_path: Path) -> None:

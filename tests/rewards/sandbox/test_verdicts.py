@@ -203,6 +203,7 @@ def test_tests_that_prove_nothing_fail_and_do_not_pass(tests: str, reason: str) 
         ("a = 1", "none", "a = 1"),
         ("```python\ncut off", "last", "cut off"),
         ("1. so:\n  ```python\n  a\n  ```\n", "last", "a\n"),
+        ("so:\r\n```python\r\na\r\n```\r\nThat is it.", "last", "a\r\n"),
     ],
 )
 def test_code_blocks_are_found(answer: str, block: Any, code: str | None) -> None:
