@@ -249,4 +249,20 @@ FAULTS = [
         "an answer without an article of the reference is wrong although articles do not count",
         by="tests/rewards/test_text.py",
     ),
+    Fault(
+        "test-changes-a-copy",
+        "ingot/rewards/sandbox/judge.py",
+        '{**request, "changed": changed} if changed else request',
+        "request",
+        "a right program fails tests that change a list inside one of its objects",
+        VERDICTS,
+    ),
+    Fault(
+        "plain-data-meets-an-object",
+        "ingot/rewards/sandbox/judge.py",
+        'if self._answer.do("has", self, method) is True:',
+        "if False:",
+        "a right program fails tests that cannot be judged, uncounted",
+        VERDICTS,
+    ),
 ]

@@ -6,27 +6,14 @@ the judge it is data.
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable
 from typing import Any
 
+from ingot.rewards.sandbox.operations import OPERATIONS, become
 from ingot.rewards.sandbox.values import BadMessage, Channel, decode, encode
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "attribute": getattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "length": len,
-    "iterate": iter,
-    "next": next,
-    "contains": operator.contains,
-    "truth": bool,
-    "text": str,
-    "equal": operator.eq,
-    "less": operator.lt,
-    "add": operator.add,
-}
 ABSENT = {"absent": True}
+PARTS = ("attribute", "item")
+"""Operations whose value stays a part of the object: a change of it is one of the object."""
 
 
 class Held:
@@ -35,17 +22,27 @@ class Held:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"__name__": "answer", "__builtins__": __builtins__}
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
     def handle(self, value: Any) -> dict[str, Any]:
-        """The message that names an object: an exception's class by its name too."""
-        self._objects.append(value)
-        found = {"h": len(self._objects) - 1}
+        """The message that names an object, always the same one: an exception's class by its name
+        too.
+        """
+        number = self._numbers.setdefault(id(value), len(self._objects))  # which is held, and so
+        if number == len(self._objects):  # no other object has its id
+            self._objects.append(value)
+        found = {"h": number}
         if isinstance(value, type) and issubclass(value, Exception):
-            return found | {"exception": value.__name__}
+            return found | {"exception": [each.__name__ for each in value.__mro__]}
         return found
 
     def find(self, message: Any) -> Any:
         return self._objects[message["h"]]
+
+    def lent(self, value: Any) -> dict[str, Any]:
+        """The reply that gives a value of which the test may change its copy."""
+        reply = {"value": encode(value, self.handle)}
+        return reply | (self.handle(value) if type(value) in (list, dict, set) else {})
 
 
 def run_answer(channel: Channel, program: str) -> None:
@@ -62,21 +59,29 @@ def run_answer(channel: Channel, program: str) -> None:
 
 
 def _serve(held: Held, request: dict[str, Any]) -> Any:
-    """Do one thing: look a name up, call something, or an operation."""
+    """Do one thing: look a name up, call something, or an operation; before it, what the tests have
+    changed of what they were lent.
+    """
     try:
+        for message, after in request.get("changed", ()):
+            become(held.find(message), decode(after, held.find))
         if "name" in request:
             if request["name"] not in held.names:
                 return ABSENT
-            return {"value": encode(held.names[request["name"]], held.handle)}
+            return held.lent(held.names[request["name"]])
         subject = decode(request["on"], held.find)
         given = [decode(each, held.find) for each in request["with"]]
         named = {name: decode(each, held.find) for name, each in request["named"].items()}
         if request["do"] != "call":
-            return {"value": encode(OPERATIONS[request["do"]](subject, *given), held.handle)}
-        value = {"value": encode(subject(*given, **named), held.handle)}
+            value = OPERATIONS[request["do"]](subject, *given)
+            if request["do"] in PARTS:
+                return held.lent(value)
+            return {"value": encode(value, held.handle)}
+        reply = {"value": encode(subject(*given, **named), held.handle)}
         # What the code did to a list that it was given is to be seen by the test.
-        after = [encode(each, held.handle) for each in given]
-        return value | ({"after": after} if after != request["with"] else {})
+        after = [encode(each, held.handle) for each in (*given, *named.values())]
+        before = [*request["with"], *request["named"].values()]
+        return reply | ({"after": after} if after != before else {})
     except BaseException as error:
         names = [each.__name__ for each in type(error).__mro__]
         with contextlib.suppress(BaseException):

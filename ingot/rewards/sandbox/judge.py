@@ -8,12 +8,19 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from ingot.rewards.sandbox.operations import ALONE, BETWEEN, become
 from ingot.rewards.sandbox.values import BadMessage, Channel, decode, encode
 
 ABSENT = object()
+ELSEWHERE = (
+    *("redirect_stdout", "redirect_stderr", "capsys", "capfd", "monkeypatch", "patch"),
+    *("asyncio", "unittest"),
+    *("__doc__", "__dict__", "__class__", "__module__", "__annotations__", "__defaults__"),
+)
+"""What tests can replace, watch, run or read in their own process alone."""
 
 
 class CannotJudge(BaseException):
@@ -26,6 +33,8 @@ class Answer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._exceptions: dict[str, type[Exception]] = {}
+        self._objects: dict[int, StandIn] = {}
+        self._lent: list[Lent] = []
 
     def start(self) -> None:
         """Let the code run."""
@@ -50,12 +59,16 @@ class Answer:
         if "error" in reply:
             raise self._exception(reply)
         value = self._value(reply)
-        for each, after in zip(given, reply.get("after", ()), strict=False):
-            _become(each, decode(after, self._stand_in))
+        for each, after in zip((*given, *named.values()), reply.get("after", ()), strict=False):
+            become(each, decode(after, self._stand_in))
         return value
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._channel.send(request)
+        """The reply; the answer first learns what the tests have changed of what they were lent."""
+        changed = [lent.message for lent in self._lent if lent.is_changed()]
+        # A copy that nobody else holds any more can change no further.
+        self._lent = [lent for lent in self._lent if sys.getrefcount(lent.value) > 2]
+        self._channel.send({**request, "changed": changed} if changed else request)
         reply = self._channel.receive()
         if not isinstance(reply, dict):
             raise BadMessage("no reply")
@@ -64,24 +77,31 @@ class Answer:
     def _value(self, reply: dict[str, Any]) -> Any:
         if "value" not in reply:
             raise BadMessage("a reply without a value")
-        return decode(reply["value"], self._stand_in)
+        value = decode(reply["value"], self._stand_in)
+        if isinstance(number := reply.get("h"), int) and isinstance(value, list | dict | set):
+            self._lent.append(Lent(value, number))
+        return value
 
     def _stand_in(self, message: dict[str, Any]) -> Any:
         if "exception" in message:
-            return self._class(str(message["exception"]))
-        return StandIn(self, int(message["h"]))
+            return self._class(*map(str, message["exception"]))
+        number = int(message["h"])
+        return self._objects.setdefault(number, StandIn(self, number))
 
-    def _class(self, name: str) -> type[Exception]:
-        """A class that tests can catch, for an exception that the code defines."""
-        return self._exceptions.setdefault(name, type(name, (Exception,), {}))
+    def _class(self, name: str, *above: str) -> type[Exception]:
+        """A class that tests can catch, for an exception that the code defines; `above` are the
+        names of the classes that it is derived from.
+        """
+        kinds = (self._exceptions.get(each) or _builtin(each) for each in above)
+        base = next((kind for kind in kinds if kind is not None), Exception)
+        return self._exceptions.setdefault(name, type(name, (base,), {}))
 
     def _exception(self, reply: dict[str, Any]) -> Exception:
         names, says = reply["error"], str(reply.get("says", ""))
         for name in names if isinstance(names, list) else ():
             if name in self._exceptions:
                 return self._exceptions[name](says)
-            known = getattr(builtins, str(name), None)
-            if isinstance(known, type) and issubclass(known, Exception):
+            if (known := _builtin(str(name))) is not None:
                 try:
                     return known(says)
                 except TypeError:  # such as UnicodeDecodeError, which wants five arguments
@@ -89,9 +109,32 @@ class Answer:
         return RuntimeError(says)
 
 
+def _builtin(name: str) -> type[Exception] | None:
+    """Python's own exception of this name."""
+    known = getattr(builtins, name, None)
+    return known if isinstance(known, type) and issubclass(known, Exception) else None
+
+
+class Lent:
+    """A copy of a list, a set or a dict that is part of an object of the answer's."""
+
+    def __init__(self, value: Any, handle: int) -> None:
+        self.value, self._handle = value, handle
+        self._known = encode(value, _message_of)
+
+    def is_changed(self) -> bool:
+        """Whether the tests have changed it since they were last asked."""
+        before, self._known = self._known, encode(self.value, _message_of)
+        return bool(self._known != before)
+
+    @property
+    def message(self) -> Any:
+        return [{"h": self._handle}, self._known]
+
+
 class StandIn:
     """An object of the answer's process. It equals no plain data, whatever its class says of
-    itself, and there is no arithmetic between it and plain data.
+    itself: what the tests expect never reaches that process, where it could be answered by itself.
     """
 
     def __init__(self, answer: Answer, handle: int) -> None:
@@ -105,17 +148,32 @@ class StandIn:
             raise AttributeError(name)
         return self._answer.do("attribute", self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._answer.do("set attribute", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._answer.do("delete attribute", self, name)
+
     def __getitem__(self, key: Any) -> Any:
         return self._answer.do("item", self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._answer.do("set item", self, key, value)
 
+    def __delitem__(self, key: Any) -> None:
+        self._answer.do("delete item", self, key)
+
     def __len__(self) -> int:
-        return int(self._answer.do("length", self))
+        return int(self._answer.do("len", self))
 
     def __iter__(self) -> Iterator[Any]:
-        items = self._answer.do("iterate", self)
+        return self._items("iter")
+
+    def __reversed__(self) -> Iterator[Any]:
+        return self._items("reversed")
+
+    def _items(self, how: str) -> Iterator[Any]:
+        items = self._answer.do(how, self)
         if not isinstance(items, StandIn):
             raise TypeError("it is no iterator")
         while True:
@@ -131,30 +189,77 @@ class StandIn:
         return self._answer.do("contains", self, item) is True
 
     def __bool__(self) -> bool:
-        return self._answer.do("truth", self) is True
+        return self._answer.do("bool", self) is True
 
-    def __str__(self) -> str:
-        return str(self._answer.do("text", self))
+    def __format__(self, how: str) -> str:
+        return str(self._answer.do("format", self, how))
+
+    def __round__(self, *digits: int) -> Any:
+        return self._answer.do("round", self, *digits)
+
+    def __enter__(self) -> Any:
+        return self._answer.do("enter", self)
+
+    def __exit__(self, *error: object) -> None:
+        self._answer.do("exit", self)
+
+    def __instancecheck__(self, value: object) -> bool:
+        """Whether `value` is of this class of the answer's."""
+        if isinstance(value, StandIn):
+            return self._answer.do("instance", value, self) is True
+        if self._answer.do("is plain", self) is True:
+            raise CannotJudge("a test asks for the class of plain data, which is a copy")
+        return False
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return isinstance(kind, StandIn) and self._answer.do("subclass", kind, self) is True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StandIn) and self._answer.do("equal", self, other) is True
 
-    def __lt__(self, other: object) -> Any:
-        return (
-            self._answer.do("less", self, other) if isinstance(other, StandIn) else NotImplemented
-        )
-
-    def __add__(self, other: object) -> Any:
-        return self._answer.do("add", self, other) if isinstance(other, StandIn) else NotImplemented
-
     def __hash__(self) -> int:
-        return hash(("an object of the answer", self._handle))
+        return hash(self._answer.do("hash", self))
 
     def __mro_entries__(self, bases: Any) -> NoReturn:
         raise CannotJudge("a test derives a class from one of the answer's")
 
     def __reduce__(self) -> NoReturn:
         raise CannotJudge("a test copies an object of the answer's")
+
+    def _with(self, name: str, other: Any, method: str, *, turned: bool = False) -> Any:
+        """An operation between two objects of the answer's. With plain data there is none, since
+        that may be what the tests expect.
+        """
+        if isinstance(other, StandIn):
+            pair = (other, self) if turned else (self, other)
+            return self._answer.do(name, *pair)
+        if self._answer.do("has", self, method) is True:
+            raise CannotJudge(
+                f"a test has {method} between plain data and an object of the answer's"
+            )
+        return NotImplemented
+
+
+def _alone(name: str, text: bool) -> Callable[[StandIn], Any]:
+    def method(self: StandIn) -> Any:
+        value = self._answer.do(name, self)
+        return str(value) if text else value
+
+    return method
+
+
+def _between(name: str, method: str, *, turned: bool) -> Callable[[StandIn, Any], Any]:
+    return lambda self, other: self._with(name, other, method, turned=turned)
+
+
+for _name in ALONE:
+    if not hasattr(StandIn, f"__{_name}__") or _name in ("str", "repr"):
+        setattr(StandIn, f"__{_name}__", _alone(_name, _name in ("str", "repr")))
+for _name in BETWEEN:
+    setattr(StandIn, f"__{_name}__", _between(_name, f"__{_name}__", turned=False))
+    if _name not in ("lt", "le", "gt", "ge"):
+        _method = f"__r{_name}__"
+        setattr(StandIn, _method, _between(_name, _method, turned=True))
 
 
 def _message_of(value: Any) -> Any:
@@ -165,15 +270,6 @@ def _message_of(value: Any) -> Any:
         f"a test gives the answer a {type(value).__name__}; only plain data and the answer's own"
         " objects can pass between the two processes"
     )
-
-
-def _become(mine: Any, theirs: Any) -> None:
-    """Change an argument as the answer has changed its copy."""
-    if isinstance(mine, list) and isinstance(theirs, list):
-        mine[:] = theirs
-    elif isinstance(mine, dict | set) and type(mine) is type(theirs):
-        mine.clear()
-        mine.update(theirs)
 
 
 def run_judge(channel: Channel, tests: str, host: Channel) -> None:
@@ -191,6 +287,7 @@ def _judge(answer: Answer, text: str, host: Channel) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CannotJudge(f"the tests are no Python ({error})") from None
     _check_imports(body)
+    _check_reach(body)
     functions = [each for each in body if isinstance(each, ast.FunctionDef)]
     body += [ast.parse(f"{each.name}()").body[0] for each in functions if _is_test_function(each)]
     tests, wanted = sum(map(_is_test, body)), _names_of_the_answer(body)
@@ -208,7 +305,16 @@ def _judge(answer: Answer, text: str, host: Channel) -> dict[str, Any]:
     try:
         names: dict[str, Any] = {"__name__": "tests"}
         names |= {name: found for name in wanted if (found := answer.look_up(name)) is not ABSENT}
+        # Plain data is a copy, and the answer may have changed its own since.
+        copies = {
+            name: found
+            for name in wanted
+            if not isinstance(found := names.get(name), StandIn | type | None)
+        }
         for statement in body:
+            for name, found in copies.items():
+                if names.get(name) is found:
+                    names[name] = copies[name] = answer.look_up(name)
             holds = _holds(statement, names)
             passed += holds and _is_test(statement)
             whole = whole and holds
@@ -235,6 +341,16 @@ def _check_imports(body: list[ast.stmt]) -> None:
         for name in named:
             if name.split(".")[0] not in sys.stdlib_module_names:
                 raise CannotJudge(f"the tests import {name}; only the standard library is there")
+
+
+def _check_reach(body: list[ast.stmt]) -> None:
+    """Raises CannotJudge for tests that replace or watch what only they would see."""
+    for node in (each for statement in body for each in ast.walk(statement)):
+        names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "arg", None)}
+        if found := names.intersection(ELSEWHERE):
+            raise CannotJudge(
+                f"the tests use {min(found)}, which does not reach the answer's process"
+            )
 
 
 def _is_test_function(function: ast.FunctionDef) -> bool:

@@ -55,6 +55,47 @@ HONEST = {
         "    else: assert False\n"
         "def test_odd():\n    try: f(0)\n    except Odd: pass\n    else: assert False",
     ),
+    "objects that point to each other": (
+        "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+        "def length(node):\n    count = 0\n    while node: count, node = count + 1, node.next\n"
+        "    return count",
+        "a = Node(1)\na.next = Node(2)\nassert length(a) == 2 and a.next is a.next\n"
+        "a.value = 5\nassert a.value == 5\ndel a.value\nassert not hasattr(a, 'value')",
+    ),
+    "operators": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __repr__(self): return f'V({self.x})'\n"
+        "    def __sub__(self, other): return V(self.x - other.x)\n"
+        "    def __mul__(self, other): return self.x * other.x\n    def __neg__(self): return V(-self.x)\n"
+        "    def __abs__(self): return abs(self.x)\n    def __int__(self): return self.x\n"
+        "    def __le__(self, other): return self.x <= other.x\n    def __hash__(self): return self.x\n"
+        "    def __lt__(self, other): return self.x < other.x\n"
+        "    def __eq__(self, other): return self.x == other.x\n"
+        "    def __format__(self, how): return how\n    def __delitem__(self, key): self.x = key\n"
+        "    def __enter__(self): return self\n    def __exit__(self, *error): self.x = 0",
+        "v = V(3)\nassert repr(v - V(1)) == 'V(2)' and v * V(2) == 6 and (-v).x == -3\n"
+        "assert abs(V(-4)) == 4 and int(v) == 3 and V(1) <= v and f'{v:a}' == 'a' and v >= V(3)\n"
+        "assert isinstance(v, V) and not isinstance(1, V) and len({V(1), V(1)}) == 1\n"
+        "assert [each.x for each in sorted([V(2), V(1)])] == [1, 2]\ndel v[7]\nassert v.x == 7\n"
+        "with v as same:\n    assert same.x == 7\nassert v.x == 0",
+    ),
+    "what is changed in place": (
+        "class S:\n    def __init__(self): self.items, self.table = [], {}\n"
+        "    def size(self): return len(self.items) + len(self.table)\n"
+        "COUNT = [0]\nCALLS = 0\ndef f(a, reverse=False):\n    global CALLS\n    CALLS += 1\n"
+        "    a.sort(reverse=reverse)\n    return COUNT[0]",
+        "a = [2, 1]\nf(a=a)\nassert a == [1, 2] and CALLS == 1\nf(a, reverse=True)\n"
+        "assert a == [2, 1] and CALLS == 2\ns = S()\ns.items.append(1)\ns.table['b'] = 2\n"
+        "assert s.size() == 2\nCOUNT[0] = 9\nassert f([]) == 9",
+    ),
+    "exceptions of exceptions": (
+        "class A(ValueError): pass\nclass B(A): pass\ndef f(): raise B('no')",
+        "assert issubclass(A, ValueError)\ndef test_a():\n    try: f()\n    except ValueError: return\n"
+        "    assert False",
+    ),
+    "an enumeration": (
+        "import enum\nclass C(enum.Enum):\n    R = 1\ndef f(): return C.R",
+        "assert f() is C.R and f() == C.R and f().value == 1",
+    ),
     "a generator": ("def f():\n    yield 1\n    yield 2", "assert list(f()) == [1, 2]"),
     "a list that it changes": ("def f(a): a.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
     "HumanEval's form": (
@@ -80,6 +121,43 @@ def test_honest_code_passes(name: str) -> None:
     assert verdict is not None
     assert verdict.whole
     assert verdict.passed == verdict.tests > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "reason"),
+    [
+        (
+            "def f(): print(1)",
+            "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as"
+            " out:\n    f()\nassert out.getvalue()",
+            "redirect_stdout, which does not reach",
+        ),
+        ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1", "asyncio"),
+        ("def f(): 'd'", "assert f.__doc__ == 'd'", "__doc__"),
+        (
+            "class V:\n    def __mul__(self, by): return by",
+            "assert V() * 6 == 6",
+            "__mul__ between plain data and an object",
+        ),
+        (
+            "import collections\nP = collections.namedtuple('P', 'x')",
+            "assert isinstance(P(1), P)",
+            "the class of plain data",
+        ),
+    ],
+)
+def test_what_cannot_be_judged_is_no_wrong_answer(program: str, tests: str, reason: str) -> None:
+    with pytest.raises(RewardFailed, match=reason):
+        run_trial(program, tests, SandboxLimits(timeout=30))
+
+
+def test_a_value_that_cannot_be_set_is_not_set() -> None:
+    program = "class A:\n    @property\n    def limit(self): return 1"
+    verdict = run_trial(
+        program, "a = A()\na.limit = 5\nassert a.limit == 5", SandboxLimits(timeout=30)
+    )
+    assert verdict is not None
+    assert not verdict.passed
 
 
 FRAMES = """
