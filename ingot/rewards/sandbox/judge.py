@@ -347,10 +347,8 @@ def _check_reach(body: list[ast.stmt]) -> None:
     """Raises CannotJudge for tests that replace or watch what only they would see."""
     for node in (each for statement in body for each in ast.walk(statement)):
         names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "arg", None)}
-        if found := names.intersection(ELSEWHERE):
-            raise CannotJudge(
-                f"the tests use {min(found)}, which does not reach the answer's process"
-            )
+        for name in names.intersection(ELSEWHERE):
+            raise CannotJudge(f"the tests use {name}, which does not reach the answer's process")
 
 
 def _is_test_function(function: ast.FunctionDef) -> bool:

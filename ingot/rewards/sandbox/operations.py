@@ -48,6 +48,8 @@ ALONE: dict[str, Callable[[Any], Any]] = {
     "exit": lambda value: value.__exit__(None, None, None),
 }
 """Of one object."""
+PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+"""What passes between the two sandboxes as a copy, and so loses a class that is derived of it."""
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **BETWEEN,
     **ALONE,
@@ -67,8 +69,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "is plain": lambda kind: issubclass(kind, PLAIN),
     "has": lambda value, name: hasattr(type(value), name),
 }
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-"""What passes between the two sandboxes as a copy, and so loses a class that is derived of it."""
 
 
 def become(mine: Any, other: Any) -> None:
