@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.base.reports import Metric
 from ingot.config.models.source import ModelKind
@@ -26,6 +26,12 @@ Item = TypeVar("Item")
 
 class EvaluationInterrupted(Exception):
     """The evaluation was stopped, on every rank, because one of them was asked to."""
+
+
+class NotJudged(Failed):
+    """What judges the model's answers failed, such as a server that is down, so that there is no
+    figure. The model is not to blame: a training keeps it before it ends.
+    """
 
 
 @dataclass(frozen=True)

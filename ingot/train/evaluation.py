@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.runlog import FailSafeSink, JsonLines
 from ingot.config.recipe import Recipe
 from ingot.evaluate.generation import complete_prompts
-from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
+from ingot.evaluate.subject import EvalModel, EvaluationInterrupted, NotJudged
 from ingot.evaluate.validation import TaskEvaluator, validation_losses
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
@@ -211,7 +211,7 @@ class EvaluateHook:
             self.account,
         ) = (measure, every, stopping, patience, best, sinks, account)
         self.owes = False
-        self.refused: WrongInput | None = None
+        self.refused: WrongInput | NotJudged | None = None
         """Why the newest evaluation could not be taken; raised by the checkpoint hook, so that the
         steps up to it are not lost.
         """
@@ -237,7 +237,7 @@ class EvaluateHook:
             return False
         try:
             self.at(info.step)
-        except WrongInput as error:
+        except (WrongInput, NotJudged) as error:
             self.refused, self.owes = error, True
         self.every.restart()
         return self.is_over

@@ -165,6 +165,13 @@ BAD = {
             " own `name`"
         ),
     ),
+    "a reward in the place of the mean": (
+        "evaluate:\n  tasks: [{kind: reward, rewards: [{kind: exact, name: mean}]}]",
+        (
+            "r.yaml:6: evaluate.tasks, reward: a reward is called mean, as another metric of the"
+            " task is; give it another `name`"
+        ),
+    ),
     "remote output": (
         "output: gs://x/y",
         (

@@ -265,4 +265,12 @@ FAULTS = [
         "a right program fails tests that cannot be judged, uncounted",
         VERDICTS,
     ),
+    Fault(
+        "failed-rewards-are-a-figure",
+        "ingot/evaluate/tasks/reward.py",
+        "if count > MOST_FAILED * len(samples):",
+        "if False:",
+        "a reward that fails on every answer is a mean of 0, on which a gate deploys",
+        "tests/evaluate/tasks/test_reward.py",
+    ),
 ]

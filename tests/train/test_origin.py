@@ -18,10 +18,12 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
+from ingot.evaluate.subject import NotJudged
 from ingot.parallel.mesh import Mesh
 from ingot.train.evaluation import BestTracker, Measured
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
+from tests.evaluate.small_runs import prepared, recipe_of
 from tests.small import copy_of, small_recipe
 from tests.train.stopping import train_until
 
@@ -235,6 +237,24 @@ def test_steps_before_a_metric_that_is_not_measured_are_not_lost(root: Path) -> 
     train(right)
     assert len(logged(right)) == 6, "no step is done again"
     assert len(logged(right, "validation/loss/perplexity")) == 2, "what was measured is, again"
+
+
+def test_steps_before_a_reward_that_fails_are_not_lost(tmp_path: Path) -> None:
+    """Its server may be down for an hour. The answers of these chats have no number."""
+
+    def on(reward: dict[str, Any]) -> Recipe:
+        tasks = [{"kind": "reward", "rewards": [reward], "max_tokens": 2, "limit": 2}]
+        knobs = {"train__evaluate_tasks": ["reward"], "train__evaluate_every": 3}
+        return recipe_of(tmp_path, "chat", evaluate__tasks=tasks, train__steps=3, **knobs)
+
+    prepared(tmp_path, "chat")
+    with pytest.raises(NotJudged, match="numeric failed on 2 of 2 answers"):
+        train(on({"kind": "numeric", "tolerance": 0.0}))
+    right = on({"kind": "exact"})
+    assert [found.step for found in committed(right.folder.checkpoints)] == [3]
+    train(right)
+    assert len(logged(right)) == 3, "no step is done again"
+    assert len(logged(right, "validation/reward/mean")) == 1, "what was not measured is"
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ class RewardTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.reward:open_reward"
     model_kinds = ("decoder",)
+    own_names: ClassVar[tuple[str, ...]] = ("mean", "finished", "failed")
+    """What its metrics are called beside those of single rewards, which have the reward's name."""
 
     kind: Literal["reward"]
     """Which evaluation."""
@@ -226,14 +228,22 @@ class RewardTask(TaskSettings):
         return True
 
     def resolved(self, objective: ObjectiveSettings) -> Self:
-        if not isinstance(objective, GRPOSettings):
-            return self
-        return self.model_copy(
-            update={
-                "rewards": self.rewards or objective.rewards,
-                "max_tokens": self.max_tokens or objective.max_answer_tokens,
-            }
-        )
+        """Raises ValueError if a reward's metric would take the place of one of the task's own."""
+        task = self
+        if isinstance(objective, GRPOSettings):
+            task = self.model_copy(
+                update={
+                    "rewards": self.rewards or objective.rewards,
+                    "max_tokens": self.max_tokens or objective.max_answer_tokens,
+                }
+            )
+        labels = [reward.label for reward in task.rewards]
+        if taken := [name for name in self.own_names if name in labels]:
+            raise ValueError(
+                f"evaluate.tasks, {self.name}: a reward is called {taken[0]}, as another metric of"
+                " the task is; give it another `name`"
+            )
+        return task
 
 
 class LMEvalTask(TaskSettings):

@@ -11,19 +11,24 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.progress import say
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
 from ingot.evaluate.generation import generate_finished
 from ingot.evaluate.metrics import mean_metric
-from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
+from ingot.evaluate.subject import EvalModel, EvalModelInfo, NotJudged, TaskResult
 from ingot.models.generation.request import Request
 from ingot.rewards.build import build_rewards, check_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 
 MAX_TOKENS = 256
 """Tokens of an answer where neither the task nor the objective says."""
+MOST_FAILED = 0.5
+"""If a reward fails on a larger share of the answers, their mean says more of its `on_failure` than
+of the model, and there is none.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class OpenRewardTask:
     items: list[RewardItem]
 
     def measure(self, subject: EvalModel) -> TaskResult:
-        """Raises Failed if the model gives numbers that are not finite."""
+        """Raises Failed if the model gives numbers that are not finite, and NotJudged if a reward
+        has no value for most of the answers.
+        """
         requests = [Request(item.prompt, self.max_tokens) for item in self.items]
         answers = generate_finished(subject, requests, self.task.name)
         samples = [
@@ -55,23 +62,6 @@ class OpenRewardTask:
         ]
         # A reward may start processes, ask a server, or cost money: once, not once a rank.
         scores = subject.mesh.from_main(lambda: self._scores(samples))
-        on = fingerprint(
-            {
-                "items": [[item.text, item.reference] for item in self.items],
-                "rewards": [reward.model_dump(mode="json") for reward in self.task.rewards],
-                "max_tokens": self.max_tokens,
-            }
-        )
-        name = self.task.name
-        metrics: dict[str, Metric] = {
-            f"{name}/mean": mean_metric(scores.total, direction="higher", on=on)
-        }
-        for label, values in scores.each.items():
-            there = [value for value in values if value is not None]
-            if there and len(scores.each) > 1:
-                metrics[f"{name}/{label}"] = mean_metric(there, direction="higher", on=on)
-        finished = [float(sample.finished) for sample in samples]
-        metrics[f"{name}/finished"] = mean_metric(finished, direction="higher", on=on)
         examples: list[dict[str, Any]] = [
             {
                 "id": item.place,
@@ -80,14 +70,63 @@ class OpenRewardTask:
                 "answer": sample.answer,
                 "finished": sample.finished,
                 "reward": total,
+                **({"failed": ", ".join(failed)} if failed else {}),
             }
-            for item, sample, total in zip(self.items, samples, scores.total, strict=True)
+            for item, sample, total, failed in zip(
+                self.items, samples, scores.total, failed_on_each(scores), strict=True
+            )
         ]
-        return TaskResult(metrics, examples)
+        return TaskResult(self._metrics(samples, scores), examples)
 
     def _scores(self, samples: Sequence[Sample]) -> RewardScores:
         with build_rewards(self.task.rewards) as rewards:
-            return rewards(samples)
+            scores = rewards(samples)
+        for label, reason in scores.reasons.items():
+            count = scores.failures[label]
+            failed = f"reward {label} failed on {count:,} of {len(samples):,} answers: {reason}"
+            if count > MOST_FAILED * len(samples):
+                raise NotJudged(f"{self.task.name}: {failed}; mend it, and evaluate again")
+            say(f"warning: {self.task.name}: {failed}")
+        return scores
+
+    def _metrics(self, samples: Sequence[Sample], scores: RewardScores) -> dict[str, Metric]:
+        """Of the sum of all rewards, of each where there are several, of the answers that ended by
+        themselves, and of those on which a reward failed, if there are any.
+        """
+        name, of_all = self.task.name, range(len(samples))
+        on = self._set(of_all)
+        metrics = {f"{name}/mean": mean_metric(scores.total, direction="higher", on=on)}
+        for label, values in scores.each.items():
+            judged = [number for number in of_all if values[number] is not None]
+            there = [value for value in values if value is not None]
+            if len(scores.each) > 1:
+                one = mean_metric(there, direction="higher", on=self._set(judged))
+                metrics[f"{name}/{label}"] = one
+        finished = [float(sample.finished) for sample in samples]
+        metrics[f"{name}/finished"] = mean_metric(finished, direction="higher", on=on)
+        if scores.reasons:
+            failed = [float(bool(labels)) for labels in failed_on_each(scores)]
+            metrics[f"{name}/failed"] = mean_metric(failed, direction="lower", on=on)
+        return metrics
+
+    def _set(self, judged: Sequence[int]) -> str:
+        """The identity of the answers that are judged, by number, and of what judges them."""
+        items = [self.items[number] for number in judged]
+        return fingerprint(
+            {
+                "items": [[item.text, item.reference] for item in items],
+                "rewards": [reward.model_dump(mode="json") for reward in self.task.rewards],
+                "max_tokens": self.max_tokens,
+            }
+        )
+
+
+def failed_on_each(scores: RewardScores) -> list[list[str]]:
+    """The rewards that failed on each sample."""
+    return [
+        [label for label, values in scores.each.items() if values[number] is None]
+        for number in range(len(scores.total))
+    ]
 
 
 def open_reward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
-from ingot.evaluate.subject import TaskResult
-from ingot.evaluate.tasks import measure
+from ingot.evaluate.subject import NotJudged, TaskResult
+from ingot.evaluate.tasks import measure, open_task
+from ingot.evaluate.tasks.reward import OpenRewardTask
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.parallel.mesh import running_mesh
@@ -60,3 +63,48 @@ def test_a_recipe_without_rewards_must_name_them(recipe: Recipe) -> None:
 def test_a_prompt_must_leave_room(recipe: Recipe) -> None:
     with pytest.raises(WrongInput, match="positions"):
         measured(recipe, rewards=[{"kind": "exact"}], max_tokens=100_000)
+
+
+# In the answers of these chats there is no number, so that this reward fails on each.
+ON_NUMBERS = {"kind": "numeric", "name": "number", "tolerance": 0.0, "on_failure": 1.0}
+
+
+def measured_where_numbers_are(
+    recipe: Recipe, numbers: int, capsys: pytest.CaptureFixture[str]
+) -> tuple[TaskResult, str]:
+    """Of six answers so many have a number as their reference; and what was said of the rest."""
+    task = RewardTask.model_validate(
+        {"kind": "reward", "rewards": [ON_NUMBERS, {"kind": "exact"}], "max_tokens": 4, "limit": 6}
+    )
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        opened = open_task(task, subject.info)
+        assert isinstance(opened, OpenRewardTask)
+        items = [
+            replace(item, reference=str(place) if place < numbers else "copper")
+            for place, item in enumerate(opened.items)
+        ]
+        return replace(opened, items=items).measure(subject), capsys.readouterr().err
+
+
+def test_a_reward_that_fails_on_most_answers_gives_no_figure(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a server that is down is a mean of 0, by which a gate decides."""
+    with pytest.raises(NotJudged, match=re.escape("number failed on 4 of 6 answers: the referen")):
+        measured_where_numbers_are(recipe, 2, capsys)
+
+
+def test_where_a_reward_fails_on_some_answers_that_is_told(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, said = measured_where_numbers_are(recipe, 4, capsys)
+    assert "warning: reward: reward number failed on 2 of 6 answers: the reference" in said
+    assert [example.get("failed") for example in found.examples] == [None] * 4 + ["number"] * 2
+    metrics = found.metrics
+    assert metrics["reward/failed"].value == pytest.approx(2 / 6)
+    assert metrics["reward/mean"].value == pytest.approx(2 / 6), "its on_failure counts"
+    assert (metrics["reward/number"].value, metrics["reward/number"].n) == (0, 4)
+    whole = metrics["reward/mean"].set_fingerprint
+    assert metrics["reward/exact"].set_fingerprint == whole
+    assert metrics["reward/number"].set_fingerprint != whole, "it is a mean of fewer answers"
