@@ -834,4 +834,12 @@ FAULTS = [
         "pairs that are in no row count among the tokens that are said to be trained on",
         "tests/data/test_prepare_examples.py",
     ),
+    Fault(
+        "chats-cut-otherwise-are-one-set",
+        "ingot/evaluate/tasks/loss.py",
+        "    if rows.left_out:\n",
+        "    if rows.left_out and not isinstance(rows, Rows):\n",
+        "a gate compares the losses of other texts, which are the chats cut to another length",
+        "tests/evaluate/tasks/test_loss.py",
+    ),
 ]

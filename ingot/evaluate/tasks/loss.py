@@ -98,15 +98,16 @@ def open_loss(
 
 def comparison_set(identity: str, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
     """The identity of the set that is measured: that of the documents, the maximum lengths if some
-    were left out for their length, and the number of rows if not all are used.
+    were left out or cut for their length, and the number of rows if not all are used. What remains
+    of a chat is up to the tokenizer too, and is what is predicted.
     """
-    cut: dict[str, int | str] = (
-        {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
-        if not isinstance(rows, Rows) and rows.left_out
-        else {}
-    )
-    if recipe.data.truncate != "right" and rows.left_out:
-        cut |= {"truncate": recipe.data.truncate}
+    cut: dict[str, int | str] = {}
+    if rows.left_out:
+        cut = {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
+        if recipe.documents == "chat":
+            cut |= {"tokenizer": rows.tokenizer}
+        if recipe.data.truncate != "right":
+            cut |= {"truncate": recipe.data.truncate}
     first = {"rows": count} if count < len(rows) else {}
     return fingerprint({"documents": identity, **cut, **first}) if cut or first else identity
 
@@ -205,12 +206,13 @@ def _bits_per_byte(name: str, nats: Floats, sizes: Floats, on: str) -> dict[str,
 
 def source_names(sources: Sequence[PreparedSource]) -> list[str]:
     """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
-    1, where that is long or not of one source alone.
+    1, where that is long, not of one source alone, or one of these numbers.
     """
     last = [source.source.rstrip("/").rpartition("/")[2] for source in sources]
+    numbers = [str(number) for number in range(1, len(last) + 1)]
     return [
-        name if len(name) <= MAX_NAME and last.count(name) == 1 else str(number)
-        for number, name in enumerate(last, start=1)
+        number if len(name) > MAX_NAME or last.count(name) > 1 or name in numbers else name
+        for name, number in zip(last, numbers, strict=True)
     ]
 
 
