@@ -8,13 +8,14 @@ they never change the result.
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import differing
 from ingot.base.markers import fingerprint
-from ingot.base.storage import sampled_sha256
+from ingot.base.runfolder import model_folder
+from ingot.base.storage import sampled_sha256, sha256_file
 from ingot.config.doors import (
     FAMILIES,
     OBJECTIVES,
@@ -28,6 +29,7 @@ from ingot.config.models.source import named_folder, source_folder, starts_rando
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
 from ingot.config.sections.loop import RouterSettings
+from ingot.config.sections.rewards import RewardSettings
 
 TRAINING_KNOBS = (
     "seed",
@@ -55,6 +57,8 @@ STOPPING = ("train.evaluate_every", "train.evaluate_rows", "train.average.evalua
 """How those begin that are included only with `train.early_stop`, and come and go with it."""
 WEIGHTS_OF = "the weights of "
 """Before the knob that names them, in the keys of `weights_identity`."""
+REWARDS_AS = "objective.rewards: what stands in "
+"""Before the path of a file, in those of `rewards_identity`."""
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 """Where training starts from; included only if set."""
 
@@ -122,7 +126,8 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:
     """Fingerprints of the weights that training starts or learns from, by the knob that names them:
-    a model that was trained again under the same path makes another training.
+    a model that was trained again under the same path makes another training. So do the files that
+    its rewards name.
 
     Raises:
         WrongInput: there is no such folder or hub model.
@@ -140,7 +145,22 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
             folders[knob] = named_folder(source, knob)
     if lora is not None and lora.adapter is not None:
         folders["model.lora.adapter"] = Path(lora.adapter)
-    return {f"{WEIGHTS_OF}{knob}": _weights_fingerprint(path) for knob, path in folders.items()}
+    weights = {f"{WEIGHTS_OF}{knob}": _weights_fingerprint(path) for knob, path in folders.items()}
+    return weights | rewards_identity(getattr(objective, "rewards", []))
+
+
+def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:
+    """Fingerprints of the files and models that rewards name, by their paths: a function that was
+    edited under the same name is another reward.
+    """
+    found = dict[str, str]()
+    for name in (name for reward in rewards for name in reward.files):
+        path = Path(name)
+        if path.is_file():
+            found[f"{REWARDS_AS}{name}"] = sha256_file(path)
+        elif path.is_dir():
+            found[f"{REWARDS_AS}{name}"] = _weights_fingerprint(model_folder(path))
+    return found
 
 
 def _weights_fingerprint(folder: Path) -> str:

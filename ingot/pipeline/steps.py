@@ -18,6 +18,7 @@ from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED
+from ingot.config.sections.rewards import RewardSettings
 from ingot.config.serving import SERVER_ARGUMENTS
 
 Knobs = dict[str, Any]
@@ -133,6 +134,8 @@ def _evaluate(recipe: Recipe) -> Knobs:
     )
     if recipe.documents == "pair":
         knobs |= recipe.select(("data.target_len",))
+    if recipe.documents == "masked":
+        knobs |= recipe.select(("objective",))  # which says what is hidden
     knobs |= {"data.pack": recipe.held_out_row_plan}
     if recipe.evaluate.prompts:
         knobs |= recipe.select(("evaluate.sample_tokens",))
@@ -157,10 +160,11 @@ def _evaluates_base(recipe: Recipe) -> bool:
 
 
 def _evaluated_folders(recipe: Recipe) -> list[str]:
-    """The evaluated models, and the files with task items."""
+    """The evaluated models, the files with task items, and what the rewards of tasks name."""
     base = recipe.model.source if _evaluates_base(recipe) or recipe.evaluate.base else None
     files = _without_scheme(_items(recipe))
-    return [*_local(base), *_local(recipe.evaluate.model), *files]
+    judges = [one for task in recipe.tasks for one in _named_by_rewards(task)]
+    return [*_local(base), *_local(recipe.evaluate.model), *files, *judges]
 
 
 def _gate(recipe: Recipe) -> Knobs:
@@ -228,13 +232,29 @@ def _evaluated(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _local(source: str | None) -> list[str]:
-    """The folder of `source` if it is a local model, rather than a hub name or a preset."""
-    return [str(model_folder(Path(source)))] if source and Path(source).is_dir() else []
+    """The folder or file of `source` if it is a local one, rather than a hub name or a preset."""
+    path = Path(source or "")
+    if source and path.is_dir():
+        return [str(model_folder(path))]
+    return [source] if source and path.is_file() else []
+
+
+def _named_by_rewards(place: Any) -> list[str]:
+    """The local files and models that the rewards of an objective or a task name."""
+    rewards: list[RewardSettings] = getattr(place, "rewards", [])
+    return [local for reward in rewards for name in reward.files for local in _local(name)]
 
 
 def _prepared_with(recipe: Recipe) -> list[str]:
-    """The tokenizer's folder, and the files that training documents are compared with."""
-    return [*_local(recipe.tokenizer.source), *_without_scheme(recipe.data.clean.against)]
+    """The tokenizer's folder or file, that of its template, and the files that training documents
+    are compared with.
+    """
+    template = recipe.tokenizer.template
+    return [
+        *_local(recipe.tokenizer.source),
+        *(_local(template) if template not in TEMPLATES.kinds() else []),
+        *_without_scheme(recipe.data.clean.against),
+    ]
 
 
 def _without_scheme(sources: Iterable[str]) -> list[str]:
@@ -242,8 +262,8 @@ def _without_scheme(sources: Iterable[str]) -> list[str]:
 
 
 def _training_folders(recipe: Recipe) -> list[str]:
-    """Every model that training starts from or learns from. The run of `train.start_from` is left
-    out, because it may still be training.
+    """Every model that training starts from or learns from, and what its rewards name. The run of
+    `train.start_from` is left out, because it may still be training.
     """
     objective, lora = recipe.objective, recipe.model.lora
     others = (
@@ -251,7 +271,8 @@ def _training_folders(recipe: Recipe) -> list[str]:
         objective.reference_source,
         lora.adapter if lora else None,
     )
-    return [folder for source in (recipe.model.source, *others) for folder in _local(source)]
+    models = [folder for source in (recipe.model.source, *others) for folder in _local(source)]
+    return [*models, *_named_by_rewards(objective)]
 
 
 STEPS = (

@@ -32,7 +32,7 @@ from ingot.checkpoints.store import (
     newest_valid,
     set_damaged_aside,
 )
-from ingot.config.identity import MAY_CHANGE, STOPPING, WEIGHTS_OF, changes
+from ingot.config.identity import MAY_CHANGE, REWARDS_AS, STOPPING, WEIGHTS_OF, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
@@ -67,8 +67,9 @@ def find_start(
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
         before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
-        if not any(key.startswith(WEIGHTS_OF) for key in before):  # of an earlier version
-            now = {key: value for key, value in now.items() if not key.startswith(WEIGHTS_OF)}
+        for part in (WEIGHTS_OF, REWARDS_AS):
+            if not any(key.startswith(part) for key in before):  # of an earlier version
+                now = {key: value for key, value in now.items() if not key.startswith(part)}
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if all(_may_differ(key, before, now, allow) for key in differ):
             if differ:

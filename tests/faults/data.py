@@ -842,4 +842,28 @@ FAULTS = [
         "a gate compares the losses of other texts, which are the chats cut to another length",
         "tests/evaluate/tasks/test_loss.py",
     ),
+    Fault(
+        "files-of-rewards-not-watched",
+        "ingot/pipeline/steps.py",
+        "return [source] if source and path.is_file() else []",
+        "return []",
+        "a chat template or a reward was edited, and all steps are called unchanged",
+        "tests/pipeline/test_steps.py",
+    ),
+    Fault(
+        "edited-reward-is-the-same-set",
+        "ingot/evaluate/tasks/reward.py",
+        '**({"files": files} if files else {}),',
+        "",
+        "a gate compares the values of two reward functions of one name",
+        "tests/evaluate/tasks/test_reward.py",
+    ),
+    Fault(
+        "edited-reward-goes-on",
+        "ingot/config/identity.py",
+        'return weights | rewards_identity(getattr(objective, "rewards", []))',
+        "return weights",
+        "a training goes on with another reward function under the same name",
+        "tests/train/test_resume.py",
+    ),
 ]

@@ -320,6 +320,35 @@ def test_changed_items_of_a_task_are_measured_anew(tmp_path: Path) -> None:
     assert folders == [str(items)]
 
 
+def test_files_that_a_recipe_names_are_watched(tmp_path: Path) -> None:
+    """A tokenizer, a chat template, and what rewards name: a function, a schema, a model."""
+    file, model = tmp_path / "a.py", tmp_path / "model"
+    file.touch()
+    model.mkdir()
+    rewards = (
+        f"[{{kind: python, function: '{file}:score'}}, {{kind: json_schema, file: {file}}},"
+        f" {{kind: classifier, model: {model}}}, {{kind: python, name: own, function: 'a.b:c'}}]"
+    )
+    named = [str(file), str(file), str(model)]
+    recipe = _recipe(
+        f"objective={{kind: grpo, rewards: {rewards}}}",
+        f"tokenizer.source={file}",
+        f"tokenizer.template={file}",
+    )
+    assert step_named("prepare").folders(recipe) == [str(file), str(file)]
+    assert step_named("train").folders(recipe) == named
+    assert step_named("evaluate").folders(recipe) == named, "its task has the objective's rewards"
+    own = _recipe("objective.kind=sft", f"evaluate.tasks=[{{kind: reward, rewards: {rewards}}}]")
+    assert step_named("train").folders(own) == []
+    assert step_named("evaluate").folders(own) == named
+
+
+def test_what_is_hidden_of_texts_is_measured_anew() -> None:
+    masked = ("objective.kind=mlm", "evaluate.model=some/folder")
+    more = _recipe(*masked, "objective.mlm_probability=0.4")
+    assert _changed(_recipe(*masked), more) == {"train", "evaluate"}
+
+
 @pytest.mark.parametrize(
     ("kind", "revision"), [("pretrain", 1), ("sft", 2), ("dpo", 2), ("mlm", 2), ("seq2seq", 1)]
 )

@@ -21,7 +21,7 @@ from ingot.checkpoints.store import (
     retain,
     step_folder,
 )
-from ingot.config.identity import training_identity
+from ingot.config.identity import training_identity, weights_identity
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -147,6 +147,25 @@ def test_early_stopping_comes_and_goes_with_what_it_depends_on(
     otherwise = {**stopped, "train.evaluate_every": 3}
     with pytest.raises(WrongInput, match=r"train\.evaluate_every 2 -> 3; undo the change"):
         start(monkeypatch, stopped, otherwise, ("train.early_stop",))
+
+
+def test_a_reward_that_was_edited_meanwhile_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The values of two functions must not be mixed in silence; it may be meant."""
+    file = tmp_path / "reward.py"
+    reward = {"kind": "python", "function": f"{file}:score"}
+    recipe = small_recipe(tmp_path, objective={"kind": "grpo", "group": 4, "rewards": [reward]})
+    plain = training_identity(recipe)
+    file.write_text("score = len", encoding="utf-8")
+    before = plain | weights_identity(recipe)
+    assert start(monkeypatch, before, plain | weights_identity(recipe)) is not None
+    file.write_text("score = abs", encoding="utf-8")
+    now = plain | weights_identity(recipe)
+    with pytest.raises(WrongInput, match=rf"in {file} .*by resume\.allow=\[objective\.rewards"):
+        start(monkeypatch, before, now)
+    assert start(monkeypatch, before, now, ("objective.rewards",)) is not None
+    assert start(monkeypatch, plain, now) is not None, "of a version that did not look"
 
 
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}

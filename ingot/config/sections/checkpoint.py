@@ -58,6 +58,7 @@ Changeable = Literal[
     "train.skip",
     "train.early_stop",
     "train.average",
+    "objective.rewards",
     "package",
 ]
 
@@ -66,9 +67,10 @@ class Resume(Section):
     """What may differ from the training that is gone on with."""
 
     allow: list[Changeable] = []
-    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`, and `package` where
-    a package of yours that brings an objective, an optimizer or a schedule has another version; any
-    other change refuses to go on.
+    """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; `objective.rewards`
+    where a file or a model that a reward names is another one; `package` where a package of yours
+    that brings an objective, an optimizer or a schedule has another version. Any other change
+    refuses to go on.
     """
 
 

@@ -58,6 +58,11 @@ class RewardSettings(KindSettings):
         """Whether it needs the `answer` column of the data."""
         return False
 
+    @property
+    def files(self) -> list[str]:
+        """The files and model folders that decide about its value beside its knobs."""
+        return []
+
 
 class ExactReward(RewardSettings):
     """1 if the answer is the reference, else 0. Both are normalised in the same way, in the order
@@ -182,6 +187,10 @@ class JsonSchemaReward(RewardSettings):
     def needs_reference(self) -> bool:
         return self.file is None
 
+    @property
+    def files(self) -> list[str]:
+        return [self.file] if self.file else []
+
 
 class PythonReward(RewardSettings):
     """A function of yours. It runs in processes of its own, with your environment and rights: it is
@@ -201,6 +210,11 @@ class PythonReward(RewardSettings):
     """Further arguments by name."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
     """How often it is tried again on a sample where its process died."""
+
+    @property
+    def files(self) -> list[str]:
+        place = self.function.rpartition(":")[0]
+        return [place] if place.endswith(".py") else []
 
 
 class HttpReward(RewardSettings):
@@ -253,6 +267,10 @@ class ClassifierReward(RewardSettings):
     """
     batch: Positive = 16
     """Texts that are classified together."""
+
+    @property
+    def files(self) -> list[str]:
+        return [self.model]
 
 
 class LengthReward(RewardSettings):

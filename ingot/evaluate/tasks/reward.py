@@ -13,6 +13,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import Metric
+from ingot.config.identity import rewards_identity
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
@@ -61,7 +62,10 @@ class OpenRewardTask:
             for item, (text, finished) in zip(self.items, answers, strict=True)
         ]
         # A reward may start processes, ask a server, or cost money: once, not once a rank.
-        scores = subject.mesh.from_main(lambda: self._scores(samples))
+        return subject.mesh.from_main(lambda: self._judged(samples))
+
+    def _judged(self, samples: Sequence[Sample]) -> TaskResult:
+        scores = self._scores(samples)
         examples: list[dict[str, Any]] = [
             {
                 "id": item.place,
@@ -112,11 +116,13 @@ class OpenRewardTask:
     def _set(self, judged: Sequence[int]) -> str:
         """The identity of the answers that are judged, by number, and of what judges them."""
         items = [self.items[number] for number in judged]
+        files = list(rewards_identity(self.task.rewards).values())
         return fingerprint(
             {
                 "items": [[item.text, item.reference] for item in items],
                 "rewards": [reward.model_dump(mode="json") for reward in self.task.rewards],
                 "max_tokens": self.max_tokens,
+                **({"files": files} if files else {}),
             }
         )
 

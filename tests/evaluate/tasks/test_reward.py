@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
 from ingot.evaluate.subject import NotJudged, TaskResult
@@ -63,6 +65,22 @@ def test_a_recipe_without_rewards_must_name_them(recipe: Recipe) -> None:
 def test_a_prompt_must_leave_room(recipe: Recipe) -> None:
     with pytest.raises(WrongInput, match="positions"):
         measured(recipe, rewards=[{"kind": "exact"}], max_tokens=100_000)
+
+
+def test_a_function_that_was_edited_judges_another_set(recipe: Recipe, tmp_path: Path) -> None:
+    """Else a gate compares the values of two functions."""
+    file = tmp_path / "reward.py"
+    reward = {"kind": "python", "function": f"{file}:score"}
+
+    def found(value: int) -> Metric:
+        file.write_text(f"def score(sample):\n    return {value}\n", encoding="utf-8")
+        measured_now = measured(recipe, rewards=[reward], max_tokens=2, limit=1)
+        return measured_now.metrics["reward/mean"]
+
+    one, other, again = found(1), found(-5), found(1)
+    assert (one.value, other.value) == (1, -5)
+    assert one.set_fingerprint != other.set_fingerprint
+    assert one.set_fingerprint == again.set_fingerprint
 
 
 # In the answers of these chats there is no number, so that this reward fails on each.
