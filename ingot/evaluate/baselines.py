@@ -19,7 +19,8 @@ from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedData
 from ingot.data.raw.store import open_raw
 from ingot.evaluate.bigram import bigram_nll
-from ingot.evaluate.corpus import open_columns, pairs
+from ingot.evaluate.corpus import document_bytes, open_columns, pairs
+from ingot.tokenizers.load import load_tokenizer
 
 CompressorName = Literal["gzip", "xz"]
 
@@ -84,7 +85,7 @@ def baselines(
 
     Compressors read the held-out documents one after the other. The bigram is counted on the
     training split and scored on the same tokens as the model, ends of documents included; pairs
-    never cross documents.
+    never cross documents, and the bytes are those of the tokens that are scored.
 
     Raises:
         WrongInput: the raw documents are missing, or are no longer those that were prepared.
@@ -105,7 +106,9 @@ def baselines(
             open_columns(folder, prepared, "train"),
             open_columns(folder, prepared, "validation"),
         )
-        found["bigram"] = _bigram(training, held_out, prepared.vocab_size) / math.log(2) / total
+        tokenizer = load_tokenizer(recipe.folder.tokenizer)
+        scored = float(document_bytes(held_out, tokenizer, total).sum())
+        found["bigram"] = _bigram(training, held_out, prepared.vocab_size) / math.log(2) / scored
     return found
 
 

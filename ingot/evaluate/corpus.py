@@ -1,5 +1,5 @@
-"""What evaluation reads from the prepared columns directly: pairs of adjacent tokens, and the size
-of each document in bytes.
+"""What evaluation reads from the prepared columns directly: pairs of adjacent tokens, and how many
+bytes of each document are predicted.
 """
 
 from __future__ import annotations
@@ -61,19 +61,23 @@ def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:
 def document_bytes(
     columns: Iterable[Column], tokenizer: Tokenizer, total: int | None, first: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """The size in bytes of each document that has tokens, [documents], or of the `first` so many;
-    the sizes are scaled to sum to `total` if that is given.
+    """How many bytes are predicted of each document that has tokens, [documents], or of the `first`
+    so many: all but those of its first token, of which a token that begins each text has none. The
+    sizes of whole documents are scaled to sum to `total` if that is given.
 
     Decoded from the tokens, so that the raw documents need not be searched for the few that are
     held out. Exact for a lossless tokenizer; the bytes that a normalising one loses are distributed
     over the documents.
     """
     records = itertools.islice((record for column in columns for record in _records(column)), first)
-    sizes = np.array([len(tokenizer.decode(record).encode()) for record in records], np.float64)
-    scaled: npt.NDArray[np.float64] = (
-        sizes if total is None else sizes * (total / max(sizes.sum(), 1.0))
-    )
-    return scaled
+    whole, given = list[int](), list[int]()
+    for record in records:
+        whole.append(len(tokenizer.decode(record).encode()))
+        given.append(len(tokenizer.decode(record[:1]).encode()))
+    scale = 1.0 if total is None else total / max(sum(whole), 1)
+    # A part of a character decodes to more bytes than it is.
+    predicted: npt.NDArray[np.float64] = np.maximum(np.subtract(whole, given), 0) * scale
+    return predicted
 
 
 def target_bytes(

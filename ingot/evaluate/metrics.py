@@ -134,7 +134,13 @@ def _corrected_quantile(share: float, ratios: Floats, value: float, acceleration
 
 
 def loss_metrics(
-    task: str, losses: SegmentLosses, document_bytes: Floats, *, documents: str, tokenizer: str
+    task: str,
+    losses: SegmentLosses,
+    document_bytes: Floats,
+    *,
+    documents: str,
+    tokenizer: str,
+    whole: bool = True,
 ) -> dict[str, Metric]:
     """`TASK/loss` (nats per token), `TASK/perplexity`, `TASK/bits_per_byte`, with intervals of 95
     %.
@@ -144,9 +150,11 @@ def loss_metrics(
     known; one from their rows would hold a third of the time (docs/LOG.md, 2026-11-26).
 
     Args:
-        document_bytes: bytes of each document, in the order of rows.
+        document_bytes: bytes of each document that are predicted, in the order of rows.
         documents: identity of the held-out documents. Bits per byte are comparable on the same
             documents with any tokenizer, the other two only with the same tokenizer.
+        whole: whether each document is predicted from its beginning; if not, bits per byte too are
+            comparable only with the same tokenizer, which decides what its first token holds.
 
     Raises:
         WrongInput: there are no targets, or rows and documents are not of the same data.
@@ -163,11 +171,20 @@ def loss_metrics(
         np.bincount(of_document, values).astype(np.float64)
         for values in (losses.nll, losses.targets, segment_bytes)
     )
-    return sum_metrics(task, nll, targets, size, documents=documents, tokenizer=tokenizer)
+    return sum_metrics(
+        task, nll, targets, size, documents=documents, tokenizer=tokenizer, whole=whole
+    )
 
 
 def sum_metrics(
-    task: str, nll: Floats, targets: Floats, size: Floats | None, *, documents: str, tokenizer: str
+    task: str,
+    nll: Floats,
+    targets: Floats,
+    size: Floats | None,
+    *,
+    documents: str,
+    tokenizer: str,
+    whole: bool = True,
 ) -> dict[str, Metric]:
     """The same from sums over each unit of resampling: nats, targets and their bytes, all [N].
     `size` None: without bits per byte.
@@ -179,7 +196,7 @@ def sum_metrics(
         raise WrongInput(
             "the held-out documents have nothing to predict; set data.validation to more documents"
         )
-    same_tokens = fingerprint({"documents": documents, "tokenizer": tokenizer})
+    same_tokens = tokens_identity(documents, tokenizer)
 
     def metric(value: float, interval: Interval, compared_on: str) -> Metric:
         return Metric(value, *interval, direction="lower", n=len(nll), set_fingerprint=compared_on)
@@ -192,8 +209,14 @@ def sum_metrics(
     if size is not None:
         bits = nll / math.log(2)
         per_byte = float(bits.sum() / size.sum())
-        found[f"{task}/bits_per_byte"] = metric(per_byte, ratio_interval(bits, size), documents)
+        on = documents if whole else same_tokens
+        found[f"{task}/bits_per_byte"] = metric(per_byte, ratio_interval(bits, size), on)
     return found
+
+
+def tokens_identity(documents: str, tokenizer: str) -> str:
+    """The identity of the tokens of a set of documents."""
+    return fingerprint({"documents": documents, "tokenizer": tokenizer})
 
 
 def mean_metric(

@@ -840,7 +840,7 @@ FAULTS = [
         "    if rows.left_out:\n",
         "    if rows.left_out and not isinstance(rows, Rows):\n",
         "a gate compares the losses of other texts, which are the chats cut to another length",
-        "tests/evaluate/tasks/test_loss.py",
+        "tests/evaluate/tasks/test_loss_sets.py",
     ),
     Fault(
         "files-of-rewards-not-watched",
@@ -865,5 +865,21 @@ FAULTS = [
         "return weights",
         "a training goes on with another reward function under the same name",
         "tests/train/test_resume.py",
+    ),
+    Fault(
+        "bytes-that-nothing-predicts",
+        "ingot/evaluate/corpus.py",
+        "np.maximum(np.subtract(whole, given), 0) * scale",
+        "np.array(whole, np.float64) * scale",
+        "short texts without a token at their beginning have fewer bits per byte than they have",
+        "tests/evaluate/tasks/test_loss_sets.py",
+    ),
+    Fault(
+        "bits-of-other-bytes-compared",
+        "ingot/evaluate/metrics.py",
+        "on = documents if whole else same_tokens",
+        "on = documents",
+        "a gate compares bits per byte of two tokenizers that leave out other first tokens",
+        "tests/evaluate/tasks/test_loss_sets.py",
     ),
 ]

@@ -70,6 +70,9 @@ class TaskSettings(KindSettings):
 class LossTask(TaskSettings):
     """Loss, perplexity and bits per byte on the validation documents, of texts also for each of
     several sources; for preference pairs also how often the chosen answer is the likelier one.
+
+    Where a tokenizer begins texts with no token, nothing predicts their first one: its bytes do not
+    count, and bits per byte are compared with those of the same tokenizer alone.
     """
 
     implementation = "ingot.evaluate.tasks.loss:open_loss"

@@ -36,7 +36,13 @@ from ingot.evaluate.loss import (
     sample_losses,
     score_rows,
 )
-from ingot.evaluate.metrics import loss_metrics, mean_metric, ratio_interval, sum_metrics
+from ingot.evaluate.metrics import (
+    loss_metrics,
+    mean_metric,
+    ratio_interval,
+    sum_metrics,
+    tokens_identity,
+)
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -156,8 +162,10 @@ class OpenRowLossTask:
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
             sizes, of = target_bytes(self.rows, self.tokenizer, self.count)
         on = comparison_set(prepared.sets["validation"], self.rows, recipe, self.count)
+        # Without a token that begins each text nothing predicts the first one of its own.
+        whole = recipe.documents != "text" or bool(self.tokenizer.frame[0])
         metrics = loss_metrics(
-            self.task.name, losses, sizes, documents=on, tokenizer=prepared.tokenizer
+            self.task.name, losses, sizes, documents=on, tokenizer=prepared.tokenizer, whole=whole
         )
         nats, targets = (
             np.bincount(losses.documents, values, len(sizes)).astype(np.float64)
@@ -166,6 +174,7 @@ class OpenRowLossTask:
 
         def measure(chosen: Chosen, identity: str) -> dict[str, Metric]:
             same = comparison_set(identity, self.rows, recipe, self.count)
+            same = same if whole else tokens_identity(same, prepared.tokenizer)
             return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)
 
         if all_of_them:

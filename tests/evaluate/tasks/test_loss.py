@@ -25,7 +25,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
-from ingot.evaluate.tasks.loss import comparison_set, open_held_out, source_names
+from ingot.evaluate.tasks.loss import source_names
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -324,25 +324,6 @@ def test_each_source_of_other_documents_has_figures_of_its_own(
             assert found.value == close(wanted.value)
             assert (found.n, found.direction) == (wanted.n, wanted.direction)
             assert found.set_fingerprint == wanted.set_fingerprint
-
-
-@pytest.mark.parametrize("how", ["right", "drop"])
-def test_chats_that_are_cut_otherwise_are_another_set(how: str, tmp_path: Path) -> None:
-    """Of one length a gate may compare two models; of two it would compare other texts."""
-    write_lines(tmp_path / "chat.jsonl", records("chat"))
-
-    def found(seq_len: int, vocab_size: int = 400) -> str:
-        knobs = {"data__truncate": how, "data__seq_len": seq_len}
-        recipe = recipe_of(tmp_path, "chat", tokenizer__vocab_size=vocab_size, **knobs)
-        prepare(recipe)
-        made, rows = open_held_out(recipe, "the model", seq_len)
-        return comparison_set(made.sets["validation"], rows, recipe, len(rows))
-
-    ingest(recipe_of(tmp_path, "chat"))
-    short, longer, whole = map(found, (34, 40, 96))
-    assert len({short, longer, whole}) == 3
-    assert whole == found(128), "nothing is cut"
-    assert found(40, 300) != longer, "of other tokens"
 
 
 @pytest.mark.parametrize(
