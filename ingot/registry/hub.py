@@ -25,7 +25,7 @@ from ingot.registry.card import (
     model_card,
     shown_source,
 )
-from ingot.registry.verbs import GATE
+from ingot.registry.decision import GATE, is_about, read_decision
 
 CARD, ADAPTER_CONFIG = "README.md", "adapter_config.json"
 _NOT_SENT = (CARD, "evaluate.json")
@@ -72,14 +72,16 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
 
     Raises:
         WrongInput: `target` is no name on the hub; the run has no model or adapter, or one that is
-            not as it was exported; its records or report are of another model; the gate refused it.
+            not as it was exported; its records or report are of another model; the gate refused it,
+            or decided about other numbers of it.
     """
     name = target.removeprefix("hf:")
     if not target.startswith("hf:") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
         raise WrongInput(f"{target} is not a name on the hub; write it as hf:ORG/NAME")
     folder = run.adapter if options.adapter else run.model
     made = _exported(run, folder, options)
-    gate = _gate(run, made["model_hash"])
+    evaluation = _evaluation(run, made["model_hash"])
+    gate = _gate(run, made["model_hash"], evaluation)
     if gate is not None and gate[0] != "deploy" and not options.despite_gate:
         raise WrongInput(
             f"{run.root}: the gate says {gate[0]} ({gate[1]}); --despite-gate pushes it all the"
@@ -95,7 +97,7 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
             kind_of(model_config(run.model)),
             record.knobs.get("knobs", {}),
             sources,
-            _evaluation(run, made["model_hash"]),
+            evaluation,
             gate,
             options.license,
             _adapter_base(run) if options.adapter else None,
@@ -160,11 +162,18 @@ def _evaluation(run: RunFolder, model_hash: str) -> EvaluationReport | None:
     return report
 
 
-def _gate(run: RunFolder, model_hash: str) -> tuple[str, str] | None:
+def _gate(
+    run: RunFolder, model_hash: str, evaluation: EvaluationReport | None
+) -> tuple[str, str] | None:
     """Decision and reason, if the gate decided about this model."""
-    decided = _json(run.reports / GATE)
-    if (decided.get("candidate") or {}).get("model_hash") != model_hash:
+    path = run.reports / GATE
+    decided = read_decision(path)
+    if decided is None or decided["candidate"].get("model_hash") != model_hash:
         return None
+    if evaluation is not None and not is_about(decided, evaluation):
+        raise WrongInput(
+            f"{path} is about an earlier evaluation of this model; run `ingot gate` again"
+        )
     return str(decided["decision"]), str(decided["reason"])
 
 

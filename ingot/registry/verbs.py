@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,23 @@ from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
 from ingot.config.models.content import LINEAGE, check_content
 from ingot.config.recipe import Recipe
-from ingot.registry.gate import GateDecision, decide
+from ingot.registry.decision import (
+    GATE,
+    decision_record,
+    evaluation_identity,
+    is_about,
+    measured,
+    model_identity,
+    read_decision,
+    read_json,
+)
+from ingot.registry.gate import decide
 from ingot.registry.local import LocalRegistry
 from ingot.registry.versions import ModelRegistry, RegisteredVersion
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
-GATE, REGISTERED = "gate.json", "registered.json"
+REGISTERED = "registered.json"
 
 
 def gate(recipe: Recipe) -> VerbOutcome:
@@ -48,7 +56,7 @@ def gate(recipe: Recipe) -> VerbOutcome:
         None if live is None else live.report,
         recipe.gate.resolved(recipe.objective.judged),
     )
-    written = _decision_record(decision, report, live) | {
+    written = decision_record(decision, report, live) | {
         "registry": _registry_identity(recipe),
         "live": _compared_live(recipe, report, live),
     }
@@ -97,15 +105,14 @@ def _compared_live(
         return None
     if (
         decided is not None
-        and _measured(report, decided["candidate"])
-        and _measured(report, _identity(live.report))
+        and measured(report, decided["candidate"])
+        and measured(report, model_identity(live.report))
     ):
         before: dict[str, Any] | None = decided["live"]
         return before
     return {
         "version": live.number,
-        **_identity(live.report),
-        "report": fingerprint(asdict(live.report)["metrics"]),
+        **evaluation_identity(live.report),
     }
 
 
@@ -117,21 +124,21 @@ def register(recipe: Recipe) -> VerbOutcome:
     made live again.
 
     Raises:
-        WrongInput: no report or decision about this model, no local model folder, one that
-            changed since its export, or another model went live after the decision.
+        WrongInput: no report or decision about this model and its numbers, no local model folder,
+            one that changed since its export, or another model went live after the decision.
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
     report = _evaluation_report(recipe)
     check_content(_folder(recipe))
     known = registry.find(name, report)
     decided = _read_decision(recipe)
-    if known is None and (decided is None or not _measured(report, decided["candidate"])):
+    if known is None and (decided is None or not is_about(decided, report)):
         raise _no_decision(recipe)
     version = registry.add(name, _folder(recipe), report, _lineage(recipe))
     was_live = any(turn.version == version.number for turn in registry.history(name))
     says_deploy = (
         decided is not None
-        and _measured(report, decided["candidate"])
+        and is_about(decided, report)
         and decided["decision"] == "deploy"
         and not was_live
     )
@@ -156,7 +163,7 @@ def register(recipe: Recipe) -> VerbOutcome:
     record_event(
         run.events, "register", cause=f"{name} v{version.number}, {state}", version=version.number
     )
-    outputs = fingerprint([name, version.number, _identity(report), is_live])
+    outputs = fingerprint([name, version.number, model_identity(report), is_live])
     return VerbOutcome(
         f"{name} v{version.number}, {state}",
         version.where,
@@ -187,10 +194,10 @@ def registered_version(
 
 def approved_report(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
     """The run's report and the gate's decision to deploy its model. Raises WrongInput where the
-    gate decided nothing about this model, or to keep the live one.
+    gate decided nothing about this report, or to keep the live model.
     """
     report, decided = _evaluation_report(recipe), _read_decision(recipe)
-    if decided is None or not _measured(report, decided["candidate"]):
+    if decided is None or not is_about(decided, report):
         raise _no_decision(recipe)
     if decided["decision"] != "deploy":
         raise WrongInput(
@@ -214,7 +221,7 @@ def expected_live_version(
     if before is None:
         return None
     live = registry.live(name)
-    if live is not None and live.number == before["version"] and not _measured(live.report, before):
+    if live is not None and live.number == before["version"] and not measured(live.report, before):
         raise WrongInput(
             f"{name} v{live.number} in {registry.place} is not the model that the gate compared"
             " with; run `ingot gate` again"
@@ -224,7 +231,7 @@ def expected_live_version(
 
 def local_model_folder(recipe: Recipe, model_hash: str) -> Path | None:
     """The local folder of the model with this hash, if it is the run's; else None."""
-    made = _read_json(_evaluated_folder(recipe) / LINEAGE) or {}
+    made = read_json(_evaluated_folder(recipe) / LINEAGE) or {}
     return _evaluated_folder(recipe) if made.get("model_hash") == model_hash else None
 
 
@@ -268,7 +275,7 @@ def _evaluation_report(recipe: Recipe) -> EvaluationReport:
     """
     path = recipe.folder.reports / "evaluate.json"
     report = read_report(path)
-    made = _read_json(_evaluated_folder(recipe) / LINEAGE) or {}
+    made = read_json(_evaluated_folder(recipe) / LINEAGE) or {}
     if made.get("model_hash", report.model_hash) != report.model_hash:
         raise WrongInput(
             f"{path} is about model {report.model_hash}, {made['model_hash']} lies in"
@@ -279,36 +286,8 @@ def _evaluation_report(recipe: Recipe) -> EvaluationReport:
 
 def _lineage(recipe: Recipe) -> dict[str, Any]:
     return {
-        **(_read_json(_folder(recipe) / LINEAGE) or {}),
+        **(read_json(_folder(recipe) / LINEAGE) or {}),
         "registered_from": str(_folder(recipe)),
-    }
-
-
-def _identity(report: EvaluationReport) -> dict[str, str]:
-    return {"model_hash": report.model_hash, "tokenizer_hash": report.tokenizer_hash}
-
-
-def _measured(report: EvaluationReport, model: dict[str, Any]) -> bool:
-    """Is `model` (with its hashes) the one that `report` measured?"""
-    return _identity(report).items() <= model.items()
-
-
-def _decision_record(
-    decision: GateDecision, report: EvaluationReport, live: RegisteredVersion | None
-) -> dict[str, Any]:
-    where = (
-        f" (the live model lies in {live.where})"
-        if live is not None and "ITS FOLDER" in decision.reason
-        else ""
-    )
-    return {
-        "schema": SCHEMA,
-        "decision": decision.decision,
-        "reason": decision.reason + where,
-        "metrics": [asdict(comparison) for comparison in decision.comparisons],
-        "rule": decision.rule.model_dump(mode="json"),
-        "candidate": _identity(report),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -332,12 +311,8 @@ def _read_decision(recipe: Recipe) -> dict[str, Any] | None:
     """The gate's decision from `reports/gate.json`; None where there is none that this version can
     read, or it is about another name or registry.
     """
-    value = _read_json(recipe.folder.reports / GATE)
-    if (
-        value is None
-        or value.get("schema") != SCHEMA
-        or not {"decision", "reason", "candidate", "live", "registry"} <= value.keys()
-    ):
+    value = read_decision(recipe.folder.reports / GATE)
+    if value is None or not {"live", "registry"} <= value.keys():
         return None
     return value if value["registry"] == _registry_identity(recipe) else None
 
@@ -345,17 +320,9 @@ def _read_decision(recipe: Recipe) -> dict[str, Any] | None:
 def _no_decision(recipe: Recipe) -> WrongInput:
     run, place = recipe.folder, registry_of(recipe).place
     return WrongInput(
-        f"{run.reports / GATE} holds no decision about the model of {run.root} for"
-        f" {recipe.registry_name} in {place}; run `ingot gate` first"
+        f"{run.reports / GATE} holds no decision about the model of {run.root}, as it is measured"
+        f" now, for {recipe.registry_name} in {place}; run `ingot gate` first"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _registered_files(recipe: Recipe, version: Any) -> dict[str, int]:

@@ -702,4 +702,12 @@ FAULTS = [
         " training, which is given up",
         "tests/launch/places/test_gce.py",
     ),
+    Fault(
+        "a-decision-of-earlier-numbers",
+        "ingot/registry/decision.py",
+        'return {**model_identity(report), "report": _numbers(report)}',
+        "return model_identity(report)",
+        "a model that was measured again, and is worse, goes live by the gate's earlier decision",
+        "tests/registry/test_verbs.py",
+    ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from ingot.base.reports import (
     EvaluationReport,
     Metric,
     PipelineStepRecord,
+    read_report,
     write_record,
     write_report,
 )
 from ingot.base.runfolder import RunFolder
 from ingot.config.models.content import content_record
+from ingot.config.sections.deployment import MetricGate
 from ingot.models.hf.tensorfile import TensorSpec, write_tensors
+from ingot.registry.decision import GATE, decision_record
+from ingot.registry.gate import GateDecision, Verdict
 from ingot.registry.hub import PushOptions, PushPlan, plan_push, push
 from tests.cli.commands import ingot
 from tests.lazy import lazy
@@ -88,9 +93,10 @@ def planned(run: RunFolder, **options: Any) -> PushPlan:
     return plan_push(run, "hf:org/words", PushOptions(**options))
 
 
-def decide(run: RunFolder, decision: str, model: str = MODEL) -> None:
-    decided = {"decision": decision, "reason": "worse by 0.1", "candidate": {"model_hash": model}}
-    (run.reports / "gate.json").write_text(json.dumps(decided))
+def decide(run: RunFolder, decision: Verdict, model: str = MODEL) -> None:
+    report = replace(read_report(run.reports / "evaluate.json"), model_hash=model)
+    made = GateDecision(decision, "worse by 0.1", (), MetricGate())
+    (run.reports / GATE).write_text(json.dumps(decision_record(made, report, None)))
 
 
 def test_a_model_goes_there_once_and_is_private(run: RunFolder, hub: Hub) -> None:
@@ -215,6 +221,13 @@ def evaluate_another(run: RunFolder) -> None:
     write_report(run.reports / "evaluate.json", EvaluationReport("another", "t", {}))
 
 
+def evaluate_anew(run: RunFolder) -> None:
+    decide(run, "deploy")
+    report = read_report(run.reports / "evaluate.json")
+    worse = replace(report.metrics["qa/accuracy"], value=0.6)
+    write_report(run.reports / "evaluate.json", replace(report, metrics={"qa/accuracy": worse}))
+
+
 def forget_record(run: RunFolder) -> None:
     (run.model / "ingot.json").write_text(json.dumps({"model_hash": MODEL}))
 
@@ -226,6 +239,7 @@ def forget_record(run: RunFolder) -> None:
         (damage, "does not hold what was exported there: config.json"),
         (train_anew, "is not the record of the model"),
         (evaluate_another, "is about model another, 5f51d95764202b04 would be pushed"),
+        (evaluate_anew, "gate.json is about an earlier evaluation of this model"),
         (forget_record, "has no record of an export"),
     ],
 )

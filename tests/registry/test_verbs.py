@@ -159,7 +159,7 @@ def test_register_wants_a_decision_about_this_model(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"gate\.json holds no decision about the model of .*run for words in"
+            r"gate\.json holds no decision about the model of .*run, .* for words in"
             r" .*registry\.sqlite; run `ingot gate` first"
         ),
     ):
@@ -171,6 +171,29 @@ def test_register_wants_a_decision_about_this_model(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
         register(recipe)
     assert not registry(tmp_path).path.exists()
+
+
+def test_a_decision_holds_for_the_numbers_that_it_was_made_of(tmp_path: Path) -> None:
+    both(trained(a_recipe(tmp_path, "one"), "a", 2.5))
+    recipe = trained(a_recipe(tmp_path, "two"), "b", 2.4)
+    gate(recipe)
+    write_report(recipe.folder.reports / "evaluate.json", a_report("b", 9.9))
+    for act in (register, approved_report):
+        with pytest.raises(WrongInput, match=r"as it is measured now, .*; run `ingot gate` first"):
+            act(recipe)
+    assert both(recipe)[1].result == "words v2, v1 stays live"
+    write_report(recipe.folder.reports / "evaluate.json", a_report("b", 2.3))
+    assert register(recipe).result == "words v2, v1 stays live", "no gate has seen this"
+    assert both(recipe)[1].result == "words v2, live"
+
+
+def test_an_earlier_versions_decision_holds_for_its_model(tmp_path: Path) -> None:
+    recipe = trained(a_recipe(tmp_path), "a")
+    gate(recipe)
+    written = decision(recipe)
+    del written["candidate"]["report"]
+    (recipe.folder.reports / "gate.json").write_text(json.dumps(written))
+    assert register(recipe).result == "words v1, live"
 
 
 def test_without_a_report_or_a_model_the_next_command_is_named(tmp_path: Path) -> None:
@@ -230,7 +253,7 @@ def test_a_decision_holds_for_one_name_in_one_registry(
         with pytest.raises(
             WrongInput,
             match=(
-                rf"no decision about the model of .*new for {there['name']} in {other.path}; run"
+                rf"no decision about the model of .*new, .* for {there['name']} in {other.path}; run"
                 r" `ingot gate` first"
             ),
         ):
