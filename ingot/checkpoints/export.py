@@ -28,8 +28,8 @@ from ingot.config.models.content import (
 )
 from ingot.config.models.experts import CORRECTION
 from ingot.config.models.source import CONFIG, model_config
+from ingot.config.models.weights import hash_model
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.folder import hash_model
 from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model

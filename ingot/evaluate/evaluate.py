@@ -29,6 +29,7 @@ from ingot.config.models.source import (
     source_folder,
     starts_random,
 )
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
 from ingot.config.sections.objective import CHAT_TEMPLATED
@@ -43,7 +44,7 @@ from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
 from ingot.models.generation.generator import eos_ids
 from ingot.models.hf.config import read_hf_config
-from ingot.models.hf.folder import check_template, model_hash
+from ingot.models.hf.folder import check_template
 from ingot.models.kinds import base_folder, kind_of_folder, open_model
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.tokenizers.chats.encode import stop_tokens

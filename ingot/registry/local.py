@@ -1,8 +1,9 @@
 """The local registry: one SQLite file with versions, reports, lineage and the live pointer, and a
 folder for each version beside it.
 
-A version is a copy of the model folder (weights as hard links where the disk allows) with a marker
-that lists sizes and checksums, so that exporting a model again cannot change what is registered.
+A version is a copy of the model folder with a marker that lists sizes and checksums. Weights that
+ingot exported are hard links where the disk allows: an export replaces files and never writes into
+one, so that it cannot change what is registered.
 Several processes may write; one that is killed leaves nothing half registered.
 """
 
@@ -25,6 +26,7 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.runfolder import shared_lock
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
+from ingot.config.models.content import read_lineage, tensor_digests
 from ingot.registry.database import open_database
 from ingot.registry.versions import LiveChange, LocalVersion, stale_decision
 
@@ -374,9 +376,10 @@ def _current_change(db: sqlite3.Connection, name: str) -> tuple[int, int, int | 
 
 
 def _copy(source: Path, target: Path) -> list[str]:
-    """Link weights (where the disk allows) and copy all other files, following symbolic links;
-    returns the relative paths.
+    """Copy files, following symbolic links, and return their relative paths. Weights are linked
+    where the disk allows, but not another tool's, which may write into them.
     """
+    exported = bool(tensor_digests(read_lineage(source)))
     paths = sorted(
         path.relative_to(source)
         for path in source.rglob("*")
@@ -384,7 +387,7 @@ def _copy(source: Path, target: Path) -> list[str]:
     )
     for path in paths:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
+        if exported and path.suffix == ".safetensors":
             with contextlib.suppress(OSError):
                 os.link((source / path).resolve(), target / path)
                 continue

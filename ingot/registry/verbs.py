@@ -18,7 +18,8 @@ from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, read_r
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
-from ingot.config.models.content import LINEAGE, check_content
+from ingot.config.models.content import LINEAGE, check_content, read_lineage, tensor_digests
+from ingot.config.models.weights import has_hash, hash_model
 from ingot.config.recipe import Recipe
 from ingot.registry.decision import (
     GATE,
@@ -36,7 +37,7 @@ from ingot.registry.versions import ModelRegistry, RegisteredVersion
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
-REGISTERED = "registered.json"
+EVALUATION, REGISTERED = "evaluate.json", "registered.json"
 
 
 def gate(recipe: Recipe) -> VerbOutcome:
@@ -129,7 +130,7 @@ def register(recipe: Recipe) -> VerbOutcome:
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
     report = _evaluation_report(recipe)
-    check_content(_folder(recipe))
+    _check_is_measured(recipe, report)
     known = registry.find(name, report)
     decided = _read_decision(recipe)
     if known is None and (decided is None or not is_about(decided, report)):
@@ -273,15 +274,30 @@ def _evaluation_report(recipe: Recipe) -> EvaluationReport:
     """The run's evaluation report. Raises WrongInput where it is about another model than the one
     in the model folder.
     """
-    path = recipe.folder.reports / "evaluate.json"
-    report = read_report(path)
+    report = read_report(recipe.folder.reports / EVALUATION)
     made = read_json(_evaluated_folder(recipe) / LINEAGE) or {}
     if made.get("model_hash", report.model_hash) != report.model_hash:
-        raise WrongInput(
-            f"{path} is about model {report.model_hash}, {made['model_hash']} lies in"
-            f" {_evaluated_folder(recipe)} now; run `ingot evaluate` again"
-        )
+        raise _about_another(recipe, report, made["model_hash"])
     return report
+
+
+def _check_is_measured(recipe: Recipe, report: EvaluationReport) -> None:
+    """Raises WrongInput where the weights are not those that were measured. A folder of another
+    tool has no record of them, and is hashed again.
+    """
+    folder = _folder(recipe)
+    check_content(folder)
+    made = read_lineage(folder) or {}
+    recorded = "model_hash" in made or tensor_digests(made)
+    if not recorded and not has_hash(folder, report.model_hash):
+        raise _about_another(recipe, report, hash_model(folder))
+
+
+def _about_another(recipe: Recipe, report: EvaluationReport, found: str) -> WrongInput:
+    return WrongInput(
+        f"{recipe.folder.reports / EVALUATION} is about model {report.model_hash}, {found} lies in"
+        f" {_evaluated_folder(recipe)} now; run `ingot evaluate` again"
+    )
 
 
 def _lineage(recipe: Recipe) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
+from ingot.config.models.weights import has_hash, model_hash
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.adapters.quantized import quantize_base
 from ingot.models.device import Compute
 from ingot.models.hf.content import Share
-from ingot.models.hf.folder import has_hash, load_model, load_weights, model_hash
+from ingot.models.hf.folder import load_model, load_weights
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

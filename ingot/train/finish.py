@@ -21,11 +21,12 @@ from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.config.models.content import CHANGED, CONTENT, FILES, LINEAGE, file_digests
 from ingot.config.models.source import model_config
+from ingot.config.models.weights import weight_files
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.adapters.quantized import round_base, rounded_tensors
-from ingot.models.hf.folder import named_tensors, weight_files
+from ingot.models.hf.folder import named_tensors
 from ingot.models.hf.tensor_names import LORA_LEAVES
 from ingot.models.kinds import AnyModel, model_shapes
 from ingot.models.native.decoder import Decoder

@@ -23,6 +23,7 @@ from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.config.models.source import model_config, named_folder
+from ingot.config.models.weights import model_hash
 from ingot.config.sections.layout import Precision
 from ingot.config.sections.quantize import Quantize
 from ingot.data.batches.loader import fixed_batches
@@ -30,7 +31,6 @@ from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.models.adapters.quantized import quantize_base
 from ingot.models.device import computing_in
-from ingot.models.hf.folder import model_hash
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder

@@ -18,6 +18,7 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.columns.manifest import prepared_for
@@ -30,7 +31,6 @@ from ingot.models.device import (
     is_fast_in_bf16,
     is_slow_in_bf16,
 )
-from ingot.models.hf.folder import model_hash
 from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.parallel.pipeline import parameter_counts

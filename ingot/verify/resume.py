@@ -28,9 +28,9 @@ from ingot.base.storage import sha256_file
 from ingot.checkpoints.reader import StoredTensors
 from ingot.checkpoints.store import newest_valid
 from ingot.config.load import dump_recipe, load_recipe
+from ingot.config.models.weights import weight_files
 from ingot.config.recipe import Recipe
 from ingot.models.device import adds_in_any_order
-from ingot.models.hf.folder import weight_files
 from ingot.verify.proof import Check, Proof
 
 STEPS, EVERY = 9, 3

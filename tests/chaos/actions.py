@@ -25,8 +25,8 @@ from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.models.content import read_lineage
+from ingot.config.models.weights import hash_model
 from ingot.config.sections.training import AdamW
-from ingot.models.hf.folder import hash_model
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights

@@ -15,12 +15,12 @@ from ingot.base.runlog import read_lines
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.models.content import read_lineage
+from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.raw import ranges
 from ingot.data.raw import store as raw
-from ingot.models.hf.folder import hash_model
 from ingot.pipeline.incremental import run_step
 from ingot.pipeline.steps import step_named
 from ingot.train.trainer import train

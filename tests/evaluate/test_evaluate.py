@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.reports import EvaluationReport, VerbOutcome, read_report
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
-from ingot.models.hf.folder import model_hash
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import (

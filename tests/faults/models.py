@@ -903,7 +903,7 @@ FAULTS = [
     ),
     Fault(
         "old-weights-beside-a-model",
-        "ingot/models/hf/folder.py",
+        "ingot/config/models/weights.py",
         "files = [folder / WHOLE]",
         'files = sorted(folder.glob("model*.safetensors"))',
         "other weights that lie in a model's folder are read instead of its own",

@@ -544,7 +544,7 @@ FAULTS = [
     Fault(
         "changed-model-registered",
         "ingot/registry/verbs.py",
-        "    check_content(_folder(recipe))\n",
+        "    check_content(folder)\n",
         "",
         "weights that changed since they were evaluated go live under the old hash",
         "tests/registry/test_verbs.py",
@@ -709,5 +709,21 @@ FAULTS = [
         "return model_identity(report)",
         "a model that was measured again, and is worse, goes live by the gate's earlier decision",
         "tests/registry/test_verbs.py",
+    ),
+    Fault(
+        "another-tools-weights-unhashed",
+        "ingot/registry/verbs.py",
+        "if not recorded and not has_hash(folder, report.model_hash):",
+        "if False:",
+        "weights of another tool that changed since they were measured go live as the measured ones",
+        "tests/registry/test_verbs.py",
+    ),
+    Fault(
+        "another-tools-weights-linked",
+        "ingot/registry/local.py",
+        'if exported and path.suffix == ".safetensors":',
+        'if path.suffix == ".safetensors":',
+        "what another tool writes into its weights changes the version that is live",
+        "tests/registry/test_local.py",
     ),
 ]

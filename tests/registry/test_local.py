@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -37,6 +38,14 @@ def add(registry: LocalRegistry, model: str, name: str = "words", value: float =
     number = registry.add(name, folder, a_report(model, value), {"run": "r"}).number
     shutil.rmtree(folder)
     return number
+
+
+def exported(folder: Path, model: str) -> Path:
+    """A model folder with the record of its tensors that an export leaves."""
+    made = a_model(folder, model) / "ingot.json"
+    content = {"tensors": {"head": "its hash"}}
+    made.write_text(json.dumps({**json.loads(made.read_bytes()), "content": content}))
+    return folder
 
 
 def test_an_empty_registry_knows_nothing_and_creates_nothing(registry: LocalRegistry) -> None:
@@ -82,12 +91,23 @@ def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(
 def test_weights_are_shared_not_copied_and_an_export_cannot_change_a_version(
     registry: LocalRegistry, tmp_path: Path
 ) -> None:
-    folder = a_model(tmp_path / "model", "a")
+    folder = exported(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     assert (version.folder / "model.safetensors").samefile(folder / "model.safetensors")
     assert not (version.folder / "config.json").samefile(folder / "config.json")
     shutil.rmtree(folder)
     (a_model(folder, "b") / "config.json").write_text("{}")
+    registry.check(version, checksums=True)
+    assert (version.folder / "model.safetensors").read_bytes() == b"weights of a"
+
+
+def test_what_another_tool_writes_into_its_weights_does_not_reach_a_version(
+    registry: LocalRegistry, tmp_path: Path
+) -> None:
+    folder = a_model(tmp_path / "trainer_output", "a")
+    (folder / "ingot.json").unlink()
+    version = registry.add("words", folder, a_report("a"), {})
+    (folder / "model.safetensors").write_bytes(b"weights of b")
     registry.check(version, checksums=True)
     assert (version.folder / "model.safetensors").read_bytes() == b"weights of a"
 
@@ -166,7 +186,7 @@ def test_a_version_is_not_mended_from_what_is_damaged_itself(
     registry: LocalRegistry, tmp_path: Path
 ) -> None:
     """Weights lie on the disk once for the run and the registry."""
-    folder = a_model(tmp_path / "model", "a")
+    folder = exported(tmp_path / "model", "a")
     version = registry.add("words", folder, a_report("a"), {})
     os.truncate(version.folder / "model.safetensors", 3)
     with pytest.raises(

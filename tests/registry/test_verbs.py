@@ -16,6 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
 from ingot.config.models.content import content_record
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.local import LocalRegistry
@@ -469,6 +470,23 @@ def test_what_changed_since_its_export_is_not_registered(tmp_path: Path, name: s
         register(recipe)
     assert live(tmp_path) is None
     (folder / name).write_bytes(whole)
+    assert register(recipe).result == "words v1, live"
+
+
+def test_another_tools_weights_that_changed_since_they_were_measured_are_not_registered(
+    tmp_path: Path,
+) -> None:
+    folder = a_model(tmp_path / "trainer_output", "a")
+    (folder / "ingot.json").unlink()
+    recipe = a_recipe(tmp_path, evaluate={"model": str(folder)})
+    write_report(recipe.folder.reports / "evaluate.json", a_report(model_hash(folder)))
+    gate(recipe)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(b"weights of b")
+    with pytest.raises(WrongInput, match=r"lies in .*trainer_output now; run `ingot evaluate`"):
+        register(recipe)
+    assert live(tmp_path) is None
+    (folder / "model.safetensors").write_bytes(whole)
     assert register(recipe).result == "words v1, live"
 
 

@@ -4,9 +4,7 @@ shape, are all named, and then nothing is loaded.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.storage import sha256_file
 from ingot.config.models.content import read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import CONFIG, model_config
+from ingot.config.models.weights import indexed, weight_files
 from ingot.models.hf.compressed import SCALE, CompressedMatrix, matrix_of
 from ingot.models.hf.content import ALL, Share, compared, content_check
 from ingot.models.hf.mxfp4 import BLOCKS, SCALES, PackedStack, split_name
@@ -34,15 +31,11 @@ from ingot.models.hf.tensor_names import (
     pieces_shape,
     stored_pieces,
 )
-from ingot.models.hf.tensorfile import INDEX
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import Slices, allocate, local_tensor, named_weights, shard_slices
 from ingot.models.quantized import packed_matrices
 from ingot.models.quantized_experts import StackReader, packed_stacks
-
-WHOLE = "model.safetensors"
-_PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def load_model(
@@ -184,47 +177,6 @@ def _part(stored: Any, wanted: Slices) -> Tensor:
     return part[tuple(slice(0, 0) if side.start == side.stop else slice(None) for side in wanted)]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, according to its index if there is one; without it the one
-    file of all weights, else those that are numbered as parts. Others beside them are not read, as
-    by transformers.
-    """
-    if (named := _indexed(folder)) is not None:
-        files = [folder / name for name in sorted(set(named.values()))]
-    elif (folder / WHOLE).exists():
-        files = [folder / WHOLE]
-    else:
-        files = sorted(
-            file for file in folder.glob("model-*.safetensors") if _PART.fullmatch(file.name)
-        )
-    if not files:
-        pickled = " (pickled weights are not read)" if list(folder.glob("*.bin")) else ""
-        raise WrongInput(
-            f"{folder} has no {WHOLE} or parts of it{pickled}; give a folder with safetensors"
-            " weights"
-        )
-    if missing := [file.name for file in files if not file.exists()]:
-        raise WrongInput(
-            f"{folder}: {', '.join(missing)} missing, though {INDEX} names"
-            f" {'it' if len(missing) == 1 else 'them'}; fetch the model again"
-        )
-    return files
-
-
-def _indexed(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor by a folder's index; None if it has none."""
-    index = folder / INDEX
-    if not index.exists():
-        return None
-    try:
-        named = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in named.items()}
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise WrongInput(
-            f"{index} is not an index of safetensors files; fetch the model again"
-        ) from None
-
-
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes, read from the file headers only."""
     return {name: tuple(stored.get_shape()) for _, name, stored in _stored(folder)}
@@ -261,7 +213,7 @@ def _places(folder: Path) -> dict[str, tuple[Path, Any]]:
     """The file of each tensor of a folder, and its reader; of a tensor in two files the one that
     the index names, as other tools read it.
     """
-    named, places = _indexed(folder) or {}, dict[str, tuple[Path, Any]]()
+    named, places = indexed(folder) or {}, dict[str, tuple[Path, Any]]()
     for file in weight_files(folder):
         reader = _opened(file)
         for name in reader.keys():  # noqa: SIM118 (a reader is not a mapping)
@@ -343,38 +295,6 @@ def _check_names(
         raise WrongInput(
             f"{folder}: weights do not fit {CONFIG}: {trouble}; check model.source and model.config"
         )
-
-
-def model_hash(folder: Path) -> str:
-    """Hash of a model folder's weights and configuration: from its `ingot.json`, else computed from
-    the files.
-    """
-    lineage = read_lineage(folder)
-    if lineage is not None and "model_hash" in lineage:
-        return str(lineage["model_hash"])
-    return hash_model(folder)
-
-
-def hash_model(folder: Path, files: Sequence[Path] | None = None) -> str:
-    """Compute the hash of a model folder; reads every byte of the weights, those in `files`."""
-    files = weight_files(folder) if files is None else files
-    return fingerprint(
-        {
-            "config": model_config(folder),
-            "weights": {file.name: sha256_file(file) for file in files},
-        }
-    )
-
-
-def has_hash(folder: Path, recorded: str) -> bool:
-    """Whether a model folder has this hash. Where there is no index, an earlier version's is of all
-    that is called `model*.safetensors`, with what lies beside the model's own weights.
-    """
-    if model_hash(folder) == recorded:
-        return True
-    files = sorted(folder.glob("model*.safetensors"))
-    alike = (folder / INDEX).exists() or files == weight_files(folder)
-    return not alike and hash_model(folder, files) == recorded
 
 
 def check_template(folder: Path, template: str | None, knob: str) -> None:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ingot.config.models.weights import INDEX
 from ingot.models.hf.content import digest
-
-INDEX = "model.safetensors.index.json"
 
 TYPES = {
     torch.float64: "F64",

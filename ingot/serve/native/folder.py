@@ -12,8 +12,9 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.source import WORDS, ModelKind, model_config
+from ingot.config.models.weights import weight_files
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.hf.folder import check_template, weight_files
+from ingot.models.hf.folder import check_template
 from ingot.models.kinds import base_folder, kind_of_folder
 from ingot.serve.native.causal import is_bare_encoder
 from ingot.tokenizers.load import load_tokenizer

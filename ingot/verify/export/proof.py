@@ -13,13 +13,13 @@ import torch
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
+from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, prepared_for
 from ingot.models.adapters.lora import adapter_tensors
 from ingot.models.adapters.peft import load_adapter
 from ingot.models.device import pick_device
 from ingot.models.hf.config import HFConfig
-from ingot.models.hf.folder import hash_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.spec import ModelSpec
 from ingot.serve.native.compute import serving_compute

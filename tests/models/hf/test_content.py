@@ -20,17 +20,15 @@ from ingot.config.models.content import (
     check_content,
     file_digests,
 )
+from ingot.config.models.weights import has_hash, hash_model, model_hash
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import load_adapter, save_adapter
 from ingot.models.hf import content
 from ingot.models.hf.content import Share
 from ingot.models.hf.folder import (
-    has_hash,
-    hash_model,
     load_model,
     load_weights,
-    model_hash,
     named_tensors,
     stored_shapes,
     stored_tensors,

@@ -12,15 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
 from ingot.config.models.source import model_config
-from ingot.models.hf.folder import (
-    hash_model,
-    load_model,
-    load_weights,
-    stored_shapes,
-    stored_tensors,
-    weight_files,
-)
-from ingot.models.hf.tensorfile import INDEX, save_weights
+from ingot.config.models.weights import INDEX, hash_model, weight_files
+from ingot.models.hf.folder import load_model, load_weights, stored_shapes, stored_tensors
+from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from tests.models.tiny import make_member, make_reference

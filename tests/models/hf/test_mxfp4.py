@@ -15,7 +15,8 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import export_model
 from ingot.config.models.experts import DOWN, GATE_UP
-from ingot.models.hf.folder import load_model, named_tensors, weight_files
+from ingot.config.models.weights import weight_files
+from ingot.models.hf.folder import load_model, named_tensors
 from ingot.models.hf.mxfp4 import PackedStack, dequantised
 from tests.models.hf.tiny import CPU
 from tests.models.native.test_family import assert_equal, needs_reference, reference

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from ingot.checkpoints.export import copy_model
-from ingot.models.hf.folder import hash_model, load_model
+from ingot.config.models.weights import hash_model
+from ingot.models.hf.folder import load_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from tests import tolerances
 
