@@ -221,7 +221,7 @@ def _plan_rollout(
                 " answer is compared"
             )
         else:
-            expected = local_answer(folder, recipe.first_prompt)
+            expected = local_answer(folder, recipe.first_prompt, version.classifies)
     check = (
         AnswerCheck(recipe.first_prompt, version.classifies, expected, version.engine, version.name)
         if probes

@@ -327,7 +327,7 @@ def _words(place: Place, engine: str) -> Recipe:
 def test_an_engine_is_asked_in_its_own_words(
     place: Place, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "said by 2")
+    monkeypatch.setattr(deploying, "local_answer", lambda *_: "said by 2")
     recipe = _words(place, engine)
     place.state.raw = lambda deployed, body: (
         200,
@@ -363,7 +363,7 @@ def test_an_engine_is_asked_in_its_own_words(
 def test_an_engine_that_answers_wrongly_is_taken_away_again(
     place: Place, raw: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "said")
+    monkeypatch.setattr(deploying, "local_answer", lambda *_: "said")
     recipe = _words(place, "vllm")
     place.state.raw = raw
     with pytest.raises(Failed, match=f"the version before serves on: {says}"):

@@ -47,23 +47,17 @@ class AnswerCheck:
     name: str = ""
 
 
-def local_answer(folder: Path, prompt: str) -> str:
+def local_answer(folder: Path, prompt: str, classifies: bool) -> str:
     """The greedy answer of the model in `folder` to `prompt` on this machine, from `ingot predict`
-    in a process of its own.
+    in a process of its own; of one that `classifies` its label, or the text with its masks filled.
 
     Raises:
         Failed: it gives no answer.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "ingot",
-        "predict",
-        str(folder),
-        prompt,
-        f"max_tokens={TOKENS}",
-        "temperature=0",
-    ]
+    settings = [] if classifies else [f"max_tokens={TOKENS}", "temperature=0"]
+    # Behind `--` a prompt may begin with a dash.
+    asked = ["predict", "--", str(folder), prompt, *settings]
+    command = [sys.executable, "-m", "ingot", *asked]
     try:
         done = subprocess.run(
             command,

@@ -145,8 +145,8 @@ def test_verify_compares_with_what_the_folder_says(
     two(place)
     asked: list[Any] = []
 
-    def says(folder: Path, prompt: str) -> str:
-        asked.append((folder.parent.name, prompt))
+    def says(folder: Path, prompt: str, classifies: bool) -> str:
+        asked.append((folder.parent.name, prompt, classifies))
         return "what the folder says"
 
     monkeypatch.setattr(deploying, "local_answer", says)
@@ -157,8 +157,8 @@ def test_verify_compares_with_what_the_folder_says(
     ):
         deploy(recipe, "words", DeployRequest(verify=True), is_run=True)
     place.is_whole(1)
-    assert asked == [("two", "once")]
-    monkeypatch.setattr(deploying, "local_answer", lambda folder, prompt: "once from v2")
+    assert asked == [("two", "once", False)]
+    monkeypatch.setattr(deploying, "local_answer", lambda *_: "once from v2")
     deploy(recipe, "words", DeployRequest(verify=True), is_run=True)
     place.is_whole(2)
     assert shares(place)[-2:] == [{1: 90, 2: 10}, {2: 100}]
