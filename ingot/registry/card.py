@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ingot.base.masking import masked
 from ingot.base.reports import EvaluationReport
 
 LICENSES = {
@@ -28,6 +29,8 @@ PIPELINES = {
 }
 BUILT_IN_LICENSES = {"builtin:stdlib": "psf-2.0"}
 _KEPT = ("objective", "model", "train", "data", "precision", "checkpoint", "seed")
+_PLACES = ("source", "adapter", "teacher", "start_from", "checkpoint")
+"""Knobs that name a folder or a name on the hub."""
 _OWN_LINES = ("data.train.weight", "model.source", "model.revision", "seed")
 
 
@@ -186,19 +189,24 @@ def _method(facts: CardFacts) -> str:
         *above, last = path.split(".")
         for part in above:
             place = place.setdefault(part, {})
-        place[last] = _without_paths(value) if path == "model" else value
+        place[last] = _without_paths(last, value)
     said = "".join(f"- {verb}: {result}\n" for verb, result in facts.steps.items())
     return (
-        f"{said}\nWhat decided the numbers of the training:\n\n```yaml\n{_yaml(tree)}```\n"
+        f"{said}\nWhat decided the numbers of the training:\n\n```yaml\n{masked(_yaml(tree))}```\n"
         if tree
         else said
     )
 
 
-def _without_paths(model: Any) -> Any:
-    if isinstance(model, dict) and "source" in model:
-        return {**model, "source": shown_source(str(model["source"]))}
-    return model
+def _without_paths(name: str, value: Any) -> Any:
+    """The value of a knob without the folders of the machine that it was trained on."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(name, item) for item in value]
+    if isinstance(value, str) and (name in _PLACES or value.startswith(("/", "~/"))):
+        return shown_source(value)
+    return value
 
 
 def _lineage(facts: CardFacts) -> str:
@@ -214,7 +222,10 @@ def _lineage(facts: CardFacts) -> str:
         ("weights stored as", made.get("export_type")),
         ("base", base and shown_source(base["source"])),
         ("base's weights", base.get("model_hash")),
-        *[(name, made.get(name)) for name in ("teacher", "reference", "average", "start_from")],
+        *[
+            (name, _without_paths(name, made.get(name)))
+            for name in ("teacher", "reference", "average", "start_from")
+        ],
         ("ingot", made.get("ingot")),
     ]
     told = [[name, f"`{value}`"] for name, value in rows if value]

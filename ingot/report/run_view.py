@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ingot.base.errors import IngotError
+from ingot.base.masking import masked
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -23,7 +24,7 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
-from ingot.report.formatting import masked, median, timestamp
+from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number

@@ -279,4 +279,20 @@ FAULTS = [
         "a metric of the gate that no task measures is told after training alone",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "secrets-on-the-card",
+        "ingot/registry/card.py",
+        "{masked(_yaml(tree))}",
+        "{_yaml(tree)}",
+        "the login of a reward's address stands on the card that everybody reads",
+        "tests/registry/test_push.py",
+    ),
+    Fault(
+        "folders-on-the-card",
+        "ingot/registry/card.py",
+        "place[last] = _without_paths(last, value)",
+        "place[last] = value",
+        "the folders of a machine stand on the card that everybody reads",
+        "tests/registry/test_push.py",
+    ),
 ]

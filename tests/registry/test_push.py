@@ -193,6 +193,32 @@ def test_the_card_tells_what_the_run_recorded(run: RunFolder) -> None:
     assert "/home/me" not in card
 
 
+def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) -> None:
+    reward = {"kind": "http", "url": "https://me:hunter2@rewards.org/score", "api_key": "sk-1234"}
+    knobs = {
+        "objective": {"kind": "distill", "teacher": "/home/me/teacher", "rewards": [reward]},
+        "model": {"source": "hf:org/base", "lora": {"adapter": "/home/me/adapter", "rank": 8}},
+        "train.start_from": "/home/me/runs/earlier",
+        "data.judge": {"file": "/home/me/schema.json"},
+    }
+    record = PipelineStepRecord("train", "i", MODEL, 60.0, "1,200 steps", "w", {"knobs": knobs})
+    write_record(run.steps, record)
+    made = json.loads((run.model / "ingot.json").read_bytes())
+    made |= {"teacher": {"source": "/home/me/teacher", "model_hash": "7eac"}}
+    made |= {"start_from": {"checkpoint": "/home/me/runs/earlier/step-00001000", "step": 1000}}
+    (run.model / "ingot.json").write_text(json.dumps(made))
+    card = planned(run).card
+    for hidden in ("hunter2", "sk-1234", "/home/me"):
+        assert hidden not in card
+    method = yaml.safe_load(card.split("```")[1].removeprefix("yaml"))
+    assert method["objective"]["rewards"][0]["url"].endswith("@rewards.org/score")
+    assert method["objective"]["teacher"] == "teacher"
+    assert method["model"] == {"source": "hf:org/base", "lora": {"adapter": "adapter", "rank": 8}}
+    assert method["train"] == {"start_from": "earlier"}
+    for lineage in ("7eac", "step-00001000"):
+        assert lineage in card
+
+
 def test_an_adapters_card_names_its_base(run: RunFolder) -> None:
     plan = planned(run, adapter=True)
     header = yaml.safe_load(plan.card.split("---")[1])
