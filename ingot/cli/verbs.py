@@ -223,6 +223,12 @@ def _live_stamp(recipe: Recipe) -> dict[str, Any]:
     return {"the live model": gate_stamp(recipe)}
 
 
+def _registered_stamp(recipe: Recipe) -> dict[str, Any]:
+    from ingot.registry.verbs import register_stamp
+
+    return {"the version that is live": register_stamp(recipe)}
+
+
 AGAIN = {"train": "--fresh", "evaluate": "--again"}
 DO: dict[str, Callable[[Recipe, bool], VerbOutcome]] = {
     "ingest": _ingest,
@@ -232,4 +238,8 @@ DO: dict[str, Callable[[Recipe, bool], VerbOutcome]] = {
     "gate": _gate,
     "register": _register,
 }
-STAMPS: dict[str, Callable[[Recipe], Any]] = {"ingest": _source_stamps, "gate": _live_stamp}
+STAMPS: dict[str, Callable[[Recipe], Any]] = {
+    "ingest": _source_stamps,
+    "gate": _live_stamp,
+    "register": _registered_stamp,
+}

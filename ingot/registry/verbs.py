@@ -38,6 +38,8 @@ from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
 EVALUATION, REGISTERED = "evaluate.json", "registered.json"
+BY_GATE = "gate: "
+"""How the reason of a change begins that `register` made."""
 
 
 def gate(recipe: Recipe) -> VerbOutcome:
@@ -147,7 +149,7 @@ def register(recipe: Recipe) -> VerbOutcome:
         registry.point(
             name,
             version.number,
-            f"gate: {decided['reason']}",
+            f"{BY_GATE}{decided['reason']}",
             instead_of=expected_live_version(registry, name, decided),
         )
     live = registry.live(name)
@@ -171,6 +173,26 @@ def register(recipe: Recipe) -> VerbOutcome:
         outputs,
         _registered_files(recipe, version),
     )
+
+
+def register_stamp(recipe: Recipe) -> int | None:
+    """The version that went live after what `register` says of the run's model; None where nothing
+    did, or this model never was live. Registering does not change it. With Vertex AI none is asked
+    for: there `ingot deploy` makes versions live.
+    """
+    if recipe.registry.kind == "vertex":
+        return None
+    try:
+        report = _evaluation_report(recipe)
+    except WrongInput:
+        return None  # no report yet; `register` itself reports that
+    registry, name = registry_of(recipe), recipe.registry_name
+    version, changes = registry.find(name, report), registry.history(name)
+    if version is None or all(change.version != version.number for change in changes):
+        return None
+    last = changes[-1]
+    by_register = last.version == version.number and last.reason.startswith(BY_GATE)
+    return None if by_register else last.version
 
 
 def registered_version(

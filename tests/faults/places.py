@@ -726,4 +726,12 @@ FAULTS = [
         "what another tool writes into its weights changes the version that is live",
         "tests/registry/test_local.py",
     ),
+    Fault(
+        "rolled-back-is-told-as-live",
+        "ingot/registry/verbs.py",
+        "return None if by_register else last.version",
+        "return None",
+        "a version that was rolled back is told to be live whenever its run is asked",
+        "tests/registry/test_verbs.py",
+    ),
 ]

@@ -20,7 +20,7 @@ from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy, render_deploy
 from ingot.registry.local import LocalRegistry
-from ingot.registry.verbs import approved_report, gate, gate_stamp, register
+from ingot.registry.verbs import approved_report, gate, gate_stamp, register, register_stamp
 from tests.registry.models import a_model, a_recipe, a_report, registered_folder, trained
 from tests.registry.test_gate import FIRST
 
@@ -385,6 +385,25 @@ def test_the_stamp_of_the_gate_changes_with_the_live_model_but_not_by_registerin
     deploy(a_recipe(tmp_path), "words", DeployRequest(back=True))
     assert gate_stamp(two) != before
     assert gate_stamp(two) is not None
+
+
+def test_the_stamp_of_register_changes_with_what_is_live_by_hand_but_not_by_registering(
+    tmp_path: Path,
+) -> None:
+    """Else a version that was rolled back would be told to be live."""
+    one, two, kept = (a_recipe(tmp_path, name) for name in ("one", "two", "kept"))
+    for recipe, model, value in ((one, "a", 2.5), (two, "b", 2.4), (kept, "c", 2.6)):
+        trained(recipe, model, value)
+        before = register_stamp(recipe)
+        both(recipe)
+        assert register_stamp(recipe) == before
+    deploy(two, "words", DeployRequest(back=True))
+    assert register_stamp(two) == 1
+    assert register(two).result == "words v2, v1 stays live"
+    assert register_stamp(kept) is None
+    deploy(kept, "words", DeployRequest(3))
+    assert register_stamp(kept) == 3
+    assert register(kept).result == "words v3, live"
 
 
 def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
