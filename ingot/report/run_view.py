@@ -41,6 +41,8 @@ CURVES = (
 RATE = "train/examples_per_s"
 RECENT_LINES = 50
 """Logged steps by which the time left is told."""
+DECISIONS = ("gate", "register", "deploy", "serve", "predict")
+"""Steps about a model that is there already."""
 STEP_ORDER = (
     "ingest",
     "prepare",
@@ -86,7 +88,9 @@ class RunView:
     progress: RunProgress | None
     """Where the last training stands; None where it cannot be known."""
     records: list[PipelineStepRecord]
-    """Records of finished pipeline steps, in pipeline order."""
+    """Records of finished pipeline steps, in pipeline order; not what was decided about an earlier
+    model, nor its answer.
+    """
     events: list[dict[str, Any]]
     goodput: Goodput | None
     """The wall time of the last training run; None where none has begun."""
@@ -235,13 +239,14 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     lineage = read_or_note(run.model / "ingot.json", _read_json) or {}
+    records, earlier = _records(run.steps)
     running, beat = bool(doing) or at_work(run), last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,
         curves={key: Series(*metrics.points(key)) for key in CURVES},
         progress=_progress(metrics, events, running=running),
-        records=_records(run.steps),
+        records=records,
         events=events,
         goodput=goodput(events, beat, alive=running),
         recipe_text=recipe_text,
@@ -249,7 +254,9 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
         gate=read_or_note(run.reports / "gate.json", _read_json),
-        answer=read_or_note(run.reports / "predict.json", _read_json),
+        answer=None
+        if "serve" in earlier
+        else read_or_note(run.reports / "predict.json", _read_json),
         lineage=lineage,
         plan=read_or_note(run.plan, _read_json),
         decided={
@@ -348,7 +355,10 @@ def _sanitized(report: EvaluationReport) -> EvaluationReport:
     )
 
 
-def _records(folder: Path) -> list[PipelineStepRecord]:
+def _records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
+    """The records in order, and the verbs of DECISIONS whose records are left out: they read what a
+    step before them made earlier, as where the gate since keeps the live model.
+    """
     found = (
         [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
         if folder.is_dir()
@@ -356,4 +366,13 @@ def _records(folder: Path) -> list[PipelineStepRecord]:
     )
     place = {step: number for number, step in enumerate(STEP_ORDER)}
     timed = [record for record in found if record is not None and is_number(record.seconds)]
-    return sorted(timed, key=lambda record: place.get(str(record.step), len(place)))
+    timed.sort(key=lambda record: place.get(str(record.step), len(place)))
+    made, earlier = {str(record.step): record.outputs for record in timed}, set[str]()
+    for record in timed:
+        knobs = record.knobs if isinstance(record.knobs, dict) else {}
+        read = {verb: knobs[f"from {verb}"] for verb in made if f"from {verb}" in knobs}
+        if record.step in DECISIONS and any(
+            verb in earlier or made[verb] != outputs for verb, outputs in read.items()
+        ):
+            earlier.add(record.step)
+    return [record for record in timed if str(record.step) not in earlier], earlier

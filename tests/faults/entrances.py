@@ -295,4 +295,12 @@ FAULTS = [
         "the folders of a machine stand on the card that everybody reads",
         "tests/registry/test_push.py",
     ),
+    Fault(
+        "answer-of-an-earlier-model",
+        "ingot/report/run_view.py",
+        "        if record.step in DECISIONS and any(\n",
+        "        if not record and any(\n",
+        "of a model that the gate kept the page tells that it is live and what it answered",
+        "tests/report/test_page.py",
+    ),
 ]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ingot.base.reports import (
     EvaluationReport,
     Metric,
     PipelineStepRecord,
+    read_record,
     read_report,
     write_record,
     write_report,
@@ -312,6 +314,23 @@ def test_marks_stay_within_their_panels(run: RunFolder) -> None:
         for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path):
             assert 0 <= float(x) <= 1000
             assert 0 <= float(y) <= 1000
+
+
+def test_what_was_deployed_of_an_earlier_model_is_not_told_of_this_one(run: RunFolder) -> None:
+    """The gate kept the live model after a run was trained again; what follows was not done."""
+    for verb, after in (("gate", "evaluate"), ("register", "gate"), ("serve", "register")):
+        record = read_record(run.steps, verb)
+        assert record is not None
+        write_record(run.steps, replace(record, knobs={f"from {after}": "out"}))
+    assert read_run(run).state == "done up to serve"
+    assert read_run(run).answer
+    gate = read_record(run.steps, "gate")
+    assert gate is not None
+    write_record(run.steps, replace(gate, outputs="keep", result="keep: worse by 0.1"))
+    view = read_run(run)
+    assert view.state == "done up to gate"
+    assert [record.step for record in view.records][-2:] == ["evaluate", "gate"]
+    assert view.answer is None, "it is the earlier model's"
 
 
 def test_the_state_is_told(run: RunFolder) -> None:
