@@ -14,6 +14,7 @@ import yaml
 
 from ingot.base.masking import masked
 from ingot.base.reports import EvaluationReport
+from ingot.config.models.content import started_from
 
 LICENSES = {
     *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "isc", "unlicense"),
@@ -118,6 +119,8 @@ def _about(facts: CardFacts) -> str:
     made = facts.made
     base = made.get("base") or {}
     start = f"from {_base_name(facts) or shown_source(base['source'])}" if base else None
+    if origin := started_from(made):
+        start = f"on from {origin}"
     what = (
         "A LoRA adapter" if facts.adapter_of else f"A model with {made['parameters']:,} parameters"
     )

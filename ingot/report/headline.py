@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
+from ingot.config.models.content import started_from
 from ingot.report.failures import last_failure
 from ingot.report.formatting import count, median, percent, short
 from ingot.report.plots import bar_chart
@@ -74,13 +75,15 @@ def _training_sentence(view: RunView) -> Markup:
     start = "trained from random weights" if base is None else "trained"
     if isinstance(base, dict) and base.get("source"):
         start = f"trained on from {base['source']}"
+    if origin := started_from(view.lineage):
+        start = f"trained on from {origin}"
     sentence = Markup("A model of <strong>{} parameters</strong>, {}").format(
         _unbroken(count(view.parameters)), start
     )
     if tokens := trained_tokens(view):
         sentence += Markup(" on <strong>{} tokens</strong>").format(_unbroken(count(tokens)))
-    if (train := view.record("train")) is not None:
-        sentence += Markup(" in <strong>{}</strong>").format(_unbroken(duration(train.seconds)))
+    if view.training_s is not None:
+        sentence += Markup(" in <strong>{}</strong>").format(_unbroken(duration(view.training_s)))
     return sentence + "."
 
 
@@ -149,16 +152,14 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
         add(short(perplexity.value, 3), "perplexity", "per token, held-out text")
     tokens = trained_tokens(view)
     if tokens:
-        add(count(tokens), "tokens seen", f"in {view.steps_done:,} steps")
+        add(count(tokens), "tokens seen", f"in {view.steps_trained:,} steps")
     speed = view.curves["train/tokens_per_s"]
     if speed:
         add(count(median(speed.values)), "tokens a second", "median")
-    train = view.record("train")
-    if train is not None:
+    if view.training_s is not None:
+        others = sum(record.seconds for record in view.records if record.step != "train")
         add(
-            duration(train.seconds),
-            "training",
-            f"of {duration(sum(record.seconds for record in view.records))} in all",
+            duration(view.training_s), "training", f"of {duration(view.training_s + others)} in all"
         )
     if view.goodput is not None and view.goodput.incidents:
         add(
@@ -175,12 +176,12 @@ def trained_tokens(view: RunView) -> int:
     """
     logged = view.curves["train/tokens_per_step"]
     if logged:
-        steps = pairwise((0.0, *logged.steps))
+        steps = pairwise((float(view.first_step), *logged.steps))
         means = zip(steps, logged.values, strict=True)
-        return round(sum((step - before) * mean for (before, step), mean in means))
+        return round(sum(max(step - before, 0.0) * mean for (before, step), mean in means))
     batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
     return (
-        view.steps_done * batch * seq_len
+        view.steps_trained * batch * seq_len
         if isinstance(batch, int) and isinstance(seq_len, int)
         else 0
     )

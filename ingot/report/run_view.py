@@ -168,6 +168,25 @@ class RunView:
         return int(max((series.steps[-1] for series in self.curves.values() if series), default=0))
 
     @property
+    def first_step(self) -> int:
+        """The step that the training began at: above 0 where it goes on from another run."""
+        attempts = self.goodput.attempts if self.goodput else []
+        return attempts[0].first if attempts else 0
+
+    @property
+    def steps_trained(self) -> int:
+        """The steps that this run did itself."""
+        return max(self.steps_done - self.first_step, 0)
+
+    @property
+    def training_s(self) -> float | None:
+        """Seconds of the finished training with all its attempts; its record has the last one's."""
+        record = self.record("train")
+        if record is None:
+            return None
+        return max(record.seconds, self.goodput.wall_s if self.goodput else 0.0)
+
+    @property
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint, from which training goes on; None before the first."""
         return saved_step(self.events)

@@ -278,7 +278,8 @@ def _last(view: RunView, key: str) -> float | None:
 
 
 def tokens_of_a_step(view: RunView) -> int | None:
-    return round(trained_tokens(view) / view.steps_done) or None if view.steps_done else None
+    steps = view.steps_trained
+    return round(trained_tokens(view) / steps) or None if steps else None
 
 
 def curve(

@@ -303,4 +303,20 @@ FAULTS = [
         "of a model that the gate kept the page tells that it is live and what it answered",
         "tests/report/test_page.py",
     ),
+    Fault(
+        "tokens-of-another-run",
+        "ingot/report/headline.py",
+        "pairwise((float(view.first_step), *logged.steps))",
+        "pairwise((0.0, *logged.steps))",
+        "a training that goes on from another run is told to have seen that one's tokens too",
+        "tests/report/test_page.py",
+    ),
+    Fault(
+        "time-of-the-last-attempt",
+        "ingot/report/run_view.py",
+        "max(record.seconds, self.goodput.wall_s if self.goodput else 0.0)",
+        "record.seconds",
+        "of a training that was interrupted the page tells the last attempt's time",
+        "tests/report/test_page.py",
+    ),
 ]

@@ -205,7 +205,12 @@ def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) ->
     write_record(run.steps, record)
     made = json.loads((run.model / "ingot.json").read_bytes())
     made |= {"teacher": {"source": "/home/me/teacher", "model_hash": "7eac"}}
-    made |= {"start_from": {"checkpoint": "/home/me/runs/earlier/step-00001000", "step": 1000}}
+    made |= {
+        "start_from": {
+            "checkpoint": "/home/me/runs/earlier/checkpoints/step-00001000",
+            "step": 1000,
+        }
+    }
     (run.model / "ingot.json").write_text(json.dumps(made))
     card = planned(run).card
     for hidden in ("hunter2", "sk-1234", "/home/me"):
@@ -215,7 +220,7 @@ def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) ->
     assert method["objective"]["teacher"] == "teacher"
     assert method["model"] == {"source": "hf:org/base", "lora": {"adapter": "adapter", "rank": 8}}
     assert method["train"] == {"start_from": "earlier"}
-    for lineage in ("7eac", "step-00001000"):
+    for lineage in ("7eac", "step-00001000", "trained on from earlier at step 1,000"):
         assert lineage in card
 
 

@@ -63,7 +63,7 @@ def test_every_section_is_there_and_nothing_comes_from_elsewhere(run: RunFolder)
 def test_the_answer_comes_first(run: RunFolder) -> None:
     text = Page(write_page(run)).text.replace("\u00a0", " ")
     answer = (
-        "A model of 2.62 M parameters , trained from random weights on 614 k tokens in 1m 52s . It"
+        "A model of 2.62 M parameters , trained from random weights on 614 k tokens in 2m 54s . It"
         " needs 2.26 bits for each byte of text that it has not seen, 22 % less than a bigram model"
         " of the same tokens but 11 % more than gzip -9."
     )
@@ -89,6 +89,26 @@ def test_tokens_are_counted_of_text_where_the_steps_tell_how_many(run: RunFolder
     view = read_run(run)
     assert trained_tokens(view) == 100 * 1000 + 200 * 500
     assert "on 200 k tokens" in Page(write_page(run)).text.replace("\u00a0", " ")
+
+
+def test_a_training_that_went_on_from_another_run_tells_its_own_part(run: RunFolder) -> None:
+    made = json.loads((run.model / "ingot.json").read_bytes())
+    origin = {"checkpoint": "/elsewhere/runs/chat/checkpoints/step-00000200", "step": 200}
+    (run.model / "ingot.json").write_text(json.dumps({**made, "start_from": origin}))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    later = [line for line in lines if line["step"] > 200]
+    for line in later:
+        line["train/tokens_per_step"] = 1000.0
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in later))
+    start = {"kind": "start", "step": 200, "cause": "first step", "seconds": 6.0, "attempt": 1}
+    end = {"kind": "finish", "step": 300, "attempt": 1}
+    run.events.write_text("")
+    for at, event in ((37, start), (97, end)):
+        append_line(run.events, {"t_wall": 1e9 + at, "t_mono": at, "rank": 0, **event})
+    assert trained_tokens(read_run(run)) == 100 * 1000
+    text = Page(write_page(run)).text.replace("\u00a0", " ")
+    assert "trained on from chat at step 200 on 100 k tokens in 1m 52s" in text
+    assert "in 100 steps" in text
 
 
 def test_the_numbers_stand_where_they_belong(run: RunFolder) -> None:

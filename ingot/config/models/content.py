@@ -46,6 +46,18 @@ def read_lineage(folder: Path) -> dict[str, Any] | None:
     return lineage if isinstance(lineage, dict) else None
 
 
+def started_from(lineage: Mapping[str, Any] | None) -> str | None:
+    """The run and step whose weights a training went on from (`train.start_from`), in words; None
+    where it began otherwise.
+    """
+    origin = (lineage or {}).get("start_from")
+    if not isinstance(origin, dict) or not isinstance(origin.get("step"), int):
+        return None
+    checkpoint = Path(str(origin.get("checkpoint")))
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    return f"{run.name} at step {origin['step']:,}"
+
+
 def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
     """The hashes of a folder's tensors from its `ingot.json`; empty without a record."""
     tensors = _record(lineage).get("tensors")
