@@ -41,8 +41,9 @@ def decision_record(
 def read_decision(path: Path) -> dict[str, Any] | None:
     """A written decision; None where there is none that this version can read."""
     value = read_json(path)
-    known = value is not None and value.get("schema") == SCHEMA
-    return value if known and {"decision", "reason", "candidate"} <= value.keys() else None
+    if value is None or value.get("schema") != SCHEMA:
+        return None
+    return value if {"decision", "reason", "candidate"} <= value.keys() else None
 
 
 def is_about(decided: Mapping[str, Any], report: EvaluationReport) -> bool:
