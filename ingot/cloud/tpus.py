@@ -5,16 +5,34 @@ Google has no REST client. Policy is left to the launcher.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from ingot.base.errors import Failed
 from ingot.cloud.clients import GoogleClients, google_errors, google_packages
 
 HOST = "tpu.googleapis.com"
 CALL_S, POLL_S, LIMIT_S = 60.0, 5.0, 600.0
-AGAIN = (429, 502, 503, 504)
+AGAIN = (429, 500, 502, 503, 504)
 TRIES = 5
 FIRST_WAIT_S = 1.0
+OVER = ("SUSPENDING", "SUSPENDED", "FAILED", "DELETING")
+"""States from which none comes back."""
+
+
+@dataclass(frozen=True)
+class QueuedTpu:
+    """A queued resource: its id, and its state under the service's names."""
+
+    id: str
+    state: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its TPU VM is there, or still to come."""
+        return self.state not in OVER
 
 
 def create(google: GoogleClients, zone: str, id: str, wanted: dict[str, Any]) -> None:
@@ -34,7 +52,25 @@ def state(google: GoogleClients, zone: str, id: str) -> str | None:
     SUSPENDED, FAILED, ...; None if there is none.
     """
     found = _get(google, zone, id)
-    return None if found is None else str(found.get("state", {}).get("state", "STATE_UNSPECIFIED"))
+    return None if found is None else _state(found)
+
+
+def labelled(google: GoogleClients, zone: str, labels: Mapping[str, str]) -> list[QueuedTpu]:
+    """The queued resources of a zone whose TPU VMs have all of these labels. The service has no
+    filter by labels.
+    """
+    path, found, page = f"projects/{google.project}/locations/{zone}/queuedResources", [], ""
+    while True:
+        answer = _call(google, "get", f"{path}?pageSize=1000{page}", f"list the TPUs in {zone}")
+        for resource in answer.get("queuedResources", []):
+            machines = [
+                spec.get("node", {}) for spec in resource.get("tpu", {}).get("nodeSpec", [])
+            ]
+            if any(labels.items() <= one.get("labels", {}).items() for one in machines):
+                found.append(QueuedTpu(resource["name"].rpartition("/")[2], _state(resource)))
+        if not (token := answer.get("nextPageToken")):
+            return found
+        page = f"&pageToken={quote(token, safe='')}"
 
 
 def delete(google: GoogleClients, zone: str, id: str) -> None:
@@ -43,7 +79,7 @@ def delete(google: GoogleClients, zone: str, id: str) -> None:
     """
     what, until = f"delete the TPU {id} in {zone}", time.monotonic() + LIMIT_S
     while (found := _get(google, zone, id)) is not None:
-        if found.get("state", {}).get("state") != "DELETING":
+        if _state(found) != "DELETING":
             try:
                 _call(
                     google,
@@ -74,6 +110,10 @@ def _get(google: GoogleClients, zone: str, id: str) -> dict[str, Any] | None:
         if getattr(error.__cause__, "code", None) == 404:
             return None
         raise
+
+
+def _state(resource: Mapping[str, Any]) -> str:
+    return str(resource.get("state", {}).get("state", "STATE_UNSPECIFIED"))
 
 
 def _call(

@@ -60,6 +60,17 @@ class Tpus:
             raise Refused(503, "lost")
         return {"name": f"projects/p/locations/{match[1]}/operations/1"}
 
+    def list(self, match: re.Match[str], query: dict[str, str], body: Any) -> dict[str, Any]:
+        """Page by page, one on each."""
+        start, ids = int(query.get("pageToken", "0")), sorted(self.states)
+        path = f"projects/p/locations/{match[1]}/queuedResources"
+        found = [
+            {**self.asked[id], "name": f"{path}/{id}", "state": {"state": self.states[id]}}
+            for id in ids[start : start + 1]
+        ]
+        token = {"nextPageToken": str(start + 1)} if len(ids) > start + 1 else {}
+        return ({"queuedResources": found} if found else {}) | token
+
     def get(self, match: re.Match[str], query: dict[str, str], body: Any) -> dict[str, Any]:
         id = match[2]
         if id not in self.states:
@@ -84,6 +95,7 @@ class Tpus:
 def install(server: Server) -> Tpus:
     state = Tpus()
     server.on_path("post", PATH, state.create)
+    server.on_path("get", PATH, state.list)
     server.on_path("get", PATH + "/([a-z0-9-]+)", state.get)
     server.on_path("delete", PATH + "/([a-z0-9-]+)", state.delete)
     return state

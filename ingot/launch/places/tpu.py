@@ -1,7 +1,8 @@
 """A TPU VM requested as a queued resource, following Google's documentation; not tested on a TPU.
 
 The service enforces no time limit: the VM's start-up script does, and deletes the VM at the end, as
-does each query of the job.
+does each query of the job. A TPU VM of the same run that another computer asked for prevents a
+start.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ import json
 import re
 import shlex
 import time
+import uuid
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
+from ingot.base.runfolder import folder_lock
 from ingot.cloud import tpus
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
-from ingot.cloud.instances import label, resource_name
+from ingot.cloud.instances import resource_name
 from ingot.cloud.prices import time_limit_s, tpu_chips
 from ingot.config.recipe import Recipe
 from ingot.launch.attempt import NON_FAILURE_CODES
-from ingot.launch.handles import find_handle, store_handle
+from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import TpuLog
 from ingot.launch.places.node_commands import (
-    RUN,
     UNACCELERATED,
-    VERB,
     boot_note_fields,
     bucket_reasons,
     container_command,
     errors_of,
+    job_labels,
     script_template,
-    user_labels,
+    start_labels,
 )
 from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous, taken_away
 
@@ -94,13 +96,14 @@ class TpuLauncher:
 
     def render(self, job: Job) -> str:
         """See `Launcher`: the request as JSON, and the start-up script."""
-        request = self._request(job)
+        id = self._id(job, "drawn-by-submit")
+        request = self._request(job, id)
         script = request["tpu"]["nodeSpec"][0]["node"]["metadata"].pop("startup-script")
         address = f"{self.google.address(tpus.HOST)}/v2/{self._location}/queuedResources"
         body = json.dumps(request, indent=2, sort_keys=True)
         return (
             "# Not tried on a TPU: none could be had. The image needs torch_tpu.\n"
-            f"# POST {address}?queuedResourceId={self._id(job)}\n{body}\n"
+            f"# POST {address}?queuedResourceId={id}\n{body}\n"
             f"# startup-script\n{script}"
         )
 
@@ -108,34 +111,60 @@ class TpuLauncher:
     def _location(self) -> str:
         return f"projects/{self.google.project}/locations/{self._zone}"
 
+    def busy(self, job: Job) -> str | None:
+        """See `ExclusiveLauncher`: a TPU VM of this run and verb that this run folder did not ask
+        for.
+        """
+        known = find_handle(self.recipe.folder.root, job.name, KIND)
+        labels = job_labels(self.recipe, job.name, job.run_folder_url or "")
+        for found in tpus.labelled(self.google, self._zone, labels):
+            if found.is_alive and (known is None or found.id != known.id):
+                return (
+                    f"the TPU {found.id} in {self._zone} works on this run and was started"
+                    " elsewhere; cancel it there, or delete it"
+                )
+        return None
+
     def submit(self, job: Job) -> Handle:
-        """See `Launcher`."""
+        """See `Launcher`. If a job of this name is already running, its handle is returned. Raises
+        Failed if it is running and was started elsewhere.
+        """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run with launch.kind {KIND}: {'; '.join(reasons)}")
         root = self.recipe.folder.root
-        known = find_handle(root, job.name, KIND)
-        if known is not None and known.id != self._id(job):
-            if self.status(known) in ("queued", "running"):
-                return known
-            tpus.delete(self.google, known.about["zone"], known.id)
-        say(
-            "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs torch_tpu"
-        )
-        about = {"zone": self._zone, "meet": job.rendezvous or ""}
-        handle = Handle(job.name, KIND, self._id(job), job.argv, time.time(), "", about)
-        store_handle(root, handle, self.recipe)
-        try:
-            tpus.create(self.google, self._zone, handle.id, self._request(job))
-        except BaseException:
-            tpus.delete(self.google, self._zone, handle.id)
-            raise
-        return handle
+        with folder_lock(jobs_folder(root), f"{job.name}.{KIND}.lock"):
+            known = find_handle(root, job.name, KIND)
+            if known is not None:
+                is_this_start = known.about["meet"] == job.rendezvous
+                if not is_this_start and self.status(known) in ("queued", "running"):
+                    return known
+                tpus.delete(self.google, known.about["zone"], known.id)
+            if reason := self.busy(job):
+                raise Failed(reason)
+            say(
+                "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs"
+                " torch_tpu"
+            )
+            about = {"zone": self._zone, "meet": job.rendezvous or ""}
+            id = self._id(job, uuid.uuid4().hex[:8])
+            handle = Handle(job.name, KIND, id, job.argv, time.time(), "", about)
+            store_handle(root, handle, self.recipe)
+            try:
+                tpus.create(self.google, self._zone, id, self._request(job, id))
+            except BaseException:
+                tpus.delete(self.google, self._zone, id)
+                raise
+            return handle
 
-    def _id(self, job: Job) -> str:
+    def _id(self, job: Job, drawn: str) -> str:
+        """No two starts have the same one, even of the same number on two computers: what has it is
+        this start's, and may be followed and deleted.
+        """
         replica = fingerprint(job.run_folder_url)[:6]
-        return resource_name(f"ingot-{self.recipe.name}-{job.name}-{replica}-{job.start_number}")
+        run = f"ingot-{self.recipe.name}-{job.name}-{replica}"
+        return resource_name(f"{run}-{job.start_number}-{drawn}")
 
-    def _request(self, job: Job) -> dict[str, Any]:
+    def _request(self, job: Job, id: str) -> dict[str, Any]:
         """The queued resource."""
         cloud, launch = self.recipe.cloud, self.recipe.launch
         network: dict[str, Any] = {"enableExternalIps": cloud.subnetwork is None}
@@ -147,18 +176,14 @@ class TpuLauncher:
             "acceleratorType": launch.tpu.type,
             "runtimeVersion": launch.tpu.runtime,
             "networkConfig": network,
-            "labels": {
-                **user_labels(self.recipe),
-                RUN: label(self.recipe.name),
-                VERB: label(job.name),
-            },
-            "metadata": {"startup-script": self._script(job)},
+            "labels": start_labels(self.recipe, job),
+            "metadata": {"startup-script": self._script(job, id)},
             "serviceAccount": {
                 **({"email": cloud.service_account} if cloud.service_account else {}),
                 "scope": ["https://www.googleapis.com/auth/cloud-platform"],
             },
         }
-        spec = {"parent": self._location, "nodeId": self._id(job), "node": node}
+        spec = {"parent": self._location, "nodeId": id, "node": node}
         return {
             "tpu": {"nodeSpec": [spec]},
             **({"spot": {}} if launch.machine.spot else {}),
@@ -166,7 +191,7 @@ class TpuLauncher:
             "queueingPolicy": {"validUntilDuration": f"{round(launch.start_s)}s"},
         }
 
-    def _script(self, job: Job) -> str:
+    def _script(self, job: Job, id: str) -> str:
         image = job.image or image_of(self.recipe.cloud, "train")
         registry = image.partition("/")[0]
         environment = {
@@ -180,12 +205,12 @@ class TpuLauncher:
         address = f"{self.google.address(tpus.HOST)}/v2/{self._location}/queuedResources"
         return script_template("tpu.sh.jinja").render(
             **boot_note_fields(job),
-            id=self._id(job),
+            id=id,
             registry=registry if re.search(r"(\.pkg\.dev|gcr\.io)$", registry) else "",
             image=image,
             environment=environment,
             limit_s=round(job.time_limit_s or self.recipe.cloud.max_run),
-            resource=f"{address}/{self._id(job)}",
+            resource=f"{address}/{id}",
             command=shlex.join(container_command(self.recipe, job)),
         )
 

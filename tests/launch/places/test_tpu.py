@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import tpus as calls
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.tpu import TpuLauncher
-from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
+from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous, clear_rendezvous
 from tests import gcs, golden
 from tests.fakes import google, tpus
 from tests.fakes.vm import Machine
@@ -102,6 +102,38 @@ def test_a_tpu_is_asked_for_and_is_stopped_when_the_job_is_over(
     Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
     assert launcher.status(handle) == "succeeded"
     assert service.states == {}
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_what_another_computer_started_is_left_alone_and_not_started_again(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, start: int
+) -> None:
+    """Whether the number of its start is ours too, or is one that we have never had; also where the
+    run folder that started it was deleted.
+    """
+    here, there = (
+        TpuLauncher(recipe_for(tmp_path / name, server.address)) for name in ("here", "there")
+    )
+    ended = here.submit(job_of(here.recipe))
+    Rendezvous(ended.about["meet"]).leave(0, EXIT, rank=0, code=0)
+    assert here.status(ended) == "succeeded"
+    clear_rendezvous(ended.about["meet"])
+    handle = there.submit(job_of(there.recipe, start))
+    # One of a namesake in another bucket is somebody else's.
+    namesake = replace(job_of(there.recipe), run_folder_url="gs://theirs/ingot/runs/small")
+    TpuLauncher(recipe_for(tmp_path / "namesake", server.address)).submit(namesake)
+    service.states[handle.id] = "ACTIVE"
+    told = f"the TPU {handle.id} in us-central1-a works on this run and was started elsewhere"
+    for launcher in (here, TpuLauncher(recipe_for(tmp_path / "third", server.address))):
+        wanted = job_of(launcher.recipe, start)
+        assert (launcher.busy(wanted) or "").startswith(told)
+        with pytest.raises(Failed, match=told):
+            launcher.submit(wanted)
+    here.cancel(ended)
+    assert service.states[handle.id] == "ACTIVE"
+    assert there.busy(job_of(there.recipe)) is None
+    service.states[handle.id] = "SUSPENDED"
+    assert here.busy(job_of(here.recipe, start)) is None
 
 
 @pytest.mark.parametrize(
