@@ -34,11 +34,12 @@ to end.
 
 @dataclass(frozen=True)
 class DataflowJob:
-    """A job: its id, name and state, under the service's names."""
+    """A job: its id, name and state, under the service's names, and its labels."""
 
     id: str
     name: str
     state: str
+    labels: Mapping[str, str]
 
 
 def active_dataflow_jobs(
@@ -81,7 +82,7 @@ def active_dataflow_jobs(
         if labels.items() <= dict(job.labels).items()
         and job.current_state.name not in DATAFLOW_FINAL_STATES
     ]
-    return [DataflowJob(job.id, job.name, job.current_state.name) for job in ours]
+    return [DataflowJob(job.id, job.name, job.current_state.name, dict(job.labels)) for job in ours]
 
 
 def cancel_dataflow_job(google: GoogleClients, job: DataflowJob) -> None:

@@ -742,4 +742,12 @@ FAULTS = [
         "the result of the TPU that another computer started is taken for that of another recipe",
         "tests/launch/places/test_tpu.py",
     ),
+    Fault(
+        "cancels-anothers-pipeline",
+        "ingot/launch/places/dataflow.py",
+        '            labels[START] = handle.about["start"]\n',
+        "            pass\n",
+        "a driver that fails here cancels the pipeline that another computer's driver started",
+        "tests/launch/places/test_dataflow.py",
+    ),
 ]

@@ -4,7 +4,8 @@ own environment.
 A prepare runs several pipelines in sequence, each using the previous one's results, so it is no
 single template: the driver is a local process, and its workers share only the bucket with it. Both
 have the job's time limit. Pipelines that a cancelled, failed or timed-out driver leaves on Dataflow
-are cancelled by the next query of its state.
+are cancelled by the next query of its state; those that another computer's driver started prevent
+a start, as far as one is active just then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.base.errors import Failed, WrongInput
@@ -33,7 +36,13 @@ from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import FileLog
-from ingot.launch.places.node_commands import ATTEMPT, container_command, job_labels, user_labels
+from ingot.launch.places.node_commands import (
+    ATTEMPT,
+    START,
+    container_command,
+    job_labels,
+    user_labels,
+)
 from ingot.launch.rendezvous import EXIT, Rendezvous
 
 KIND = "dataflow"
@@ -103,9 +112,22 @@ class DataflowLauncher:
         ]
         return f"# in {Path.cwd()}\n{' '.join([*variables, shlex.join(self._command(job))])}\n"
 
+    def busy(self, job: Job) -> str | None:
+        """See `ExclusiveLauncher`: a pipeline of this run that this run folder did not start."""
+        known = find_handle(self._recipe.folder.root, job.name, KIND)
+        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        for found in self._dataflow_jobs(job.name, labels):
+            # The pipelines of an earlier version's driver have no such label, nor has its handle.
+            if known is None or found.labels.get(START) != known.about.get("start"):
+                return (
+                    f"the Dataflow job {found.id} works on this run and was started elsewhere;"
+                    " cancel it there, or wait for it"
+                )
+        return None
+
     def submit(self, job: Job) -> Handle:
         """See `Launcher`. The driver is detached from this terminal. If one is already running, its
-        handle is returned.
+        handle is returned. Raises Failed if one was started elsewhere.
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run on Dataflow: {'; '.join(reasons)}")
@@ -116,11 +138,14 @@ class DataflowLauncher:
             if known is not None and self.status(known) == "running":
                 say(f"{job.name}: it runs already")
                 return known
+            if reason := self.busy(job):
+                raise Failed(reason)
+            start = uuid.uuid4().hex[:8]
             log.parent.mkdir(parents=True, exist_ok=True)
             self._cancelled(job.name).unlink(missing_ok=True)
             with log.open("ab") as output:
                 driver = subprocess.Popen(
-                    self._command(job),
+                    self._command(job, start),
                     env={**os.environ, **job.public_environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -128,6 +153,7 @@ class DataflowLauncher:
                     start_new_session=True,
                 )
             about = {
+                "start": start,
                 "meet": job.rendezvous or "",
                 "mirror": job.run_folder_url or "",
                 "host": socket.gethostname(),
@@ -182,25 +208,29 @@ class DataflowLauncher:
             **job_labels(self._recipe, handle.name, handle.about["mirror"]),
             ATTEMPT: handle.about["meet"].rpartition("-")[2],
         }
-        name = self._job_name(handle.name)
-        for job in data_jobs.active_dataflow_jobs(self._google, name, labels):
+        if "start" in handle.about:  # not from an earlier version
+            labels[START] = handle.about["start"]
+        for job in self._dataflow_jobs(handle.name, labels):
             data_jobs.cancel_dataflow_job(self._google, job)
 
-    def _command(self, job: Job) -> list[str]:
+    def _dataflow_jobs(self, verb: str, labels: Mapping[str, str]) -> list[data_jobs.DataflowJob]:
+        return data_jobs.active_dataflow_jobs(self._google, self._job_name(verb), labels)
+
+    def _command(self, job: Job, start: str = "drawn-by-submit") -> list[str]:
         """The driver, under a time limit that ends its process group."""
         return [
             "timeout",
             "--signal=TERM",
             "--kill-after=60",
             str(self._limit_s(job)),
-            *self._driver(job),
+            *self._driver(job, start),
         ]
 
-    def _driver(self, job: Job) -> list[str]:
+    def _driver(self, job: Job, start: str) -> list[str]:
         _, *node = container_command(self._recipe, job)
-        return [sys.executable, *node, f"data.engine={json.dumps(self._engine(job))}"]
+        return [sys.executable, *node, f"data.engine={json.dumps(self._engine(job, start))}"]
 
-    def _engine(self, job: Job) -> dict[str, object]:
+    def _engine(self, job: Job, start: str) -> dict[str, object]:
         """Beam's knobs; the recipe's own options take precedence, except for the labels that
         identify the jobs.
         """
@@ -237,13 +267,15 @@ class DataflowLauncher:
             "options": {
                 **options,
                 **engine.options,
-                "labels": self._labels(job),
+                "labels": self._labels(job, start),
                 "dataflow_service_options": self._service_options(job),
             },
         }
 
-    def _labels(self, job: Job) -> str:
-        """The labels of `cloud.labels`, those of `data.engine.options`, and ours."""
+    def _labels(self, job: Job, start: str) -> str:
+        """The labels of `cloud.labels`, those of `data.engine.options`, and ours. `start`
+        distinguishes this start from one of the same number made by another computer.
+        """
         own = dict(
             each.partition("=")[::2] for each in self._options.get("labels", "").split(",") if each
         )
@@ -252,6 +284,7 @@ class DataflowLauncher:
             **own,
             **job_labels(self._recipe, job.name, job.run_folder_url or ""),
             ATTEMPT: job.start_number,
+            START: start,
         }
         return ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
 

@@ -66,6 +66,7 @@ OURS = {
     "ingot-verb": "prepare",
     "ingot-replica": fingerprint(MIRROR),
     "ingot-attempt": "1",
+    "ingot-start": "drawn-by-submit",
     "team": "data",
 }
 LABELS = ",".join(f"{name}={value}" for name, value in sorted(OURS.items()))
@@ -233,7 +234,7 @@ class Driven(DataflowLauncher):
 
     program = ""
 
-    def _driver(self, job: Job) -> list[str]:
+    def _driver(self, job: Job, start: str) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
@@ -272,22 +273,23 @@ def test_a_signal_is_a_note(made: Callable[..., Recipe]) -> None:
     ]
 
 
-def some_jobs(service: dataflow.State) -> None:
-    """Of which `a` is ours and runs."""
-    service.make("other", "else", OURS)
+def some_jobs(service: dataflow.State, handle: Handle) -> None:
+    """Of which `a` is of this start and runs."""
+    ours = {**OURS, "ingot-start": handle.about["start"]}
+    service.make("other", "else", ours)
     service.make(
-        "same-name", NAME, {**OURS, "ingot-replica": fingerprint("gs://another/runs/small")}
+        "same-name", NAME, {**ours, "ingot-replica": fingerprint("gs://another/runs/small")}
     )
-    service.make("earlier-start", NAME, {**OURS, "ingot-attempt": "7"})
-    service.make("over", NAME, OURS, STATES.JOB_STATE_DONE)
-    service.make("going", NAME, OURS, STATES.JOB_STATE_CANCELLING)
-    service.make("a", NAME, OURS)
+    service.make("earlier-start", NAME, {**ours, "ingot-attempt": "7"})
+    service.make("another-computers", NAME, {**ours, "ingot-start": "theirs"})
+    service.make("over", NAME, ours, STATES.JOB_STATE_DONE)
+    service.make("going", NAME, ours, STATES.JOB_STATE_CANCELLING)
+    service.make("a", NAME, ours)
 
 
 def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
     made: Callable[..., Recipe], service: dataflow.State
 ) -> None:
-    some_jobs(service)
     launcher = Driven(made())
     launcher.program = (
         "import subprocess, sys, time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\nchild"
@@ -295,6 +297,7 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
         " time.sleep(600)'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
     )
     handle = launcher.submit(JOB)
+    some_jobs(service, handle)
     log, said = launcher.log(handle), b""
     while not said:
         said = log.read()
@@ -306,6 +309,7 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
     assert {request.job_id for request in service.server.requests("JobsV1Beta3.GetJob")} == {
         "same-name",
         "earlier-start",
+        "another-computers",
         "a",
     }
     until = time.monotonic() + 20
@@ -320,10 +324,10 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
 def test_a_driver_that_ran_out_of_time_is_over_and_takes_its_job_with_it(
     made: Callable[..., Recipe], service: dataflow.State
 ) -> None:
-    some_jobs(service)
     launcher = Driven(made())
     launcher.program = "import time; time.sleep(600)"
     handle = launcher.submit(dataclasses.replace(JOB, time_limit_s=1.0))
+    some_jobs(service, handle)
     assert launcher.status(handle) == "running"
     assert service.cancelled == []
     assert ended(launcher, handle) == "failed"
@@ -338,8 +342,44 @@ def test_one_that_did_its_work_asks_for_nothing(
 ) -> None:
     launcher = Driven(made())
     Rendezvous(JOB.rendezvous or "").leave(0, EXIT, rank=0, code=0, how="")
-    assert ended(launcher, launcher.submit(JOB)) == "succeeded"
+    handle = launcher.submit(JOB)
+    service.server.calls.clear()
+    assert ended(launcher, handle) == "succeeded"
     assert not service.server.calls
+
+
+@pytest.mark.parametrize("start", ["1", "2"])
+def test_what_another_computer_started_is_left_alone_and_not_started_again(
+    made: Callable[..., Recipe], service: dataflow.State, start: str
+) -> None:
+    """Whether the number of its start is ours too, or another."""
+    launcher = Driven(made())
+    launcher.program = "import os; os.kill(os.getpid(), 9)"
+    handle = launcher.submit(JOB)
+    theirs = {**OURS, "ingot-attempt": start, "ingot-start": "theirs"}
+    service.make("pipeline-of-theirs", NAME, theirs)
+    assert ended(launcher, handle) == "failed"
+    told = "the Dataflow job pipeline-of-theirs works on this run and was started elsewhere"
+    assert (launcher.busy(JOB) or "").startswith(told)
+    with pytest.raises(Failed, match=told):
+        launcher.submit(dataclasses.replace(JOB, rendezvous=f"{MIRROR}/jobs/prepare-2"))
+    assert find_handle(launcher._recipe.folder.root, "prepare", "dataflow") == handle
+    launcher.cancel(handle)
+    assert service.cancelled == []
+    service.make("pipeline-of-theirs", NAME, theirs, STATES.JOB_STATE_CANCELLING)
+    assert launcher.busy(JOB) is None
+
+
+def test_what_our_last_driver_left_does_not_prevent_the_next(
+    made: Callable[..., Recipe], service: dataflow.State
+) -> None:
+    launcher = Driven(made())
+    launcher.program = "import os; os.kill(os.getpid(), 9)"
+    handle = launcher.submit(JOB)
+    service.make("a", NAME, {**OURS, "ingot-start": handle.about["start"]})
+    assert launcher.busy(JOB) is None
+    assert ended(launcher, handle) == "failed"
+    assert service.cancelled == ["a"]
 
 
 def test_where_beam_makes_its_jobs_there_they_are_looked_for(
@@ -352,15 +392,16 @@ def test_where_beam_makes_its_jobs_there_they_are_looked_for(
             data__engine=json.dumps({"kind": "beam", "python": sys.executable, "options": options})
         )
     )
-    service.make("a", "mine", OURS)
-    launcher.cancel(launcher.submit(JOB))
+    handle = launcher.submit(JOB)
+    service.make("a", "mine", {**OURS, "ingot-start": handle.about["start"]})
+    launcher.cancel(handle)
     assert service.cancelled == ["a"]
 
 
 def test_a_page_that_fails_is_told_in_one_line(
     made: Callable[..., Recipe], service: dataflow.State
 ) -> None:
-    some_jobs(service)
+    some_jobs(service, Driven(made()).submit(JOB))
     listed = service.list
 
     def fails_later(request: Any) -> Any:
