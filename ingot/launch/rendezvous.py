@@ -23,8 +23,10 @@ from ingot.launch.attempt import NON_FAILURE_CODES, STOP_SIGNALS, AttemptExit
 from ingot.launch.job import Job, JobState
 
 ARRIVED, EXIT, SIGNAL, BOOT, CANCELLED = "here", "exit", "signal", "boot", "cancelled"
+MADE = "made"
 """Kinds of notes: a node has arrived, with its version; how its ranks ended; a signal for the
-ranks; a machine's progress before its node runs; the job was cancelled.
+ranks; a machine's progress before its node runs; the job was cancelled; when its machine was first
+seen from here.
 """
 ENDED_BY = "because"
 """In an exit note: what ended the ranks if it was no failure of theirs, the number of another node

@@ -32,10 +32,11 @@ def main(tool: str, *arguments: str) -> int:
         return curl(arguments)
     if tool == "docker":
         return docker(arguments)
-    if tool == "timeout":
-        real = shutil.which("timeout", path=os.environ["PATH"].partition(":")[2])
+    # Pauses take no time; what keeps the machine's time limit waits for it.
+    if tool == "timeout" or (tool == "sleep" and float(arguments[0]) > 60):
+        real = shutil.which(tool, path=os.environ["PATH"].partition(":")[2])
         assert real
-        os.execv(real, ["timeout", *arguments])
+        os.execv(real, [tool, *arguments])
     return 0
 
 

@@ -750,4 +750,20 @@ FAULTS = [
         "a driver that fails here cancels the pipeline that another computer's driver started",
         "tests/launch/places/test_dataflow.py",
     ),
+    Fault(
+        "tpu-that-never-comes-up",
+        "ingot/launch/places/tpu.py",
+        "        if not arrived and there_s > self.recipe.launch.start_s:\n",
+        "        if False:\n",
+        "a TPU VM whose node never arrives is waited for, and paid for, without end",
+        "tests/launch/places/test_tpu.py",
+    ),
+    Fault(
+        "tpu-without-a-watchdog",
+        "ingot/launch/places/tpu.py",
+        "            gone_s=self._limit_s(job) + SAVE_S + SPARE_S,\n",
+        "            gone_s=10**9,\n",
+        "a TPU VM that hangs before its container is paid for after its time limit",
+        "tests/launch/places/test_tpu.py",
+    ),
 ]

@@ -29,7 +29,14 @@ from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState
 from ingot.launch.places.gce_machines import LEAST_S, ComputeCluster
 from ingot.launch.places.logs import ComputeLog
-from ingot.launch.places.node_commands import NODE, START, errors_of, job_labels, machine_reasons
+from ingot.launch.places.node_commands import (
+    NODE,
+    START,
+    errors_of,
+    job_labels,
+    machine_reasons,
+    not_come_up,
+)
 from ingot.launch.rendezvous import (
     ARRIVED,
     BOOT,
@@ -261,21 +268,12 @@ class GceLauncher:
         for node in range(int(handle.about["nodes"])):
             if node in arrived:
                 continue
-            last = (
-                f"the last that it did was {boot[node]['phase']}"
-                if node in boot
-                else "its start-up script said nothing"
-            )
             rendezvous.leave(
                 node,
                 EXIT,
                 rank=node * int(handle.about["processes"]),
                 code=EXIT_FAILED,
-                how=(
-                    f"node {node} of {handle.id} did not come up within"
-                    f" {duration(self.recipe.launch.start_s)}: {last}; see its log, or raise"
-                    " launch.start_s"
-                ),
+                how=not_come_up(self.recipe, handle.id, node, boot.get(node)),
             )
 
     def log(self, handle: Handle) -> JobLog:

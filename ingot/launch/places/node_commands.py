@@ -17,11 +17,13 @@ import jinja2
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.progress import duration
 from ingot.cloud.instances import label
 from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import is_same_work, work_fingerprint
 from ingot.launch.job import Job
+from ingot.launch.rendezvous import Note
 
 MODULE = "ingot.launch.node"
 UNACCELERATED = ("ingest", "prepare", "gate", "register", "deploy")
@@ -247,6 +249,19 @@ def boot_note_fields(job: Job) -> dict[str, Any]:
     """The variables of `notes.sh.jinja`: where a machine leaves notes before its container does."""
     bucket, _, folder = (job.rendezvous or "").removeprefix("gs://").partition("/")
     return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
+
+
+def not_come_up(recipe: Recipe, id: str, node: int, boot: Note | None) -> str:
+    """Why a job has failed whose machine is there and whose node has not arrived. `boot` is the
+    machine's last note.
+    """
+    last = (
+        f"the last that it did was {boot['phase']}" if boot else "its start-up script said nothing"
+    )
+    return (
+        f"node {node} of {id} did not come up within {duration(recipe.launch.start_s)}: {last}; see"
+        " its log, or raise launch.start_s"
+    )
 
 
 def script_template(name: str) -> jinja2.Template:

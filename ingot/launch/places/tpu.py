@@ -1,8 +1,8 @@
 """A TPU VM requested as a queued resource, following Google's documentation; not tested on a TPU.
 
 The service enforces no time limit: the VM's start-up script does, and deletes the VM at the end, as
-does each query of the job. A TPU VM of the same run that another computer asked for prevents a
-start.
+does each query of the job, also when the script does not come to its end. A TPU VM of the same run
+that another computer asked for prevents a start.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 import uuid
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import EXIT_FAILED, Failed, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.progress import say
+from ingot.base.progress import duration, say
 from ingot.base.runfolder import folder_lock
 from ingot.cloud import tpus
 from ingot.cloud.clients import GoogleClients
@@ -35,15 +35,28 @@ from ingot.launch.places.node_commands import (
     container_command,
     errors_of,
     job_labels,
+    not_come_up,
     script_template,
     start_labels,
 )
-from ingot.launch.rendezvous import ARRIVED, CANCELLED, EXIT, Rendezvous, taken_away
+from ingot.launch.rendezvous import (
+    ARRIVED,
+    BOOT,
+    CANCELLED,
+    EXIT,
+    MADE,
+    Rendezvous,
+    taken_away,
+)
 
 KIND = "tpu"
 MAX_CHIPS, EIGHT_CHIP_TYPES = 4, ("v5litepod-", "v6e-")
 """Maximum number of chips of one TPU VM, and the generations in which it may have eight; larger
 slices have several hosts.
+"""
+SAVE_S, SPARE_S, LEAST_S = 300, 60, 60
+"""Seconds that the container has to save after its time limit; what the VM may take beyond them to
+be gone; and the shortest remaining time for which a container is still started.
 """
 WAITING = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED")
 
@@ -145,7 +158,11 @@ class TpuLauncher:
                 "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs"
                 " torch_tpu"
             )
-            about = {"zone": self._zone, "meet": job.rendezvous or ""}
+            about = {
+                "zone": self._zone,
+                "meet": job.rendezvous or "",
+                "limit_s": str(self._limit_s(job)),
+            }
             id = self._id(job, uuid.uuid4().hex[:8])
             handle = Handle(job.name, KIND, id, job.argv, time.time(), "", about)
             store_handle(root, handle, self.recipe)
@@ -191,6 +208,9 @@ class TpuLauncher:
             "queueingPolicy": {"validUntilDuration": f"{round(launch.start_s)}s"},
         }
 
+    def _limit_s(self, job: Job) -> int:
+        return round(job.time_limit_s or self.recipe.cloud.max_run)
+
     def _script(self, job: Job, id: str) -> str:
         image = job.image or image_of(self.recipe.cloud, "train")
         registry = image.partition("/")[0]
@@ -209,7 +229,10 @@ class TpuLauncher:
             registry=registry if re.search(r"(\.pkg\.dev|gcr\.io)$", registry) else "",
             image=image,
             environment=environment,
-            limit_s=round(job.time_limit_s or self.recipe.cloud.max_run),
+            limit_s=self._limit_s(job),
+            save_s=SAVE_S,
+            gone_s=self._limit_s(job) + SAVE_S + SPARE_S,
+            least_s=LEAST_S,
             resource=f"{address}/{id}",
             command=shlex.join(container_command(self.recipe, job)),
         )
@@ -234,8 +257,31 @@ class TpuLauncher:
         if resource_state in WAITING:
             return "queued"
         if resource_state == "ACTIVE":
-            return "running" if rendezvous.notes(ARRIVED) else "queued"
+            arrived = bool(rendezvous.notes(ARRIVED))
+            if reason := self._overdue(handle, rendezvous, arrived=arrived):
+                rendezvous.leave(0, EXIT, rank=0, code=EXIT_FAILED, how=reason)
+                return "failed"
+            return "running" if arrived else "queued"
         return "failed" if resource_state == "FAILED" else "preempted"
+
+    def _overdue(self, handle: Handle, rendezvous: Rendezvous, *, arrived: bool) -> str | None:
+        """Why a VM that is there is not waited for any longer, which the supervisor reports. Its
+        time counts from when it was first seen, which a note keeps for the next process.
+        """
+        if not (made := rendezvous.notes(MADE)):
+            rendezvous.leave(0, MADE)
+            return None
+        there_s = time.time() - float(made[0]["t_wall"])
+        if not arrived and there_s > self.recipe.launch.start_s:
+            return not_come_up(self.recipe, handle.id, 0, rendezvous.notes(BOOT).get(0))
+        # A handle of an earlier version has no limit.
+        limit_s = float(handle.about.get("limit_s", self.recipe.cloud.max_run))
+        if there_s > limit_s + SAVE_S + 2 * SPARE_S:
+            return (
+                f"{handle.id} was still there {duration(there_s - limit_s)} after its"
+                f" {duration(limit_s)}, at which it deletes itself; see its log"
+            )
+        return None
 
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""

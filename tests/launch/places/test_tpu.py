@@ -16,8 +16,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cloud import tpus as calls
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
+from ingot.launch.places import tpu
 from ingot.launch.places.tpu import TpuLauncher
-from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous, clear_rendezvous
+from ingot.launch.rendezvous import ARRIVED, BOOT, EXIT, MADE, Rendezvous, clear_rendezvous
 from tests import gcs, golden
 from tests.fakes import google, tpus
 from tests.fakes.vm import Machine
@@ -102,6 +103,57 @@ def test_a_tpu_is_asked_for_and_is_stopped_when_the_job_is_over(
     Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
     assert launcher.status(handle) == "succeeded"
     assert service.states == {}
+
+
+@pytest.mark.parametrize(
+    ("boot", "last"),
+    [
+        (None, "its start-up script said nothing"),
+        ("pulling the image", "the last that it did was pulling the image"),
+    ],
+)
+def test_a_tpu_whose_node_does_not_come_up_is_given_back(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, boot: str | None, last: str
+) -> None:
+    """Its time counts from when it was there, whoever saw it first."""
+    recipe = recipe_for(tmp_path, server.address)
+    handle = TpuLauncher(recipe).submit(job_of(recipe))
+    notes = Rendezvous(handle.about["meet"])
+    waiting = replace(handle, started=handle.started - 10 * recipe.launch.start_s)
+    assert TpuLauncher(recipe).status(waiting) == "queued"
+    service.states[handle.id] = "ACTIVE"
+    assert TpuLauncher(recipe).status(waiting) == "queued"
+    [seen] = notes.notes(MADE).values()
+    notes.leave(0, MADE, t_wall=seen["t_wall"] - recipe.launch.start_s + 60)
+    if boot:
+        notes.leave(0, BOOT, phase=boot)
+    assert TpuLauncher(recipe).status(waiting) == "queued"
+    notes.leave(0, MADE, t_wall=seen["t_wall"] - recipe.launch.start_s - 60)
+    assert TpuLauncher(recipe).status(waiting) == "failed"
+    assert service.states == {}
+    [note] = notes.notes(EXIT).values()
+    assert note["how"] == (
+        f"node 0 of {handle.id} did not come up within 30m 00s: {last}; see its log, or raise"
+        " launch.start_s"
+    )
+    assert TpuLauncher(recipe).status(waiting) == "failed"
+
+
+def test_a_tpu_that_is_there_long_after_its_time_is_given_back(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus
+) -> None:
+    launcher = TpuLauncher(recipe_for(tmp_path, server.address))
+    handle = launcher.submit(replace(job_of(launcher.recipe), time_limit_s=7200.0))
+    service.states[handle.id] = "ACTIVE"
+    notes = Rendezvous(handle.about["meet"])
+    notes.leave(0, ARRIVED)
+    # While it runs over its time it may still save, and deletes itself.
+    for past_s, state in ((0, "running"), (300, "running"), (600, "failed")):
+        notes.leave(0, MADE, t_wall=time.time() - 7200 - past_s)
+        assert launcher.status(handle) == state
+    assert service.states == {}
+    [note] = notes.notes(EXIT).values()
+    assert f"{handle.id} was still there" in note["how"]
 
 
 @pytest.mark.parametrize("start", [1, 3])
@@ -209,6 +261,30 @@ def test_slices_of_one_host_are_taken(tmp_path: Path, kind: str) -> None:
 
 
 # The start-up script, run by bash with stand-ins for what a TPU VM has.
+def test_a_tpu_that_hangs_deletes_itself_when_its_time_is_over(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nobody left who asks for its state: nothing else would end what is paid for."""
+    monkeypatch.setattr(tpu, "SAVE_S", 0)  # so that its time is one of those that take none here
+    monkeypatch.setattr(tpu, "SPARE_S", 0)
+    launcher = TpuLauncher(recipe_for(tmp_path, server.address))
+    handle = launcher.submit(replace(job_of(launcher.recipe), time_limit_s=60.0))
+    service.states[handle.id] = "ACTIVE"
+    (folder := tmp_path / "vm").mkdir()
+    (folder / "pull-takes").write_text("600")
+    [spec] = service.asked[handle.id]["tpu"]["nodeSpec"]
+    machine, until = Machine("t1v-n-1", spec["node"]["metadata"], folder), time.monotonic() + 60
+    try:
+        while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
+            time.sleep(0.1)
+    finally:
+        machine.pull_the_plug()
+    assert service.states.get(handle.id) != "ACTIVE", machine.serial
+    [note] = Rendezvous(handle.about["meet"]).notes(EXIT).values()
+    assert note["how"] == f"node 0 ({handle.id}): its time was over"
+    assert launcher.status(handle) == "failed"
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("lacking", "code", "told"),
