@@ -21,7 +21,7 @@ from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import INDEX
 from ingot.base.remote.lease import Lease, lease
-from ingot.base.remote.replica import push
+from ingot.base.remote.replica import push, replica_url
 from ingot.base.storage import write_atomic
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import label, resource_name
@@ -87,7 +87,7 @@ def prepare_submission(recipe: Recipe) -> Submission:
         },
         "runtimeConfig": {
             "gcsOutputDirectory": planned.root,
-            "parameterValues": {"recipe": planned.address, "replica": planned.replica},
+            "parameterValues": {"recipe": planned.address, **_identity(recipe)},
             "failurePolicy": "PIPELINE_FAILURE_POLICY_FAIL_FAST",
         },
     }
@@ -145,7 +145,9 @@ def _submit(recipe: Recipe, submission: Submission, held: Lease) -> tuple[str, b
     else:
         id = _new_id(submission)
     if others := [
-        other for other in pipelines.running_pipeline_jobs(google, _labels(recipe)) if other != id
+        other
+        for other in pipelines.running_pipeline_jobs(google, _labels(recipe), _identity(recipe))
+        if other != id
     ]:
         raise Failed(
             f"the pipeline {others[0]} of {recipe.name} goes on, and two would write one run: wait"
@@ -165,7 +167,7 @@ def schedule(recipe: Recipe, submission: Submission, cron: str) -> pipelines.Sch
     request = _schedule(submission, check_cron(cron), submission.job)
     _check_cloud(recipe, submission.google)
     _upload(recipe, submission)
-    return pipelines.put_schedule(submission.google, request)
+    return pipelines.put_schedule(submission.google, request, _identity(recipe))
 
 
 def follow(submission: Submission, id: str, root: Path | None = None) -> None:
@@ -223,7 +225,7 @@ def cancel(recipe: Recipe) -> list[str]:
     other services end with their containers.
     """
     google = GoogleClients(recipe.cloud)
-    found = pipelines.running_pipeline_jobs(google, _labels(recipe))
+    found = pipelines.running_pipeline_jobs(google, _labels(recipe), _identity(recipe))
     for id in found:
         pipelines.cancel_pipeline_job(google, id)
     return found
@@ -268,6 +270,13 @@ def _schedule(submission: Submission, cron: str, job: dict[str, Any]) -> dict[st
 
 def _labels(recipe: Recipe) -> dict[str, str]:
     return {"ingot-run": label(recipe.name), "ingot-verb": "pipeline"}
+
+
+def _identity(recipe: Recipe) -> dict[str, str]:
+    """The parameter by which a pipeline is this run's: somebody else's in the same project may have
+    its name.
+    """
+    return {"replica": replica_url(recipe.cloud.bucket or "", recipe.name)}
 
 
 def _check_cloud(recipe: Recipe, google: GoogleClients) -> None:

@@ -436,7 +436,8 @@ def test_what_is_submitted_while_another_one_is_uploaded_is_refused(
     tmp_path: Path, service: pipelines.State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload, refused = submit._upload, list[str]()
-    second = recipe_for(tmp_path / "other", service.server.address)
+    # Another recipe: what is equal gets an equal id within the same second.
+    second = recipe_for(tmp_path / "other", service.server.address, **{"train.steps": 7})
 
     def meanwhile(recipe: Recipe, submission: submit.Submission) -> None:
         monkeypatch.setattr(submit, "_upload", upload)
@@ -522,6 +523,32 @@ def test_one_schedule_a_run_made_and_then_replaced(
         started.runtime_config.parameter_values["recipe"]
         == prepare_submission(changed).plan.address
     )
+
+
+def test_a_namesake_in_another_bucket_is_somebody_elses(
+    tmp_path: Path,
+    service: pipelines.State,
+    bucket: gcs.Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither followed, nor refused for, nor cancelled, nor its schedule replaced."""
+    monkeypatch.setattr(submit, "_check_cloud", lambda *_: None)  # of one bucket at a time here
+    ann = recipe_for(tmp_path / "ann", service.server.address)
+    theirs = {"cloud.bucket": "theirs", "data.train": "[{source: 'gs://theirs/text/*.txt'}]"}
+    bob = recipe_for(tmp_path / "bob", service.server.address, **theirs)
+    id, _ = submit.submit(ann, prepare_submission(ann))
+    kept = submit.schedule(ann, prepare_submission(ann), "0 3 * * 1")
+    bucket.bucket = "theirs"
+    other, is_running = submit.submit(bob, prepare_submission(bob))
+    assert (other != id, is_running) == (True, False)
+    made = submit.schedule(bob, prepare_submission(bob), "0 5 * * 2")
+    assert {name: one.cron for name, one in service.schedules.items()} == {
+        kept.name: "0 3 * * 1",
+        made.name: "0 5 * * 2",
+    }
+    assert submit.cancel(bob) == [other]
+    assert submit.cancel(bob) == []
+    assert submit.cancel(ann) == [id]
 
 
 def test_a_schedule_that_was_made_twice_is_made_one(

@@ -272,8 +272,10 @@ def get_pipeline_job(google: GoogleClients, id: str) -> PipelineJobStatus | None
         raise
 
 
-def running_pipeline_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[str]:
-    """Ids of the unfinished pipeline jobs with these labels."""
+def running_pipeline_jobs(
+    google: GoogleClients, labels: Mapping[str, str], parameters: Mapping[str, str]
+) -> list[str]:
+    """Ids of the unfinished pipeline jobs with these labels, and these among their parameters."""
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     states = " OR ".join(f'state="{_PIPELINE_PREFIX}{state}"' for state in PIPELINE_JOB_ALIVE)
     what = "look for pipelines of this run"
@@ -284,6 +286,7 @@ def running_pipeline_jobs(google: GoogleClients, labels: Mapping[str, str]) -> l
             for job in call_api(
                 google.client("pipelines").list_pipeline_jobs, what, denied=_DENIED, request=request
             )
+            if _has_parameters(job, parameters)
         ]
 
 
@@ -296,15 +299,17 @@ def cancel_pipeline_job(google: GoogleClients, id: str) -> None:
     )
 
 
-def put_schedule(google: GoogleClients, schedule: Mapping[str, Any]) -> ScheduleStatus:
-    """Create the schedule, or update the one with its display name; if there are several, all but
-    one are deleted.
+def put_schedule(
+    google: GoogleClients, schedule: Mapping[str, Any], parameters: Mapping[str, str]
+) -> ScheduleStatus:
+    """Create the schedule, or update the one with its display name whose pipelines have these among
+    their parameters; if there are several, all but one are deleted.
 
     Raises:
         WrongInput, Failed: as `create_pipeline_job`.
     """
     types, client, name = message_types(_TYPES), google.client("schedules"), schedule["displayName"]
-    found = _schedules(google, name)
+    found = _schedules(google, name, parameters)
     wanted = types.Schedule.from_json(json.dumps(schedule))
     for other in found[1:]:
         begun = call_api(
@@ -335,17 +340,24 @@ def put_schedule(google: GoogleClients, schedule: Mapping[str, Any]) -> Schedule
     return ScheduleStatus(made.name, made.next_run_time.timestamp() if made.next_run_time else 0.0)
 
 
-def _schedules(google: GoogleClients, name: str) -> list[Any]:
-    """The schedules with this display name, oldest first."""
+def _schedules(google: GoogleClients, name: str, parameters: Mapping[str, str]) -> list[Any]:
+    """The schedules with this display name and these parameters, oldest first."""
     what = f"look for the schedule {name}"
     with google_errors(what):
         request = {"parent": google.parent, "filter": f'display_name="{name}"'}
-        return sorted(
-            call_api(
-                google.client("schedules").list_schedules, what, denied=_DENIED, request=request
-            ),
-            key=lambda found: found.create_time,
+        listed = call_api(
+            google.client("schedules").list_schedules, what, denied=_DENIED, request=request
         )
+        found = [
+            one
+            for one in listed
+            if _has_parameters(one.create_pipeline_job_request.pipeline_job, parameters)
+        ]
+    return sorted(found, key=lambda one: one.create_time)
+
+
+def _has_parameters(job: Any, parameters: Mapping[str, str]) -> bool:
+    return parameters.items() <= dict(job.runtime_config.parameter_values).items()
 
 
 def _pipeline_job_status(job: Any) -> PipelineJobStatus:
