@@ -16,7 +16,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.service import Missing
-from ingot.cloud.clients import GoogleClients, call_api, message_types
+from ingot.cloud.clients import GoogleClients, call_api, message_types, short
 from ingot.cloud.images import ImageKind, untagged_name
 
 FOLDER = "ingot/builds"
@@ -281,13 +281,22 @@ def _submit(google: GoogleClients, message: Any, mark: str) -> str:
 
 
 def _follow(google: GoogleClients, name: str) -> Any:
-    """Poll the build until it ends, reporting each step as it begins and ends."""
+    """Poll the build until it ends, reporting each step as it begins and ends. While the service
+    does not answer, the build goes on.
+    """
     client, progress = google.client("builds"), _Progress()
+    last_error = ""
     while True:
-        now = call_api(client.get_build, "look at the build", request={"name": name})
-        progress.report(now)
-        if now.status.name not in GOING_ON:
-            return now
+        try:
+            now = call_api(client.get_build, "look at the build", request={"name": name})
+        except Failed as error:
+            if (told := short(error.__cause__)) != last_error:
+                say(f"warning: could not look at the build ({told}); it goes on")
+            last_error = told
+        else:
+            progress.report(now)
+            if now.status.name not in GOING_ON:
+                return now
         time.sleep(POLL_S)
 
 

@@ -291,6 +291,7 @@ def call_api(
     google = google_packages()
     exceptions = google["exceptions"]
     passing = google["if_exception_type"](
+        exceptions.InternalServerError,
         exceptions.ServiceUnavailable,
         exceptions.TooManyRequests,
         exceptions.BadGateway,

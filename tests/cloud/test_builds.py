@@ -210,6 +210,37 @@ def test_a_short_silence_while_it_is_followed_does_no_harm(service: fake.State) 
     assert builds.run_build(google, wish_of(google))
 
 
+@pytest.mark.parametrize("code", [500, 503])
+def test_a_service_that_is_away_while_a_build_is_followed_ends_no_build(
+    service: fake.State,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+) -> None:
+    """An image of CUDA takes half an hour; the same command would build it anew."""
+    google = google_of(service)
+
+    def silence(_: float) -> None:
+        """Begins after the first look."""
+        monkeypatch.setattr(builds.time, "sleep", lambda _: None)
+        monkeypatch.setattr(clients, "PATIENCE_S", 0.0)
+        service.server.fault("CloudBuild.GetBuild", code, times=3)
+
+    monkeypatch.setattr(builds.time, "sleep", silence)
+    assert builds.run_build(google, wish_of(google))
+    assert service.cancelled == []
+    warning = "warning: could not look at the build (on purpose); it goes on\n"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_an_error_within_the_service_is_asked_again(service: fake.State) -> None:
+    google = google_of(service)
+    service.server.fault("CloudBuild.ListBuilds", 500)
+    service.server.fault("CloudBuild.CreateBuild", 500, lose=True)
+    assert builds.run_build(google, wish_of(google))
+    assert len(service.builds) == 1
+
+
 @pytest.mark.parametrize(
     ("code", "message", "says"),
     [

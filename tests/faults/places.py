@@ -766,4 +766,20 @@ FAULTS = [
         "a TPU VM that hangs before its container is paid for after its time limit",
         "tests/launch/places/test_tpu.py",
     ),
+    Fault(
+        "pipeline-of-a-namesake",
+        "ingot/cloud/vertex/jobs.py",
+        "    return parameters.items() <= dict(job.runtime_config.parameter_values).items()\n",
+        "    return True\n",
+        "--cancel ends the pipeline of a colleague whose run has the same name",
+        "tests/pipeline/test_submit.py",
+    ),
+    Fault(
+        "silence-ends-a-build",
+        "ingot/cloud/builds.py",
+        "        except Failed as error:\n            if (told",
+        "        except KeyError as error:\n            if (told",
+        "a service that does not answer for a minute ends the build that was paid for",
+        "tests/cloud/test_builds.py",
+    ),
 ]
