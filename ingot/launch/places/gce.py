@@ -167,7 +167,14 @@ class GceLauncher:
             try:
                 made = self._make_machines(cluster)
             except BaseException:
-                self._delete(self._machines_of_start(cluster))
+                try:
+                    self._delete(self._machines_of_start(cluster))
+                except IngotError as error:  # why there is no job is told by the first error
+                    say(
+                        f"warning: {error}; machines of {cluster.id} may be left, and end by"
+                        f" themselves after {duration(cluster.limit_s)}; `ingot launch cancel"
+                        f" {self._root}` deletes them, as the same command does"
+                    )
                 raise
             ids = json.dumps({machine.labels[NODE]: machine.id for machine in made})
             return store_handle(

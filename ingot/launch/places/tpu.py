@@ -14,7 +14,7 @@ import time
 import uuid
 from typing import Any
 
-from ingot.base.errors import EXIT_FAILED, Failed, WrongInput
+from ingot.base.errors import EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import duration, say
 from ingot.base.runfolder import folder_lock
@@ -169,7 +169,13 @@ class TpuLauncher:
             try:
                 tpus.create(self.google, self._zone, id, self._request(job, id))
             except BaseException:
-                tpus.delete(self.google, self._zone, id)
+                try:
+                    tpus.delete(self.google, self._zone, id)
+                except IngotError as error:  # why there is no job is told by the first error
+                    say(
+                        f"warning: {error}; the TPU {id} may be left: `ingot launch cancel {root}`"
+                        " deletes it, as the same command does"
+                    )
                 raise
             return handle
 

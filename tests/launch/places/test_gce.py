@@ -479,6 +479,36 @@ def test_two_runs_of_one_name_in_one_project_run_side_by_side(
     ] == ["queued", "queued"]
 
 
+def test_what_could_not_be_taken_away_after_a_failure_is_told_beside_its_cause(
+    run: Run,
+    cloud: compute.Compute,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The network goes while machines are made."""
+    monkeypatch.setattr(clients, "PATIENCE_S", 0.0)
+    insert = cloud.server.handlers["Instances.Insert"]
+
+    def insert_one(request: Any) -> Any:
+        made = insert(request)
+        cloud.server.fault("*", 503, times=10**6, message="the network is gone")
+        return made
+
+    cloud.server.on("Instances.Insert", insert_one)
+    with pytest.raises(Failed) as caught:
+        run.submit()
+    assert "list" not in str(caught.value)
+    told = capsys.readouterr().err
+    assert f"machines of {NAME}-1 may be left, and end by themselves after" in told
+    assert f"`ingot launch cancel {run.recipe.folder.root}` deletes them" in told
+    assert cloud.names() != []
+    cloud.server.faults.clear()
+    cloud.server.on("Instances.Insert", insert)
+    assert run.handle is not None
+    run.launcher.cancel(run.handle)
+    assert cloud.names() == []
+
+
 @pytest.mark.parametrize("start", [1, 2])
 def test_what_another_computer_started_is_left_alone_and_not_started_again(
     tmp_path: Path, cloud: compute.Compute, start: int
