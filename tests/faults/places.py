@@ -782,4 +782,12 @@ FAULTS = [
         "a service that does not answer for a minute ends the build that was paid for",
         "tests/cloud/test_builds.py",
     ),
+    Fault(
+        "late-request-works",
+        "ingot/launch/places/slurm.py",
+        """'if [ "${current:-$1}" != "$1" ]; then""",
+        """'if false; then""",
+        "a request that Slurm carries out late makes a second job, which ends the training",
+        "tests/launch/places/test_slurm_script.py",
+    ),
 ]

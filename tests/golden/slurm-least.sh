@@ -10,6 +10,9 @@
 #SBATCH --open-mode=append
 #SBATCH --export=ALL
 #SBATCH --chdir=/scratch/team
+# Of several requests of this start, as of one without an answer, the last one works.
+current=$(cat runs/small/jobs/train-1/slurm.current 2>/dev/null)
+if [ "${current:-$1}" != "$1" ]; then echo "ingot: $1 was given up"; exit 0; fi
 export PET_MASTER_PORT=29500
 export PET_NNODES=1
 export PET_NPROC_PER_NODE=1

@@ -54,6 +54,10 @@ TOKEN = "slurm.token"
 """A file in a start's rendezvous, present from before submission until the job's number is known:
 holds the handle without a number, and the comment by which the job is found.
 """
+CURRENT = "slurm.current"
+"""A file beside it with the comment of the only submission whose job may work: a request whose
+answer was lost may be carried out when another has long taken its place.
+"""
 OWN_OPTIONS = (
     *("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal"),
     *("requeue", "no-requeue", "open-mode", "array", "export", "comment", "parsable", "wait"),
@@ -116,6 +120,12 @@ class SlurmLauncher:
             "#!/bin/bash",
             *(f"#SBATCH --{option}" for option in self._sbatch_options(job, logs)),
         ]
+        rendezvous = shlex.quote(path_on_nodes(job.rendezvous or ""))
+        lines += [
+            "# Of several requests of this start, as of one without an answer, the last one works.",
+            f"current=$(cat {rendezvous}/{CURRENT} 2>/dev/null)",
+            'if [ "${current:-$1}" != "$1" ]; then echo "ingot: $1 was given up"; exit 0; fi',
+        ]
         lines += [
             f"export {name}={shlex.quote(value)}"
             for name, value in node_variables(self.recipe, job).items()
@@ -128,7 +138,6 @@ class SlurmLauncher:
                     " NodeAddr=\\([^ ]*\\).*/\\1/p')"
                 ),
             ]
-        rendezvous = shlex.quote(path_on_nodes(job.rendezvous or ""))
         note = json.dumps({"number": int(signal.SIGUSR1), "rank": None, "by": KIND})
         lines += [
             (
@@ -230,34 +239,39 @@ class SlurmLauncher:
         self.recipe.folder.logs.mkdir(parents=True, exist_ok=True)
         for node in range(job.nodes if job.secrets else 0):
             write_secrets(rendezvous / f"secrets-{node}.json", secret_values(job))
-        token = f"ingot-{uuid.uuid4()}"
-        about = {"meet": str(rendezvous), "nodes": str(job.nodes), "token": token}
+        about = {"meet": str(rendezvous), "nodes": str(job.nodes)}
         unnumbered = Handle(job.name, KIND, "", job.argv, time.time(), "", about)
         store_recipe(self.recipe.folder.root, unnumbered, self.recipe)
-        write_atomic(rendezvous / TOKEN, unnumbered.to_json())
-        return self._store_numbered(unnumbered, self._sbatch(job, rendezvous, token))
+        return self._store_numbered(*self._sbatch(job, unnumbered))
 
-    def _sbatch(self, job: Job, rendezvous: Path, token: str) -> str:
-        """Submit and return the job's number. If the answer was lost, the job is looked up before
-        it is submitted again, so that it never runs twice.
+    def _sbatch(self, job: Job, unnumbered: Handle) -> tuple[Handle, str]:
+        """Submit, and return the handle with the submission's token, and the job's number. If the
+        answer was lost, the job is looked up before it is submitted again under a new token, with
+        which the old one no longer works, so that it never runs twice.
         """
-        command = ("sbatch", "--parsable", f"--comment={token}", str(rendezvous / "slurm.sh"))
-        environ = self._sbatch_environment(job)
+        rendezvous, environ = Path(unnumbered.about["meet"]), self._sbatch_environment(job)
+        script = str(rendezvous / "slurm.sh")
         for _ in range(SUBMIT_TRIES):
+            token = f"ingot-{uuid.uuid4()}"
+            handle = replace(unnumbered, about={**unnumbered.about, "token": token})
+            write_atomic(rendezvous / TOKEN, handle.to_json())
+            write_atomic(rendezvous / CURRENT, token)
+            command = ("sbatch", "--parsable", f"--comment={token}", script, token)
             try:
                 output = slurm_cluster.run_command(*command, environ=environ)
-                return output.strip().partition(";")[0]
+                return handle, output.strip().partition(";")[0]
             except NoAnswer as error:
                 trouble = str(error)
                 say(f"warning: {trouble}")
             except IngotError:
                 remove_secrets(rendezvous)
                 (rendezvous / TOKEN).unlink()
+                (rendezvous / CURRENT).unlink()
                 raise
             time.sleep(RETRY_S)
             try:
                 if (number := slurm_cluster.job_with_comment(token, getpass.getuser())) is not None:
-                    return number
+                    return handle, number
             except Failed as error:
                 trouble = str(error)
                 break
@@ -296,6 +310,7 @@ class SlurmLauncher:
             if number is not None:
                 self._store_numbered(unnumbered, number)
             else:
+                write_atomic(path.parent / CURRENT, "none")  # it may be carried out still
                 remove_secrets(path.parent)
                 path.unlink()
 

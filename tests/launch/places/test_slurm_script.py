@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
+from ingot.launch.places import slurm
 from ingot.launch.places import slurm_cluster as cluster
 from ingot.launch.places.slurm import SlurmLauncher
+from ingot.launch.places.slurm_cluster import NoAnswer
 from tests.launch.nodes import recipe_for
 
 SECRET = "hush-77aa"
@@ -132,4 +135,52 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     assert environ["PLAIN"] == "shown"
     assert not {"WORD", "WANDB_API_KEY", "SBATCH_MEM_PER_CPU"} & set(environ)
     assert "note: WANDB_API_KEY stays here" in capsys.readouterr().err
-    assert SECRET not in repr(environ) + Path(command[-1]).read_text()
+    assert SECRET not in repr(environ) + Path(command[-2]).read_text()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_request_that_is_carried_out_after_it_was_given_up_does_not_work_beside_its_successor(
+    answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy controller carries requests out long after sbatch gave them up; two jobs would meet at
+    one place, and the second would end the first.
+    """
+    monkeypatch.setattr(slurm, "RETRY_S", 0.0)
+    recipe = slurm_recipe(tmp_path)
+    job, launcher = job_of(recipe), SlurmLauncher(recipe)
+    job = replace(job, rendezvous=str(recipe.folder.root / "jobs" / "train-1"))
+    monkeypatch.setattr(launcher, "_reasons", lambda job: [])
+    requests: list[tuple[str, ...]] = []
+
+    def ask(*command: str, environ: Mapping[str, str] | None = None) -> str:
+        if command[0] == "squeue":
+            return ""
+        requests.append(command)
+        if answered and len(requests) == 2:
+            return "77\n"
+        raise NoAnswer("sbatch: Socket timed out on send/recv operation")
+
+    monkeypatch.setattr(cluster, "run_command", ask)
+    (tmp_path / "srun").write_text(f"#!/bin/bash\necho works >> {tmp_path}/works\n")
+    (tmp_path / "srun").chmod(0o755)
+
+    def works() -> list[bool]:
+        """Whether the job of each request does."""
+        found = []
+        for *_, script, token in requests:
+            subprocess.run(
+                ["bash", script, token], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True
+            )
+            found.append((tmp_path / "works").exists())
+            (tmp_path / "works").unlink(missing_ok=True)
+        return found
+
+    if answered:
+        assert launcher.submit(job).id == "77"
+        assert works() == [False, True]
+    else:
+        with pytest.raises(NoAnswer, match="is unknown"):
+            launcher.submit(job)
+        assert works() == [False] * (slurm.SUBMIT_TRIES - 1) + [True]
+        launcher._settle_submissions(job)  # the next command asks, and starts anew
+        assert not any(works())
