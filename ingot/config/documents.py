@@ -15,11 +15,28 @@ _Parser: Any = getattr(yaml, "CSafeLoader", None)
 """libyaml's, ten times as fast as PyYAML's own, where PyYAML was built with it. It recurses on C's
 stack, which nothing guards.
 """
-_Dumper: Any = getattr(yaml, "CSafeDumper", None)
 _OTHERWISE = re.compile(r"\\|^[ ?:-]*'':|^.{100}", re.MULTILINE)
 """Where PyYAML's own dumper may write something else than libyaml: characters that are escaped, an
 empty key and a long one.
 """
+
+
+_EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+
+
+class Exponent(str):
+    """`1e-5`, not quoted: a number, as in YAML 1.2 and in Python, where its place takes numbers; a
+    text, as in YAML 1.1, where it takes texts (a commit may be called 7e10).
+    """
+
+
+def with_numbers(value: Any) -> Any:
+    """A value of a place that takes both, with numbers for what was written as `Exponent`."""
+    if isinstance(value, Exponent):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: with_numbers(item) for key, item in value.items()}
+    return [with_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 class Constructor(SafeConstructor, Resolver):
@@ -35,8 +52,13 @@ class Constructor(SafeConstructor, Resolver):
             raise ConstructorError(None, None, "a whole number beyond 64 bits", node.start_mark)
         return number
 
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        text: str = super().construct_yaml_str(node)
+        return Exponent(text) if not node.style and _EXPONENT.fullmatch(text) else text
+
 
 Constructor.add_constructor("tag:yaml.org,2002:int", Constructor.construct_yaml_int)  # type: ignore[type-var]
+Constructor.add_constructor("tag:yaml.org,2002:str", Constructor.construct_yaml_str)  # type: ignore[type-var]
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -68,13 +90,24 @@ def value_of(text: str) -> Any:
     return None if node is None else Constructor().construct_document(node)
 
 
+def _quoting(kind: Any) -> Any:
+    """A dumper that puts quotes around a text that would be read as an `Exponent`."""
+    made: Any = type(kind.__name__, (kind,), {})
+    made.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    return made
+
+
+_PlainDumper = _quoting(yaml.SafeDumper)
+_Dumper = _quoting(yaml.CSafeDumper) if hasattr(yaml, "CSafeDumper") else None
+
+
 def dump(values: Any) -> str:
     """Values of JSON as a document, the same bytes whether libyaml is there or not."""
     if _Dumper is not None:
         text = _dump(values, _Dumper)
         if not _OTHERWISE.search(text):
             return text
-    return _dump(values, yaml.SafeDumper)
+    return _dump(values, _PlainDumper)
 
 
 def _dump(values: Any, dumper: Any) -> str:

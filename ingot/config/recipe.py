@@ -112,6 +112,9 @@ class Recipe(Section):
                 f"output {self.output} is not a local folder, and this version keeps runs on a"
                 " disk; give a path"
             )
+        for knob, path in (("output", self.output), ("registry.path", self.registry.path)):
+            if path and path.startswith("~"):
+                raise ValueError(f"{knob} {path} would be a folder called ~; write the whole path")
         if not self.data.train and not (self.evaluate.tasks or self.evaluate.model):
             raise ValueError(NO_SOURCE)
         names = [task.name for task in self.tasks]

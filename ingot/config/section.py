@@ -12,19 +12,24 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    JsonValue,
     ValidationInfo,
     field_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ingot.base.errors import WrongInput
+from ingot.config.documents import with_numbers
 from ingot.config.doors import Door, load_dotted
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+FreeValues = Annotated[dict[str, JsonValue], BeforeValidator(with_numbers)]
+"""Settings of somebody else, who checks them."""
 
 
 class Section(BaseModel):

@@ -88,3 +88,14 @@ def test_what_libyaml_writes_otherwise_is_known() -> None:
     assert not documents._OTHERWISE.search(documents._dump({"a": ["", "b c"]}, documents._Dumper))
     for odd in ({"": 1}, {"a" * 130: 1}, {"a": "🔥"}):
         assert documents.dump(odd) == documents._dump(odd, yaml.SafeDumper)
+
+
+@pytest.mark.parametrize("text", ["1e-5", "-1E5", ".5e3", "+2.5e1", "7e10"])
+def test_an_exponent_is_a_number_where_one_may_be(text: str) -> None:
+    """YAML 1.1 wants a dot and a sign, which Python and YAML 1.2 do not."""
+    found = documents.value_of(f"{{a: [{text}], b: '{text}'}}")
+    assert found == {"a": [text], "b": text}
+    assert documents.with_numbers(found) == {"a": [float(text)], "b": text}
+    for dumper in filter(None, (documents._PlainDumper, documents._Dumper)):
+        again = documents.value_of(documents._dump({"text": text, "number": 1e-5}, dumper))
+        assert documents.with_numbers(again) == {"text": text, "number": 1e-5}

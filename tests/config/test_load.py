@@ -179,6 +179,10 @@ BAD = {
             " disk; give a path"
         ),
     ),
+    "a home folder": (
+        "output: ~/runs",
+        "r.yaml:5: output ~/runs would be a folder called ~; write the whole path",
+    ),
     "secret in the recipe": (
         "serve: {api_key: sk-1}",
         "r.yaml:5: `serve.api_key` must be a reference such as env:NAME, not the key itself",
@@ -465,6 +469,22 @@ def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:
     assert recipe.gate.metric == ["a", "b"]
     assert recipe.train.clip_norm is None
     assert recipe.model.config == {"num_hidden_layers": 2}
+
+
+def test_numbers_of_free_settings_are_numbers_and_texts_stay_texts(tmp_path: Path) -> None:
+    """Else `config.json` would hold the text "1e-5", which transformers refuses."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "name: 7e10\ndata: {train: [{source: x}]}\ntrain: {optimizer: {lr: 1e-3}}\n"
+        "model: {config: {rms_norm_eps: 1e-5, rope_scaling: {factor: 1e1}}, revision: 1e5}\n"
+    )
+    recipe = load_recipe([file], ["tokenizer.template_kwargs={a: 2e-1}"], environ={}, dotenv=None)
+    assert recipe.model.config == {"rms_norm_eps": 1e-5, "rope_scaling": {"factor": 10.0}}
+    assert recipe.tokenizer.template_kwargs == {"a": 0.2}
+    assert (recipe.name, recipe.model.revision, recipe.train.optimizer.lr) == ("7e10", "1e5", 1e-3)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_recipe(recipe))
+    assert load_recipe([again], environ={}, dotenv=None) == recipe
 
 
 def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field
 
 from ingot.config.doors import PLACES
-from ingot.config.section import KindName, Positive, Section
+from ingot.config.section import FreeValues, KindName, Positive, Section
 
 Place = Annotated[str, KindName(PLACES)]
 """A place: one of the table in `ingot.config.doors`, or one that an installed package brings."""
@@ -177,7 +177,7 @@ class Launch(Section):
     """For `kind: slurm`."""
     tpu: Tpu = Tpu()
     """For `kind: tpu`."""
-    options: dict[str, JsonValue] = {}
+    options: FreeValues = {}
     """Settings of a launcher that another package brings, which checks them itself."""
 
     @property

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ingot.config.doors import REWARDS
-from ingot.config.section import ByKind, KindSettings, Positive
+from ingot.config.section import ByKind, FreeValues, KindSettings, Positive
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -206,7 +206,7 @@ class PythonReward(RewardSettings):
     `ingot.rewards.protocol.Sample` (`prompt`, `answer`, `reference`, `finished`) and returns a
     number.
     """
-    arguments: dict[str, Any] = {}
+    arguments: FreeValues = {}
     """Further arguments by name."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
     """How often it is tried again on a sample where its process died."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from ingot.config.doors import OPTIMIZERS, SCHEDULES
-from ingot.config.section import ByKind, KindSettings, Positive, Section
+from ingot.config.section import ByKind, FreeValues, KindSettings, Positive, Section
 from ingot.config.sections.loop import (
     Average,
     EarlyStop,
@@ -32,7 +32,7 @@ class ModelSettings(Section):
     """What training starts from: the source's `weights`, or `random` ones drawn from `seed`.
     `auto`: weights where the source has them.
     """
-    config: dict[str, JsonValue] = {}
+    config: FreeValues = {}
     """Overrides of the model's configuration by Hugging Face's names, such as `{num_hidden_layers:
     4}`. Only with random weights, or for names that change no shape.
     """
@@ -110,7 +110,7 @@ class TokenizerSettings(Section):
     """Chat template: a built-in name (`chatml`, `llama3`, `llama2`, `mistral`, `zephyr`, `alpaca`;
     `hermes` is ChatML with tools), or the path of a Jinja file. Empty: the tokenizer's own.
     """
-    template_kwargs: dict[str, JsonValue] = {}
+    template_kwargs: FreeValues = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`, in training and for every
     server of the exported model, where a request can give others (`chat_template_kwargs`).
     """
