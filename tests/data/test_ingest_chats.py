@@ -52,17 +52,22 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == ".json":
         path.write_text(json.dumps(rows, indent=1))
-    elif kind == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif kind == ".arrow":
-        table = pa.Table.from_pylist(rows)
-        with path.open("wb") as stream, pa.ipc.new_stream(stream, table.schema) as writer:
-            writer.write_table(table)
+    elif kind in (".parquet", ".arrow"):
+        write_table(path, pa.Table.from_pylist(rows))
     else:
         with path.open("w", newline="", encoding="utf-8") as text:
             writer_of_rows = csv.DictWriter(text, list(rows[0]))
             writer_of_rows.writeheader()
             writer_of_rows.writerows(rows)
+    return path
+
+
+def write_table(path: Path, table: pa.Table) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with path.open("wb") as stream, pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
     return path
 
 
@@ -153,6 +158,47 @@ def test_a_table_gives_no_tool_what_only_another_has(tmp_path: Path) -> None:
     for one, parameters, given in zip(found(made), (a, b), (call, other), strict=True):
         assert one["tools"][0]["function"]["parameters"] == parameters
         assert one["messages"][-1]["tool_calls"] == [given]
+
+
+def _rows_of(json_type: pa.DataType) -> pa.DataType:
+    """The type of chats with parts that are JSON, in maps as well."""
+    arguments = pa.map_(pa.string(), pa.list_(json_type))
+    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    turn = [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    tool = pa.struct([("name", pa.string()), ("parameters", json_type)])
+    return pa.struct([("messages", pa.list_(pa.struct(turn))), ("tools", pa.list_(tool))])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_tables_give_json_and_maps_as_records_in_json_do(tmp_path: Path, kind: str) -> None:
+    """`datasets` stores as JSON what differs between records, Spark writes maps. A null in either
+    is meant, and a value that is no JSON costs its own record alone.
+    """
+    asked = {"role": "user", "content": "go"}
+
+    def chat(n: list[Any], x: list[Any], parameters: Any) -> dict[str, Any]:
+        call = {"name": "f", "arguments": {"n": n, "x": x}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [asked, answer], "tools": [{"name": "f", "parameters": parameters}]}
+
+    parameters = {"properties": {"a": {"type": ["integer", "null"]}}, "default": None}
+    wanted = chat([2**70 + 1, None], [{"y": None}], parameters)
+    told = json.dumps(parameters)
+    rows = [chat([str(2**70 + 1), None], ['{"y": null}'], text) for text in (told, "{", told)]
+    stored = pa.array(rows, _rows_of(pa.string())).cast(_rows_of(pa.json_()))
+    table = pa.Table.from_struct_array(stored)
+    ingest(
+        made := chats(
+            tmp_path,
+            write_table(tmp_path / f"a.{kind}", table),
+            write(tmp_path / "a.jsonl", [wanted] * 2),
+        )
+    )
+    first, *others = found(made)
+    assert others == [first] * 3
+    assert first["messages"] == wanted["messages"]
+    assert first["tools"][0]["function"]["parameters"] == parameters
+    assert open_raw(made).splits["train"][0].bad == {"not JSON": 1}
 
 
 def test_a_record_too_deep_to_look_through_is_skipped(tmp_path: Path) -> None:

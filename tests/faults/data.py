@@ -882,4 +882,12 @@ FAULTS = [
         "a gate compares bits per byte of two tokenizers that leave out other first tokens",
         "tests/evaluate/tasks/test_loss_sets.py",
     ),
+    Fault(
+        "json-of-tables-as-text",
+        "ingot/data/sources/tables.py",
+        "return _unless_null(parse_json)",
+        "return _unchanged",
+        "tools and calls in tables of `datasets` are trained on as a string, and served otherwise",
+        "tests/data/test_ingest_chats.py",
+    ),
 ]

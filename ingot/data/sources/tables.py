@@ -6,10 +6,11 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import parse_json
 from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument
@@ -23,8 +24,10 @@ else:  # `ingot run` of a finished run comes by here
 PARQUET_ROWS = 1024
 BUFFER_BYTES = 1 << 20
 ARROW_FILE = b"ARROW1"
-UNREADABLE = (ValueError, OverflowError)
-"""What Arrow raises for a value that Python has not, text that is not UTF-8 among them."""
+UNREADABLE = (ValueError, OverflowError, RecursionError)
+"""What Arrow raises for a value that Python has not, text that is not UTF-8 among them; and what
+the parser does for a text that is not JSON.
+"""
 CUT = "unexpected end of data"
 """What the csv module says of quotes that are never closed."""
 _FIELD = re.compile(r'(?:"((?:[^"]|"")*)"[ \t]*|([^",\r\n]*))(,|\r?\n?\Z)')
@@ -236,6 +239,17 @@ def _is_text(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    checks = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    return any(check(kind) for check in checks)
+
+
 def _texts(values: pa.Array) -> list[str | UnicodeDecodeError | None]:
     """Texts as Python strings; a string column may hold bytes that are not UTF-8, and one such
     value must not fail its whole batch.
@@ -263,29 +277,64 @@ def _decoded(value: bytes) -> str | UnicodeDecodeError:
         return error
 
 
-def _records(batch: pa.RecordBatch, unread: Mapping[str, None]) -> Iterator[Any]:
+def _records(batch: pa.RecordBatch, unread: Mapping[str, None]) -> list[Any]:
     """Whole rows as Python values, with null for columns that are not read; an error in place of a
     row that has no such value, such as a time in nanoseconds.
     """
-    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+    readers = {
+        field.name: reader
+        for field in batch.schema
+        if (reader := _reader(field.type)) is not _unchanged
+    }
 
     def row_of(record: dict[str, Any]) -> dict[str, Any]:
-        return {**unread, **record} | {name: _without_nulls(record[name]) for name in nested}
+        return {**unread, **record} | {name: read(record[name]) for name, read in readers.items()}
 
     try:
-        yield from map(row_of, batch.to_pylist())
+        return list(map(row_of, batch.to_pylist()))
     except UNREADABLE:
-        for row in range(batch.num_rows):
-            try:
-                yield row_of(batch.slice(row, 1).to_pylist()[0])
-            except UNREADABLE as error:
-                yield error
+        return [_alone(batch.slice(row, 1), row_of) for row in range(batch.num_rows)]
 
 
-def _without_nulls(value: Any) -> Any:
-    """The value without keys whose value is null: all structs of a column have the same keys, those
-    of other records included, such as the parameters of tools that this one does not describe.
+def _alone(row: pa.RecordBatch, row_of: Callable[[dict[str, Any]], Any]) -> Any:
+    try:
+        return row_of(row.to_pylist()[0])
+    except UNREADABLE as error:
+        return error
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
+    """What makes of a value of this type the one that a record in JSON has in its place.
+
+    All structs of a column have the same keys, those of other records included, such as the
+    parameters of tools that this one does not describe: one whose value is null is left out. Maps
+    and JSON in a text, which is how `datasets` stores what differs between records, have keys of
+    their own, and a null there is meant.
     """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(kind, pa.JsonType):
+        return _unless_null(parse_json)
+    if pa.types.is_struct(kind):
+        fields = {field.name: _reader(field.type) for field in kind}
+        return _unless_null(
+            lambda value: {
+                name: item
+                for name, read in fields.items()
+                if (item := read(value[name])) is not None
+            }
+        )
+    if pa.types.is_map(kind) and _is_text(kind.key_type):
+        of_value = _reader(kind.item_type)
+        return _unless_null(lambda pairs: {key: of_value(value) for key, value in pairs})
+    if _is_list(kind):
+        of_item = _reader(kind.value_type)
+        if of_item is not _unchanged:
+            return _unless_null(lambda items: [of_item(item) for item in items])
+    return _unchanged
+
+
+def _unless_null(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
