@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ingot.base.errors import Failed, WrongInput
 
@@ -49,22 +49,38 @@ def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that `pattern` (a path, folder or glob) names, sorted; [] if there are none.
-    Folders are walked recursively.
+    """The files that `pattern` (a path, folder or glob) names, each once, sorted; [] if there are
+    none. Folders are walked recursively, those that a glob matches as well. What exists by that
+    very name is no glob, such as a folder `run[1]`.
     """
     if is_remote(pattern):
         filesystem, root = _remote().core.url_to_fs(pattern)
-        found = filesystem.glob(root) if glob.has_magic(root) else filesystem.find(root)
+        found = _remote_files(filesystem, root)
         return sorted(filesystem.unstrip_protocol(name) for name in found)
-    files: list[str] = []
-    for name in glob.glob(pattern, recursive=True) if glob.has_magic(pattern) else [pattern]:
+    is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)
+    files: set[str] = set()
+    for name in glob.glob(pattern, recursive=True) if is_glob else [pattern]:
         if os.path.isdir(name):
-            files += [
+            files.update(
                 os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here
-            ]
+            )
         elif os.path.exists(name):
-            files.append(name)
+            files.add(name)
     return sorted(files)
+
+
+def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
+    if not glob.has_magic(root) or filesystem.exists(root):
+        return cast("list[str]", filesystem.find(root))
+    files: set[str] = set()
+    walked: tuple[str, ...] = ()
+    for name, about in sorted(filesystem.glob(root, detail=True).items()):
+        if about["type"] != "directory":
+            files.add(name)
+        elif not name.startswith(walked):  # each walk is a request
+            files.update(filesystem.find(name))
+            walked = (f"{name.rstrip('/')}/",)
+    return files
 
 
 def stamp(path: str) -> dict[str, Any]:

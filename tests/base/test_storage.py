@@ -189,19 +189,30 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
         str(tmp_path / name) for name in ("a.txt", "b.txt", "deep/er/c.txt")
     ]
     assert find_files(str(tmp_path / "**" / "*.txt")) == find_files(str(tmp_path))
+    for pattern in ("*", "**", "**/*"):  # the last two match files and each folder above them
+        assert find_files(str(tmp_path / pattern)) == find_files(str(tmp_path))
     assert find_files(str(tmp_path / "none*")) == []
     assert find_files(str(tmp_path / "none")) == []
+    for folder in ("run1", "run[1]"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x").touch()
+    assert find_files(str(tmp_path / "run[1]")) == [str(tmp_path / "run[1]" / "x")]
 
 
 def test_object_storage_goes_through_the_same_calls() -> None:
     memory = fsspec.filesystem("memory")
-    for name in ("b.txt", "a.txt", "deep/c.txt"):
+    for name in ("b.txt", "a.txt", "deep/c.txt", "deep/er/d.txt"):
         memory.pipe(f"/stored/{name}", name.encode())
     assert find_files("memory://stored/*.txt") == [
         "memory:///stored/a.txt",
         "memory:///stored/b.txt",
     ]
-    assert len(find_files("memory://stored")) == 3
+    assert len(find_files("memory://stored")) == 4
+    for pattern in ("*", "**", "**/*"):
+        assert find_files(f"memory://stored/{pattern}") == find_files("memory://stored")
+    for name in ("run1/x", "run[1]/x"):
+        memory.pipe(f"/literal/{name}", b"")
+    assert find_files("memory://literal/run[1]") == ["memory:///literal/run[1]/x"]
     with open_read("memory://stored/a.txt") as stream:
         assert stream.read() == b"a.txt"
     assert sha256_file("memory://stored/a.txt") == hashlib.sha256(b"a.txt").hexdigest()

@@ -890,4 +890,20 @@ FAULTS = [
         "tools and calls in tables of `datasets` are trained on as a string, and served otherwise",
         "tests/data/test_ingest_chats.py",
     ),
+    Fault(
+        "folder-of-a-bucket-is-a-text",
+        "ingot/base/storage.py",
+        "files.update(filesystem.find(name))",
+        "files.add(name)",
+        "a glob in a bucket takes folders for empty texts and leaves out what is in them",
+        "tests/base/test_storage.py",
+    ),
+    Fault(
+        "brackets-of-a-folder-are-a-glob",
+        "ingot/base/storage.py",
+        "is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)",
+        "is_glob = glob.has_magic(pattern)",
+        "of a folder `run[1]` the files of `run1` are read",
+        "tests/base/test_storage.py",
+    ),
 ]

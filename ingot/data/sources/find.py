@@ -178,7 +178,9 @@ def describe_change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) 
             return f"{path} is new"
         if stamp != before[path]:
             return f"{path} {_difference(before[path], stamp)}"
-    return f"{next(path for path in before if path not in after)} is gone"
+    gone = next((path for path in before if path not in after), None)
+    # Earlier versions read what a glob with `**` matched once more for each folder above it.
+    return f"{gone} is gone" if gone else "some of its files were read more than once"
 
 
 def _difference(before: Stamp, after: Stamp) -> str:

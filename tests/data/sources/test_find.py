@@ -12,7 +12,13 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
 from ingot.data.raw.store import knobs_of
-from ingot.data.sources.find import find_source, source_files, source_stamps
+from ingot.data.sources.find import (
+    describe_change,
+    find_source,
+    source_files,
+    source_stamps,
+    stamps_of,
+)
 from ingot.data.sources.local_files import STDLIB
 from tests.data.small import recipe
 
@@ -53,6 +59,15 @@ def test_a_folder_is_walked_in_order_without_hidden_files(corpus: Path) -> None:
         ("g.parquet", "parquet"),
         ("h.ndjson", "jsonl"),
     ]
+
+
+def test_files_that_an_earlier_version_read_twice_are_read_anew(corpus: Path) -> None:
+    source = SourceSettings(source=f"{corpus}/**/*")
+    files = find_source(source)
+    assert describe_change(source, *stamps_of(files)) is None
+    twice = describe_change(source, *stamps_of([*files, files[-1]]))
+    assert twice == "some of its files were read more than once"
+    assert describe_change(source, *stamps_of(files[1:])) == f"{files[0].path} is new"
 
 
 def test_a_file_has_the_same_name_however_it_is_found(
