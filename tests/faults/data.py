@@ -906,4 +906,20 @@ FAULTS = [
         "of a folder `run[1]` the files of `run1` are read",
         "tests/base/test_storage.py",
     ),
+    Fault(
+        "cut-parquet-is-a-bad-record",
+        "ingot/data/sources/tables.py",
+        '"broken Parquet", str(error)[:120], ends_file=True)',
+        '"broken Parquet", str(error)[:120])',
+        "a Parquet file that was cut short counts as one bad record, and the rest is trained on",
+        "tests/data/sources/test_tables.py",
+    ),
+    Fault(
+        "streams-of-bzip2-end-in-silence",
+        "ingot/data/sources/readers.py",
+        "io.BufferedReader(_Frames(stream, bz2.BZ2Decompressor), COMPRESSED_READ_BYTES)",
+        'cast("IO[bytes]", bz2.BZ2File(stream))',
+        "what follows a stream of bzip2 that is damaged where it begins is left out in silence",
+        "tests/data/sources/test_readers.py",
+    ),
 ]

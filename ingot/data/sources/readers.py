@@ -15,7 +15,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, cast
 
 import orjson
@@ -173,9 +173,9 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
         # No buffer on top: it would read ahead, and lose the data before an error.
         return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
     if path.lower().endswith(".zst"):
-        return io.BufferedReader(_ZstdStream(stream), COMPRESSED_READ_BYTES)
+        return io.BufferedReader(_Frames(stream, _zstd_frame), COMPRESSED_READ_BYTES)
     if path.lower().endswith(".bz2"):
-        return cast("IO[bytes]", bz2.BZ2File(stream))
+        return io.BufferedReader(_Frames(stream, bz2.BZ2Decompressor), COMPRESSED_READ_BYTES)
     return stream
 
 
@@ -184,14 +184,15 @@ def _zstd_frame() -> Any:
     return zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
 
 
-class _ZstdStream(io.RawIOBase):
-    """Zstandard frames as one stream. The library's own reader accepts a truncated file; this one
-    refuses it.
+class _Frames(io.RawIOBase):
+    """Frames of Zstandard, or streams of bzip2, as one stream; `begin` gives a decompressor of one.
+    The libraries' own readers take a file for complete that is cut short (Zstandard), or whose next
+    stream is damaged where it begins (bzip2); this one refuses it.
     """
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: IO[bytes], begin: Callable[[], Any]) -> None:
         self._source, self._open = source, False
-        self._frame = _zstd_frame()
+        self._begin, self._frame = begin, begin()
         self._ready, self._input = memoryview(b""), b""
 
     def readable(self) -> bool:
@@ -208,7 +209,7 @@ class _ZstdStream(io.RawIOBase):
             self._open = not self._frame.eof
             self._input = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
-                self._frame = _zstd_frame()
+                self._frame = self._begin()
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size

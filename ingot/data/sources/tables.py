@@ -132,7 +132,7 @@ def parquet(
         # Without the buffer a whole row group is read at once, however large.
         file = pq.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        yield BadRecord(1, "broken Parquet", str(error)[:120])
+        yield BadRecord(1, "broken Parquet", str(error)[:120], ends_file=True)
         return
     schema = file.schema_arrow
     columns = columns_of(schema, path, extractor)
@@ -147,7 +147,7 @@ def arrow(
     try:
         batches = _arrow_batches(stream)
     except (pa.ArrowException, OSError) as error:
-        yield BadRecord(1, "broken Arrow", str(error)[:120])
+        yield BadRecord(1, "broken Arrow", str(error)[:120], ends_file=True)
         return
     schema = next(batches)
     columns = columns_of(schema, path, extractor)

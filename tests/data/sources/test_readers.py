@@ -8,7 +8,6 @@ import bz2
 import gzip
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,74 +250,6 @@ def test_a_large_field() -> None:
     assert texts(read(b"text\n" + b"x" * 300_000, "csv")) == ["x" * 300_000]
 
 
-def arrow_file(table: pa.Table) -> bytes:
-    stream = io.BytesIO()
-    with pa.ipc.new_file(stream, table.schema) as writer:
-        writer.write_table(table)
-    return stream.getvalue()
-
-
-def parquet_file(table: pa.Table) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(table, stream)
-    return stream.getvalue()
-
-
-FAR = pa.array([19_000, 2_932_897], pa.int32()).view(pa.date32())
-"""Python has no dates after the year 9999."""
-
-
-@pytest.mark.parametrize(
-    ("written", "kind"),
-    [(parquet_file, "parquet"), (arrow_file, "arrow")],
-    ids=["parquet", "arrow"],
-)
-def test_columns_beside_chats_are_not_read(
-    written: Callable[[pa.Table], bytes], kind: Format
-) -> None:
-    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
-    extractor = DocumentExtractor(documents="chat", columns={"messages": "talk"})
-
-    def parsed(**columns: Any) -> list[ParsedDocument | BadRecord]:
-        data = written(pa.table({**columns, "day": FAR}))
-        return list(parse_file(io.BytesIO(data), "file", kind, extractor))
-
-    assert len(texts(parsed(talk=talk))) == 2
-    (missing, _) = parsed(title=["x"] * 2)
-    assert isinstance(missing, BadRecord)
-    assert missing.keys == ("title", "day"), "columns that are not read are told all the same"
-    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("day", pa.date32())])
-    dated = [[{"role": "user", "content": "a", "day": day}] for day in (None, 2_932_897)]
-    read_all = parsed(talk=pa.array(dated, pa.list_(turn)))
-    assert bad(read_all) == [(1, "no assistant turn"), (2, "not JSON")]
-
-
-def test_parquet_texts_that_are_none() -> None:
-    values = pa.array([b"a", b"\xff", None, b""], pa.binary()).view(pa.binary())
-    stream = io.BytesIO()
-    # A file that calls bytes a string, as careless writers make them.
-    pq.write_table(
-        pa.table({"text": pa.Array.from_buffers(pa.string(), 4, values.buffers())}), stream
-    )
-    items = read(stream.getvalue(), "parquet")
-    assert texts(items) == ["a"]
-    assert bad(items) == [(2, "invalid UTF-8"), (3, "null `text`"), (4, "empty text")]
-
-
-def test_broken_parquet() -> None:
-    assert bad(read(b"PAR1 and nothing", "parquet")) == [(1, "broken Parquet")]
-    data = bytearray(
-        parquet(
-            [f"text {number} {'x' * 100}" for number in range(5000)],
-            compression="zstd",
-            row_group_size=2500,
-        )
-    )
-    data[len(data) // 3 : len(data) // 3 + 200] = b"\0" * 200
-    items = read(bytes(data), "parquet")
-    assert [reason for _, reason in bad(items)] == ["broken Parquet"]
-
-
 @pytest.mark.parametrize(
     ("data", "kind", "message"),
     [
@@ -344,6 +275,15 @@ def test_compressed(ending: str) -> None:
     assert texts(read(several, "jsonl", path=f"x.jsonl{ending}")) == TEXTS * 2
 
 
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+def test_a_frame_damaged_where_it_begins_ends_no_file_in_silence(ending: str) -> None:
+    frame = compressed(ending, LINES)
+    (*whole, cut) = read(frame + b"\1" * 10 + frame[10:], "jsonl", path=f"x.jsonl{ending}")
+    assert texts(whole) == TEXTS
+    assert isinstance(cut, BadRecord)
+    assert cut.reason == "broken compression"
+
+
 def test_frames_with_a_long_window() -> None:
     """As `zstd --long=31` writes; the second frame is opened anew."""
     long = zstandard.ZstdCompressionParameters(window_log=31, strategy=1, hash_log=6, chain_log=6)
@@ -353,7 +293,7 @@ def test_frames_with_a_long_window() -> None:
     assert texts(read(frame * 2, "jsonl", path="a.jsonl.zst")) == TEXTS * 2
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
 @pytest.mark.parametrize("damage", ["truncated", "garbage"])
 def test_broken_compression_is_named(ending: str, damage: str) -> None:
     data = compressed(

@@ -1,0 +1,100 @@
+"""Parquet and Arrow: what is read of a file, and what is told of one that is damaged."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ingot.data.documents.kinds import DocumentExtractor
+from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.sources.readers import parse_file
+from ingot.data.sources.source_file import Format
+from tests.data.sources.test_readers import TEXTS, bad, parquet, read, texts
+
+
+def arrow_file(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    with pa.ipc.new_file(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def parquet_file(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(table, stream)
+    return stream.getvalue()
+
+
+FAR = pa.array([19_000, 2_932_897], pa.int32()).view(pa.date32())
+"""Python has no dates after the year 9999."""
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(parquet_file, "parquet"), (arrow_file, "arrow")],
+    ids=["parquet", "arrow"],
+)
+def test_columns_beside_chats_are_not_read(
+    written: Callable[[pa.Table], bytes], kind: Format
+) -> None:
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
+    extractor = DocumentExtractor(documents="chat", columns={"messages": "talk"})
+
+    def parsed(**columns: Any) -> list[ParsedDocument | BadRecord]:
+        data = written(pa.table({**columns, "day": FAR}))
+        return list(parse_file(io.BytesIO(data), "file", kind, extractor))
+
+    assert len(texts(parsed(talk=talk))) == 2
+    (missing, _) = parsed(title=["x"] * 2)
+    assert isinstance(missing, BadRecord)
+    assert missing.keys == ("title", "day"), "columns that are not read are told all the same"
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("day", pa.date32())])
+    dated = [[{"role": "user", "content": "a", "day": day}] for day in (None, 2_932_897)]
+    read_all = parsed(talk=pa.array(dated, pa.list_(turn)))
+    assert bad(read_all) == [(1, "no assistant turn"), (2, "not JSON")]
+
+
+def test_parquet_texts_that_are_none() -> None:
+    values = pa.array([b"a", b"\xff", None, b""], pa.binary()).view(pa.binary())
+    stream = io.BytesIO()
+    # A file that calls bytes a string, as careless writers make them.
+    pq.write_table(
+        pa.table({"text": pa.Array.from_buffers(pa.string(), 4, values.buffers())}), stream
+    )
+    items = read(stream.getvalue(), "parquet")
+    assert texts(items) == ["a"]
+    assert bad(items) == [(2, "invalid UTF-8"), (3, "null `text`"), (4, "empty text")]
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(parquet_file, "parquet"), (arrow_file, "arrow")],
+    ids=["parquet", "arrow"],
+)
+def test_a_table_that_is_cut_short_is_no_bad_record(
+    written: Callable[[pa.Table], bytes], kind: Format
+) -> None:
+    """Its footer, without which nothing is read, comes last."""
+    data = written(pa.table({"text": TEXTS * 100}))
+    (cut,) = read(data[: len(data) // 2], kind)
+    assert isinstance(cut, BadRecord)
+    assert cut.ends_file
+
+
+def test_broken_parquet() -> None:
+    assert bad(read(b"PAR1 and nothing", "parquet")) == [(1, "broken Parquet")]
+    data = bytearray(
+        parquet(
+            [f"text {number} {'x' * 100}" for number in range(5000)],
+            compression="zstd",
+            row_group_size=2500,
+        )
+    )
+    data[len(data) // 3 : len(data) // 3 + 200] = b"\0" * 200
+    items = read(bytes(data), "parquet")
+    assert [reason for _, reason in bad(items)] == ["broken Parquet"]
