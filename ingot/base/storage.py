@@ -48,6 +48,14 @@ def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
     return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a local or remote file; of a folder False."""
+    if not is_remote(path):
+        return Path(path).is_file()
+    filesystem, root = _remote().core.url_to_fs(os.fspath(path))
+    return bool(filesystem.isfile(root))
+
+
 def find_files(pattern: str) -> list[str]:
     """The files that `pattern` (a path, folder or glob) names, each once, sorted; [] if there are
     none. Folders are walked recursively, those that a glob matches as well. What exists by that

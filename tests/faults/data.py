@@ -922,4 +922,12 @@ FAULTS = [
         "what follows a stream of bzip2 that is damaged where it begins is left out in silence",
         "tests/data/sources/test_readers.py",
     ),
+    Fault(
+        "all-splits-of-a-set-in-a-bucket",
+        "ingot/data/sources/local_files.py",
+        "paths = saved_files(pattern, source.split, knob) or paths",
+        "paths = paths if is_remote(pattern) else saved_files(pattern, source.split, knob) or paths",
+        "of a saved data set in a bucket all splits are trained on, those held out among them",
+        "tests/data/sources/test_local_files.py",
+    ),
 ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import find_files, is_remote, stamp
+from ingot.base.storage import find_files, is_file, is_remote, open_read, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import COMPRESSED_ENDINGS, Format, SourceFile, utf8_safe
@@ -46,7 +46,9 @@ DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
     pattern = source.source.removeprefix("file://")
     try:
-        paths = saved_files(pattern, source.split, knob) or find_files(pattern)
+        paths = find_files(pattern)
+        if any(path.endswith((f"/{ONE}", f"/{SEVERAL}")) for path in paths):
+            paths = saved_files(pattern, source.split, knob) or paths
     except ImportError as error:
         extra = (
             "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
@@ -170,27 +172,32 @@ def saved_files(folder: str, split: str, knob: str) -> list[str] | None:
         WrongInput: there is no such split (the existing ones are named), or the folder is
             incomplete.
     """
-    root = Path(folder)
-    if (root / SEVERAL).is_file():
-        splits = _json(root / SEVERAL).get("splits", [])
+    root = folder
+    if is_file(_within(root, SEVERAL)):
+        splits = _json(_within(root, SEVERAL)).get("splits", [])
         if split not in splits:
             raise WrongInput(
                 f"{knob} {folder} has no split `{split}`; it has {', '.join(splits)}: set `split`"
                 " of this source to one of them"
             )
-        root = root / split
-    if not (root / ONE).is_file():
+        root = _within(root, split)
+    if not is_file(state := _within(root, ONE)) and root == folder:
         return None
-    files = [str(root / entry["filename"]) for entry in _json(root / ONE).get("_data_files", [])]
-    missing = next((path for path in files if not Path(path).is_file()), None)
-    if missing:
+    names = [entry["filename"] for entry in _json(state).get("_data_files", [])]
+    files = [_within(root, name) for name in names]
+    if missing := next((path for path in files if not is_file(path)), None):
         raise WrongInput(f"{knob} {folder}: {missing} is missing; save the data set again")
     return files
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _within(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else str(Path(folder) / name)
+
+
+def _json(path: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        with open_read(path) as stream:
+            value = json.load(stream)
     except (OSError, ValueError) as error:
         raise WrongInput(f"{path} cannot be read ({error}); save the data set again") from error
     return value if isinstance(value, dict) else {}

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pytest
 
@@ -124,6 +125,29 @@ def test_several_splits(tmp_path: Path) -> None:
     assert list(documents(small.folder.raw, "validation").values()) == TEXTS[20:]
     with pytest.raises(WrongInput, match=r"has no split `dev`; it has train, test: set `split`"):
         ingest(recipe(tmp_path, {"source": str(tmp_path / "saved"), "split": "dev"}))
+
+
+def test_one_split_of_a_data_set_in_a_bucket_is_read(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    for split, texts in (("train", TEXTS[:20]), ("test", TEXTS[20:])):
+        save(saved / split, texts, 1)
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    fsspec.filesystem("memory").put(f"{saved}/", "/saved/", recursive=True)
+
+    def names(source: Path | str, split: str) -> list[str]:
+        return [file.name for file in find_source(SourceSettings(source=str(source), split=split))]
+
+    assert (
+        names("memory://saved", "test")
+        == names(saved, "test")
+        == ["test/data-00000-of-00001.arrow"]
+    )
+    assert names("memory://saved/train", "test") == ["data-00000-of-00001.arrow"]
+    with pytest.raises(WrongInput, match="has no split `dev`; it has train, test"):
+        names("memory://saved", "dev")
+    (saved / "test" / "state.json").unlink()
+    with pytest.raises(WrongInput, match=r"test/state\.json cannot be read .*; save the data set"):
+        names(saved, "test")
 
 
 def test_a_torn_folder_is_named(tmp_path: Path) -> None:
