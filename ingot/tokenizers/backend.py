@@ -297,13 +297,29 @@ def sealed(
 
 def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer itself puts before and after a text, found by encoding one."""
+    text = _some_text(reference)
     bare, framed = (
-        reference.encode("a", add_special_tokens=framed).ids for framed in (False, True)
+        reference.encode(text, add_special_tokens=framed).ids for framed in (False, True)
     )
     for begin in range(len(framed) - len(bare) + 1):
         if framed[begin : begin + len(bare)] == bare:
             return framed[:begin], framed[begin + len(bare) :]
     return [], []
+
+
+def _some_text(reference: tokenizers.Tokenizer) -> str:
+    """A text that has ids, so that it is seen what stands on which side of them: "a", or an entry
+    of the vocabulary where there are none for that, as in one of the letters of DNA.
+    """
+
+    def has_ids(text: str) -> bool:
+        return bool(reference.encode(text, add_special_tokens=False).ids)
+
+    if has_ids("a"):
+        return "a"
+    added = {token.content for token in reference.get_added_tokens_decoder().values()}
+    own = sorted(reference.get_vocab(with_added_tokens=False).keys() - added)
+    return next(filter(has_ids, own), "a")
 
 
 def id_state(reference: tokenizers.Tokenizer) -> dict[str, Any]:

@@ -113,6 +113,20 @@ def test_the_post_processor_frames_a_text(tmp_path: Path, kind: str, processor: 
     check_theirs(tmp_path, ours)
 
 
+def test_a_vocabulary_without_a_letter_a_frames_a_text_as_others_do(tmp_path: Path) -> None:
+    """As one of DNA, which has no ids for most texts."""
+    vocabulary = {text: token for token, text in enumerate(("<s>", "</s>", "A", "C", "AC"))}
+    reference = Reference(models.BPE(vocabulary, [("A", "C")]))
+    reference.add_special_tokens(["<s>", "</s>"])
+    reference.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair=None, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    ours = Tokenizer(framed_files("bytes", "template") | {"tokenizer.json": reference.to_str()})
+    assert ours.encode("a") == []
+    assert (ours.before, ours.after, ours.frame) == ([0], [1], ([0], [1]))
+    assert ours.encode_document("ACA") == [0, 4, 2, 1]
+
+
 def test_a_tokenizer_trained_here_frames_as_documents_are() -> None:
     """Its post-processor puts BOS before a text and nothing behind it, but a target has to end."""
     ours = train_bpe(TEXTS, 300)
