@@ -773,7 +773,7 @@ FAULTS = [
     Fault(
         "equal-but-for-their-tools",
         "ingot/data/cleaning/steps/exact_duplicates.py",
-        "self.corpus.read(task, advance, beside=self.exact)",
+        "self.corpus.read(task, advance, whole=self.exact)",
         "self.corpus.read(task, advance)",
         "chats that differ in roles or tools alone are dropped as equal",
         "tests/data/cleaning/test_chats.py",
@@ -937,5 +937,13 @@ FAULTS = [
         'text = "a"',
         "a tokenizer that has no ids for an a puts BOS behind each text",
         "tests/tokenizers/test_frame.py",
+    ),
+    Fault(
+        "sides-of-pairs-run-together",
+        "ingot/data/documents/kinds.py",
+        'tuple[Documents, ...] = (*CHAT_TEMPLATED, "pair")',
+        "tuple[Documents, ...] = CHAT_TEMPLATED",
+        "pairs that differ in where the source ends are dropped as equal",
+        "tests/data/cleaning/test_chats.py",
     ),
 ]

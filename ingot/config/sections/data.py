@@ -172,7 +172,8 @@ class Clean(Section):
     """
     exact: bool = False
     """Drop documents whose text another one has too, case, diacritics and white space set aside;
-    the first one stays. Chats must be alike in all, roles, thoughts, calls and tools.
+    the first one stays. Chats must be alike in all, roles, thoughts, calls and tools, and pairs on
+    both sides.
     """
     fuzzy: Fuzzy | None = None
     """Drop near-duplicates; one of each cluster stays, the first. `{}` for the defaults."""

@@ -22,7 +22,6 @@ from ingot.base.storage import disk_errors
 from ingot.config.doors import CLEANING
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Clean
-from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.arrays import Hashes
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.corpus import Corpus
@@ -55,14 +54,17 @@ from ingot.data.cleaning.steps.near_duplicates import (
     SignStage,
     VerifyStage,
 )
+from ingot.data.documents.kinds import OF_SEVERAL_TEXTS
 from ingot.data.engines.engine import Engine, Stage
 from ingot.data.raw.ranges import RawRange, ranges
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 
 MARKER = "clean.json"
-CODE, CHAT_CODE = 1, 2
-"""Raise the one, or for chats alone the other, when the same knobs come to drop other documents."""
+CODE, SEVERAL_CODE = 1, 3
+"""Raise the one, or for chats and pairs alone the other, when the same knobs come to drop other
+documents.
+"""
 
 BUCKET_ROWS = 2_000_000
 MOST_BUCKETS = 4096
@@ -132,8 +134,8 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) 
         versions["py3langid"] = importlib.metadata.version("py3langid")
     for step in knobs.steps:
         versions[step.kind] = CLEANING.package_of(step.kind) or ""
-    if any(task.kind in CHAT_TEMPLATED for task in ranges(raw)):
-        versions["chats"] = str(CHAT_CODE)
+    if any(task.kind in OF_SEVERAL_TEXTS for task in ranges(raw)):
+        versions["several"] = str(SEVERAL_CODE)
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint([CODE, asked, raw.identity, shares.identity(), versions, cuts])
 

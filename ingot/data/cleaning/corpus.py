@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingot.base.errors import WrongInput
-from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
+from ingot.config.sections.objective import PLAIN, Documents
 from ingot.data.cleaning.arrays import Columns, Flags, Indices, between, joined, sorted_by
 from ingot.data.cleaning.exchange import files, read_rows
 from ingot.data.cleaning.folding import check_fold
 from ingot.data.cleaning.unicode import normalize
-from ingot.data.documents.kinds import beside_texts, plain_text
+from ingot.data.documents.kinds import OF_SEVERAL_TEXTS, plain_text, whole_text
 from ingot.data.engines.engine import Advance
 from ingot.data.raw.ranges import RawRange
 from ingot.data.raw.store import read_table
@@ -51,14 +51,14 @@ UNKNOWN = -1.0
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents that were read together: numbers, identities, texts; and, if asked for, what tells
-    those with the same texts apart.
+    """Documents that were read together: numbers, identities, texts; and, if asked for, all that
+    documents of several texts hold.
     """
 
     numbers: Indices
     doc_ids: pa.Array
     texts: pa.Array
-    beside: pa.Array | None = None
+    whole: pa.Array | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -68,9 +68,9 @@ class DocumentBatch:
 
     def take(self, order: Indices) -> DocumentBatch:
         rows = pa.array(order)
-        beside = None if self.beside is None else self.beside.take(rows)
+        whole = None if self.whole is None else self.whole.take(rows)
         return DocumentBatch(
-            self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows), beside
+            self.numbers[order], self.doc_ids.take(rows), self.texts.take(rows), whole
         )
 
 
@@ -101,10 +101,10 @@ class Corpus:
         advance: Advance,
         wanted: Flags | None = None,
         *,
-        beside: bool = False,
+        whole: bool = False,
     ) -> Iterator[DocumentBatch]:
         """The documents of a range that are `wanted` (None: all); row groups without a wanted
-        document are not read. `beside`: with what chats hold beside their texts.
+        document are not read. `whole`: with all that documents of several texts hold.
         """
         number, place = self.number(task), 0
         counts = group_sizes(self.raw / task.path)
@@ -122,9 +122,9 @@ class Corpus:
             if wanted is not None:
                 batch = batch.where(wanted[here])
             texts = batch.texts if task.kind == "tokens" else plain_texts(task.kind, batch.texts)
-            others = (
-                pa.array([beside_texts(text) for text in batch.texts.to_pylist()], pa.string())
-                if beside and task.kind in CHAT_TEMPLATED
+            everything = (
+                pa.array([whole_text(text) for text in batch.texts.to_pylist()], pa.string())
+                if whole and task.kind in OF_SEVERAL_TEXTS
                 else None
             )
             advance(batch.texts.nbytes)
@@ -132,7 +132,7 @@ class Corpus:
                 batch.numbers,
                 batch.doc_ids,
                 normalize(texts, self.form),
-                None if others is None else normalize(others, self.form),
+                None if everything is None else normalize(everything, self.form),
             )
 
     def alive(self, task: RawRange, steps: Sequence[str]) -> Flags:

@@ -38,6 +38,7 @@ from ingot.tokenizers.chats.chat import Messages
 TEXT = frozenset({"text"})
 PAIR = ("source", "target")
 LABELLED = ("text", "label")
+OF_SEVERAL_TEXTS: tuple[Documents, ...] = (*CHAT_TEMPLATED, "pair")
 CHATS = {"chat": to_chat, "preference": to_preference, "rated": to_rated}
 CHAT_COLUMNS = {"chat": chats.ALL, "preference": preferences.ALL, "rated": rated.ALL}
 USUAL = {
@@ -312,26 +313,34 @@ def plain_text(documents: Documents, stored: str) -> str:
     return "\n".join(text for message in _messages(documents, stored) for text in written(message))
 
 
-def beside_texts(stored: str) -> str:
-    """What tells chats with the same texts apart, as compact JSON: who says what, which side it is
-    on, what else messages have, and the tools. The verdict on a rated answer is not part of it.
+def whole_text(stored: str) -> str:
+    """All of a document of several texts as compact JSON, in which texts do not run into each
+    other: who says what, which side it is on, what else messages have, and the tools. Any white
+    space in texts is a space here, which JSON writes as it is. The verdict on a rated answer is not
+    part of it.
     """
     value: dict[str, Any] = parse_json(stored)
     return compact_json(
         {
-            name: field if name == "tools" else [_without_texts(message) for message in field]
+            name: field if name == "tools" else _spaced(field)
             for name, field in value.items()
             if not isinstance(field, int)
         }
     )
 
 
-def _without_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _spaced(field: Any) -> Any:
+    """A text, or the texts of messages, with one space for any white space."""
+    if isinstance(field, str):
+        return " ".join(field.split())
     texts = ("content", *THOUGHTS)
-    return {
-        key: "" if key in texts and isinstance(value, str) else value
-        for key, value in message.items()
-    }
+    return [
+        {
+            key: _spaced(value) if key in texts and isinstance(value, str) else value
+            for key, value in message.items()
+        }
+        for message in field
+    ]
 
 
 def with_texts(

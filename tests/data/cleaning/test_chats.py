@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 
 from ingot.config.recipe import Recipe
+from ingot.config.sections.objective import Documents
 from ingot.data.cleaning.report import DroppedExample
 from ingot.data.raw.store import RawData, open_raw
 from tests.data.cleaning.small import kept, numbered, places, small, text
 
 
-def chats_of(made: Recipe) -> RawData:
-    """The raw data of a recipe for texts, whose texts are stored chats."""
+def of_kind(made: Recipe, kind: Documents) -> RawData:
+    """The raw data of a recipe for texts, whose texts are stored documents of another kind."""
     raw = open_raw(made)
     return replace(
-        raw, splits={"train": [replace(source, kind="chat") for source in raw.splits["train"]]}
+        raw, splits={"train": [replace(source, kind=kind) for source in raw.splits["train"]]}
     )
+
+
+def chats_of(made: Recipe) -> RawData:
+    return of_kind(made, "chat")
 
 
 def test_chats_are_compared_by_what_was_said(tmp_path: Path) -> None:
@@ -70,6 +75,8 @@ def call(name: str) -> list[dict[str, Any]]:
         ([exchange(tool_calls=call("a")), exchange(tool_calls=call("b"))], [1, 2]),
         ([exchange(tools="a"), exchange(tools="b"), exchange(tools="a")], [1, 2]),
         ([exchange(), exchange().replace("user", "system"), exchange("go?")], [1, 2]),
+        ([exchange("1 2", content="3"), exchange("1", content="2 3")], [1, 2]),
+        ([exchange("1 2", content="3 "), exchange("\t1\n2", content="3")], [1]),
     ],
 )
 def test_chats_are_equal_if_all_in_them_is(
@@ -77,6 +84,13 @@ def test_chats_are_equal_if_all_in_them_is(
 ) -> None:
     made = small(tmp_path, chats, exact=True)
     assert places(kept(made, raw=chats_of(made))[1]) == numbered(*expected)
+
+
+def test_pairs_that_are_divided_elsewhere_are_not_equal(tmp_path: Path) -> None:
+    pairs = [("1 2", "3"), ("1", "2 3"), ("1\n2", "3")]
+    stored = [json.dumps({"source": source, "target": target}) for source, target in pairs]
+    made = small(tmp_path, stored, exact=True)
+    assert places(kept(made, raw=of_kind(made, "pair"))[1]) == numbered(1, 2)
 
 
 def test_thoughts_and_calls_are_compared_but_tools_are_not(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """The survey of every document, and exact duplicates: texts that are equal when folded, of chats
-with all that they hold beside their texts.
+and pairs all that they hold.
 
 Workers hash documents; each bucket of hashes is then compared by one worker. Within a range, only
 the first document of each hash is passed on, so a bucket holds at most one row per hash and range.
@@ -48,7 +48,7 @@ class SurveyStage:
     ) -> TaskFigures:
         reasons, sizes, hashed = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)], list[Columns]()
         empty = 0
-        for batch in self.corpus.read(task, advance, beside=self.exact):
+        for batch in self.corpus.read(task, advance, whole=self.exact):
             found = reasons_of(batch.texts)
             found[self.corpus.elsewhere(batch, task)] = ELSEWHERE
             reasons.append(found)
@@ -106,8 +106,8 @@ def _hashed(batch: DocumentBatch) -> tuple[Columns, int]:
     """Hashes of the documents that are not empty when folded, and the number of empty ones."""
     folded = fold(batch.texts)
     some = folded.ends > folded.begins
-    if batch.beside is not None:
-        folded = fold(pc.binary_join_element_wise(batch.texts, batch.beside, "\n"))
+    if batch.whole is not None:
+        folded = fold(batch.whole)
     hashes = digests(folded)[some]
     return {"high": hashes[:, 0], "low": hashes[:, 1], "number": batch.numbers[some]}, int(
         (~some).sum()
