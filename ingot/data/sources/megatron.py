@@ -62,7 +62,8 @@ def token_groups(
     file: SourceFile, group_bytes: int, group_documents: int
 ) -> tuple[str, list[tuple[int, int]]]:
     """The digest of one column, and runs of its documents with their bytes. A document may consist
-    of several sequences.
+    of several sequences. The digest has the time at which the ids were written in place of their
+    hash: they may be terabytes, and other ids may have the same lengths.
 
     Raises:
         WrongInput: the files are damaged, do not match, or hold no token ids.
@@ -88,8 +89,9 @@ def token_groups(
     after = np.concatenate([np.zeros(1, np.int64), ends])[
         np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     ]
+    ids = bin_path(prefix).stat()
     digest = fingerprint(
-        {"idx": sha256_file(idx_path(prefix)), "bytes": bin_path(prefix).stat().st_size}
+        {"idx": sha256_file(idx_path(prefix)), "bytes": ids.st_size, "mtime_ns": ids.st_mtime_ns}
     )
     return digest, list(_groups(after, group_bytes, group_documents))
 

@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,3 +249,14 @@ def test_what_is_prepared_has_the_names_that_their_tools_expect(tmp_path: Path) 
     plain = recipe(tmp_path, source)
     assert prepare(plain).outputs == outcome.outputs
     assert not folder.exists()
+
+
+def test_other_ids_of_the_same_lengths_are_another_column(tmp_path: Path) -> None:
+    """As of a corpus that was tokenised again with another id at the end of each document."""
+
+    def digest(end: int) -> str:
+        prefix = build(tmp_path / "x", [[[5, 6, end]], [[7, end]]], np.uint16)
+        os.utime(prefix.with_suffix(".bin"), ns=(end, end))
+        return token_groups(SourceFile(str(prefix), "x", "megatron", {}), 100, 100)[0]
+
+    assert digest(3) == digest(3) != digest(2)
