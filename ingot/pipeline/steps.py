@@ -82,6 +82,8 @@ def _prepare(recipe: Recipe) -> Knobs:
         knobs |= recipe.select(languages)
     if recipe.documents in CHAT_TEMPLATED:
         knobs |= recipe.select(("data.max_skipped",))
+        if recipe.data.on_bad == "stop":  # at chats that the template refuses, too
+            knobs |= recipe.select(("data.on_bad",))
     if recipe.documents == "pair":
         knobs |= {"objective.prefix": recipe.objective.source_prefix}
         knobs |= recipe.select(("data.target_len",))

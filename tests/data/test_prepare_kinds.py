@@ -386,6 +386,9 @@ def test_or_it_stops(tmp_path: Path) -> None:
     ingest(small)
     with pytest.raises(WrongInput, match="seven is refused"):
         prepare(small)
+    prepare(refusing(tmp_path))
+    with pytest.raises(WrongInput, match=r"seven is refused.*, or set data\.on_bad=skip"):
+        prepare(small)  # though the part without that chat is finished
 
 
 def test_an_encoder_chosen_before_is_compared_on_these_documents(

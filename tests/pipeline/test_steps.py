@@ -232,6 +232,15 @@ def test_knobs_that_matter_only_with_others() -> None:
     assert _changed(_recipe(*drawn), _recipe(*drawn, "seed=5")) == {"train", "evaluate", "serve"}
 
 
+def test_chats_that_the_template_refuses_are_bad_records_too() -> None:
+    chats = "objective.kind=sft"
+    for change in ("data.on_bad=stop", "data.max_skipped=0.5"):
+        assert _changed(_recipe(chats), _recipe(chats, change)) == {"ingest", "prepare"}
+    assert "data.on_bad" not in step_named("prepare").knobs(_recipe(chats)), (
+        "as earlier versions recorded it"
+    )
+
+
 def test_every_knob_is_decided() -> None:
     """A new knob must be read by a step or stand in the list of those that change nothing."""
     recipes = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress, say
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.cleaned import CleaningResult
@@ -114,12 +115,16 @@ def _told(recipe: Recipe, made: list[TokenisedRange]) -> list[TokenisedRange]:
 
 
 def _tell_refused(recipe: Recipe, made: Sequence[TokenisedRange]) -> None:
-    """Say what the template refuses; raises WrongInput if `data.max_skipped` does not allow it."""
+    """Say what the template refuses; raises WrongInput if `data.max_skipped` does not allow it, or
+    `data.on_bad` none, of which an earlier run with another value may have left some out.
+    """
     refused, kind = sum(one.refused for one in made), PLURALS[recipe.documents]
     if not refused:
         return
     total = refused + sum(part.documents for one in made for part in one.parts.values())
     example = next(one.refusal for one in made if one.refusal)
+    if recipe.data.on_bad == "stop":
+        raise WrongInput(f"{example}, or set data.on_bad=skip")
     told = f"the template refuses {refused:,} of {total:,} {kind} ({example})"
     refuse_many(told, refused, total, recipe.data.max_skipped)
     say(f"{refused:,} {kind} are left out, the template refuses them, such as {example}")
