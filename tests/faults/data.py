@@ -677,8 +677,8 @@ FAULTS = [
     Fault(
         "tools-with-keys-of-other-records",
         "ingot/data/sources/tables.py",
-        "return {**unread, **record} | {name: _without_nulls(record[name]) for name in nested}",
-        "return {**unread, **record}",
+        "if (item := read(value[name])) is not None",
+        "if (item := read(value[name])) or True",
         "of a Parquet file each tool has the parameters of all others, as null",
         "tests/data/test_ingest_chats.py",
     ),
