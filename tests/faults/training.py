@@ -487,7 +487,7 @@ FAULTS = [
     Fault(
         "mask-forgotten",
         "ingot/data/batches/loader.py",
-        "return bool((self.segments == self.segments[:, :1]).all())",
+        "return self.causal or bool((self.segments == self.segments[:, :1]).all())",
         "return True",
         "packed documents see each other",
         "tests/data/batches/test_loader.py",

@@ -24,6 +24,7 @@ from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
 from ingot.verify.layout import modes
+from ingot.verify.layout.models import VOCABULARY, small_decoder, small_hub
 from ingot.verify.layout.modes import (
     HUB_MODES,
     MODES,
@@ -35,14 +36,7 @@ from ingot.verify.layout.modes import (
     scaled_layout,
 )
 from ingot.verify.layout.proof import LayoutProof, LayoutResult, verify_layout
-from ingot.verify.layout.recipe import (
-    SEQ_LEN,
-    VOCABULARY,
-    cut_short,
-    folded,
-    small_decoder,
-    small_hub,
-)
+from ingot.verify.layout.recipe import SEQ_LEN, cut_short, folded
 from ingot.verify.layout.steps import LayoutDifference, ParameterShard, RankResult, compare
 from tests.cli.commands import ingot
 from tests.models.hf import tiny as hub_tiny

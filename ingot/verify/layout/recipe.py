@@ -1,5 +1,4 @@
-"""A recipe made so small that many ranks of it train on one CPU: few layers, a narrow model, short
-rows, a small vocabulary.
+"""A recipe made so small that many ranks of it train on one CPU: a small model, short rows.
 
 Everything that decides how it can be distributed stays: the kind of model, tied weights, biases,
 norms, windows, the ratio of heads to key/value heads, the objective, the adapter. Rows are the
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,10 +20,6 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.config.degrees import AXES, degrees_of
-from ingot.config.models.experts import ExpertsConfig
-from ingot.config.models.family import FULL, SLIDING, family_of
-from ingot.config.models.rotary import ROTARY, overridden
-from ingot.config.models.source import CONFIG, model_config
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.objective import TWO_ROWS
@@ -32,63 +27,15 @@ from ingot.config.shape import batch_plan
 from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids
-from ingot.models.hf.config import read_hf_config
-from ingot.models.hf.tensorfile import save_weights
-from ingot.models.native.config import DecoderConfig
-from ingot.models.native.decoder import Decoder
-from ingot.models.parameters import init_weights
 from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
+from ingot.verify.layout.models import VOCABULARY, small_spec, small_teacher
 from ingot.verify.layout.modes import scaled_layout
 
-VOCABULARY = 61
-"""The vocabulary size: a prime, so that no number of ranks divides it."""
 SEQ_LEN = 48
 """The most tokens in a row; divisible by up to eight ranks with two chunks each."""
 BATCH, STEPS = 8, 3
-LAYERS = 4
-"""Enough layers for two stages on each of two ranks, or one on each of four; more where the
-recipe's own layout has more stages.
-"""
-_WIDTH, _FEED_FORWARD, _HEAD, _MOST_KV_HEADS = 40, 80, 8, 4
-_EXPERTS, _EXPERT_WIDTH = 8, 24
-_STD = 0.1
-"""Standard deviation of the initial weights: large enough that every part of the model matters."""
-_NARROW: dict[str, int | float] = {
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "num_decoder_layers",
-            "encoder_layers",
-            "decoder_layers",
-            "num_hidden_layers",
-            "n_layers",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "num_attention_heads",
-            "n_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("d_model", "hidden_size", "dim", "pooler_hidden_size"), 32),
-    **dict.fromkeys(
-        ("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "hidden_dim"), 48
-    ),
-    "d_kv": 8,
-    "embedding_size": 16,
-    "vocab_size": VOCABULARY,
-    "initializer_range": _STD,
-    "init_std": _STD,
-    "initializer_factor": 1.0,
-}
-"""Sizes of transformers' models by their names in configurations."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +106,12 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     plan = _plan_of(json.dumps(set_knobs(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = (
-        None if plan.teacher is None else _small_teacher(plan.teacher, folder / "teacher", seq_len)
+        None if plan.teacher is None else small_teacher(plan.teacher, folder / "teacher", seq_len)
     )
     return SmallRun(
         asked,
         _small_recipe(asked, seq_len, teacher),
-        _small_spec(plan.model_spec, seq_len, own),
+        small_spec(plan.model_spec, seq_len, own),
         teacher,
         seq_len,
     )
@@ -222,125 +169,6 @@ def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
     if recipe.objective.needs_reference:
         values["objective"] |= {"reference": None}
     return Recipe.model_validate(values)
-
-
-def _small_spec(model_spec: ModelSpec, seq_len: int, own: Parallel) -> ModelSpec:
-    values = model_spec.config.to_hf()
-    if isinstance(model_spec.config, DecoderConfig):
-        return ModelSpec(
-            "decoder", DecoderConfig.from_hf(small_decoder(values, seq_len, own)), None, True
-        )
-    return ModelSpec(
-        model_spec.kind,
-        read_hf_config(
-            small_hub(values),
-            model_spec.config.kind,
-            "the small model",
-            labels=model_spec.config.labels,
-            unproved=True,
-        ),
-        None,
-        True,
-    )
-
-
-def small_decoder(
-    values: Mapping[str, Any],
-    seq_len: int,
-    own: Parallel = Parallel(),  # noqa: B008 (frozen)
-) -> dict[str, Any]:
-    """A configuration of the same family, by Hugging Face's names, that `own` can distribute if the
-    whole one can.
-    """
-    config = DecoderConfig.from_hf(values)
-    layers = max(LAYERS, int(own.pipeline) * own.virtual)
-    shared = int(own.tensor) * (int(own.context) if own.context_by == "ulysses" else 1)
-    kv_heads = config.num_key_value_heads
-    if kv_heads > _MOST_KV_HEADS:
-        kv_heads = math.gcd(kv_heads, math.lcm(_MOST_KV_HEADS, shared))
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": _WIDTH,
-        "intermediate_size": _FEED_FORWARD,
-        "num_hidden_layers": layers,
-        "head_dim": _HEAD,
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": (
-            kv_heads * (config.num_attention_heads // config.num_key_value_heads)
-        ),
-        "initializer_range": _STD,
-        "max_position_embeddings": max(
-            int(values.get("max_position_embeddings") or 0), config.max_position_embeddings, seq_len
-        ),
-    }
-    if config.experts is not None:
-        sizes |= _small_experts(values, config.experts, dense=not all(config.sparse))
-    windows = [window for window in config.windows if window is not None]
-    if windows:
-        sizes["sliding_window"] = max(2, min(*windows, seq_len // 3))
-        if family_of(values).windows == "pattern" or values.get("layer_types") is not None:
-            kinds = list(
-                dict.fromkeys(FULL if window is None else SLIDING for window in config.windows)
-            )
-            sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
-        elif "max_window_layers" in values:
-            sizes["max_window_layers"] = layers // 2 if None in config.windows else 0
-    if family_of(values).rotary == "listed" and None in config.ropes:
-        sizes["no_rope_layers"] = [layer % 2 for layer in range(layers)]
-    share = next((rope.share for rope in config.ropes if rope is not None), 1.0)
-    if (counted := family_of(values).rotated) and values.get(counted) is not None:
-        sizes[counted] = int(_HEAD * share)
-    for name in ROTARY:
-        scaling = values.get(name) or {}
-        if "short_factor" in scaling:
-            pairs = int(_HEAD * (scaling.get("partial_rotary_factor") or share)) // 2
-            shorter = {key: scaling[key][:pairs] for key in ("short_factor", "long_factor")}
-            sizes[name] = {**scaling, **shorter}
-    return overridden(values, sizes)
-
-
-def _small_experts(
-    values: Mapping[str, Any], experts: ExpertsConfig, *, dense: bool
-) -> dict[str, Any]:
-    """At most `_EXPERTS` of them, and one dense layer where there are any."""
-    keys = family_of(values).experts
-    assert keys is not None
-    named = [key for key in keys.count if values.get(key) is not None] or keys.count[:1]
-    sizes: dict[str, Any] = dict.fromkeys(named, min(experts.count, _EXPERTS))
-    sizes["num_experts_per_tok"] = min(experts.chosen, _EXPERTS // 2)
-    if keys.width != "intermediate_size":
-        sizes[keys.width] = min(experts.width, _EXPERT_WIDTH)
-    if keys.dense_until is not None:
-        sizes[keys.dense_until] = int(dense)
-    elif dense:
-        sizes |= {"mlp_only_layers": [0], "decoder_sparse_step": 1}
-    if experts.groups > 1:
-        sizes |= {"n_group": 2, "topk_group": min(experts.groups_chosen, 2)}
-    return sizes
-
-
-def small_hub(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model of transformers, for the sizes in `_NARROW`; dropout is off, since its
-    masks depend on the layout.
-    """
-    made = {**values, **_NARROW}
-    for name, value in values.items():
-        if ("dropout" in name or "layerdrop" in name) and isinstance(value, float):
-            made[name] = 0.0
-        if name.endswith("_token_id") and isinstance(value, int):
-            made[name] = value % VOCABULARY
-    return made
-
-
-def _small_teacher(folder: Path, target: Path, seq_len: int) -> Path:
-    """A small model of the teacher's family with random weights."""
-    values = small_decoder(model_config(folder), seq_len)
-    model = Decoder(DecoderConfig.from_hf(values))
-    init_weights(model, seed=1)
-    target.mkdir(parents=True)
-    save_weights({name: parameter.detach() for name, parameter in model.named_parameters()}, target)
-    (target / CONFIG).write_text(json.dumps(values), encoding="utf-8")
-    return target
 
 
 def _small_rows(rows: Rows | Samples, seq_len: int) -> Rows | Samples:
