@@ -168,7 +168,11 @@ def _weights_fingerprint(folder: Path) -> str:
     return fingerprint({file.name: sampled_sha256(file) for file in files})
 
 
-CALLED = {"data": "the prepared data", "tokenizer": "the tokenizer"}
+CALLED = {
+    "data": "the prepared data",
+    "tokenizer": "the tokenizer",
+    "references": "what rewards are told of reference answers",
+}
 """What is in an identity without being a knob, in words."""
 SOURCE_WEIGHTS = "data.train.weight"
 

@@ -29,6 +29,7 @@ from ingot.config.shape import (
 )
 from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.order import SampleOrder, order_of
+from ingot.data.batches.prompts import references_identity
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
@@ -205,6 +206,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         "precision.compute": compute,
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
+        **references_identity(recipe, tokenizer),
     }
     if isinstance(optimizer := recipe.train.optimizer, Muon):
         iteration = fast_compute(optimizer.compute, mesh.device)

@@ -229,4 +229,28 @@ FAULTS = [
         "padding behind answers counts as text, and experts are balanced by it",
         by="tests/train/rollout/test_batches.py",
     ),
+    Fault(
+        "an-empty-thought-is-the-reference",
+        "ingot/tokenizers/chats/said.py",
+        "text = next((text[one.end() :] for one in found if one), text)",
+        "next(found, None)",
+        "rewards compare answers with the empty thought that the template writes before a reference",
+        by="tests/data/batches/test_prompts.py",
+    ),
+    Fault(
+        "a-reference-between-the-templates-spaces",
+        "ingot/data/batches/prompts.py",
+        "self._frame = answer_frame(self._form)",
+        "self._frame = None",
+        "training gives 0 to numbers and code for a space before their reference, evaluation does not",
+        by="tests/data/batches/test_prompts.py",
+    ),
+    Fault(
+        "goes-on-with-other-references",
+        "ingot/train/setup.py",
+        "        **references_identity(recipe, tokenizer),\n",
+        "",
+        "a training that compared with the template's words goes on with other rewards in silence",
+        by="tests/data/batches/test_prompts.py",
+    ),
 ]

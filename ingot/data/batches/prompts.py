@@ -17,7 +17,8 @@ from ingot.data.batches.order import order_of
 from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.batches.samples import Samples
 from ingot.data.packing.tables import RowTables
-from ingot.tokenizers.chats.spans import last_user_turn, turn_format
+from ingot.tokenizers.chats.said import answer_frame, last_user_turn
+from ingot.tokenizers.chats.spans import turn_format
 from ingot.tokenizers.tokenizer import Tokenizer
 
 AT_ONCE = 256
@@ -34,7 +35,7 @@ class Prompt:
     text: str
     """The last user turn."""
     reference: str | None
-    """The text of the last assistant turn; None if it is empty."""
+    """What the last assistant turn says; None if it says nothing."""
     alone: bool = True
     """Whether nothing but the last user turn, and what the template adds, stands in the chat."""
 
@@ -49,6 +50,7 @@ class PromptReader:
     def __init__(self, rows: Rows, tokenizer: Tokenizer) -> None:
         self._rows, self._tokenizer = rows, tokenizer
         self._form = tokenizer.chat_format
+        self._frame = answer_frame(self._form)
         self._opening = turn_format(self._form).prompt.rstrip()
 
     def prompts(self, numbers: Sequence[int]) -> list[Prompt]:
@@ -76,10 +78,30 @@ class PromptReader:
                 " tokenizer joins its end with the answer's beginning; take a tokenizer.template"
                 " whose assistant turns begin with a token of their own"
             )
-        reference = self._tokenizer.decode(tokens[begin : int(trained[-1]) + 1])
-        asked = last_user_turn(self._form, shown)
-        alone = self._tokenizer.encode_chat([{"role": "user", "content": asked}]) == ids
+        answer = tokens[begin : int(trained[-1]) + 1]
+        written = self._tokenizer.decode(answer, skip_special=self._frame is None)
+        reference = written if self._frame is None else self._frame.content(written)
+        asked, alone = asked_in(self._tokenizer, ids)
         return Prompt(row, ids, asked, reference or None, alone)
+
+
+def asked_in(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[str, bool]:
+    """The last user turn of a chat that ends with the generation prompt, and whether that is all of
+    the chat beside what the template adds.
+    """
+    shown = tokenizer.decode(prompt, skip_special=False)
+    asked = last_user_turn(tokenizer.chat_format, shown)
+    alone = tokenizer.encode_chat([{"role": "user", "content": asked}]) == list(prompt)
+    return asked, alone
+
+
+def references_identity(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, str]:
+    """What is in the identity of a training on rewards where the template writes something around
+    an answer, which earlier versions told rewards as a part of it.
+    """
+    if not recipe.objective.samples_answers or answer_frame(tokenizer.chat_format) is None:
+        return {}
+    return {"references": "without what the chat template writes around them"}
 
 
 def check_prompts(

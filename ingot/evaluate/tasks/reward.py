@@ -15,6 +15,7 @@ from ingot.base.progress import say
 from ingot.base.reports import Metric
 from ingot.config.identity import rewards_identity
 from ingot.config.sections.evaluation import RewardTask
+from ingot.data.batches.prompts import asked_in
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
 from ingot.evaluate.generation import generate_finished
@@ -23,6 +24,7 @@ from ingot.evaluate.subject import EvalModel, EvalModelInfo, NotJudged, TaskResu
 from ingot.models.generation.request import Request
 from ingot.rewards.build import build_rewards, check_rewards
 from ingot.rewards.protocol import RewardScores, Sample
+from ingot.tokenizers.chats.said import answer_frame
 
 MAX_TOKENS = 256
 """Tokens of an answer where neither the task nor the objective says."""
@@ -176,11 +178,11 @@ def _item(knob: str, place: str, stored: str, info: EvalModelInfo) -> RewardItem
     messages = chat.messages
     last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
     before = messages[:last]
-    asked = [str(one["content"]) for one in before if one["role"] == "user"]
-    if not asked:
+    if not any(one["role"] == "user" for one in before):
         raise WrongInput(f"{knob}: {place} asks nothing before its answer; leave it out")
-    reference = str(messages[last]["content"])
+    reference, frame = str(messages[last]["content"]), answer_frame(info.tokenizer.chat_format)
+    if frame is not None:  # training does not see white space and thoughts inside of a content
+        reference = frame.content(reference)
     ids = info.tokenizer.encode_chat(before, chat.tools)
-    return RewardItem(
-        place, ids, asked[-1], reference or None, len(before) == 1 and chat.tools is None
-    )
+    asked, alone = asked_in(info.tokenizer, ids)
+    return RewardItem(place, ids, asked, reference or None, alone)

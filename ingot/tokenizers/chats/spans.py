@@ -107,37 +107,6 @@ def _turn_format(
     )
 
 
-def last_user_turn(form: ChatFormat, prompt: str) -> str:
-    """What the user said last in the text of a chat that ends with the generation prompt; the whole
-    text where the template's frame around it is not found.
-    """
-    before, after = _user_frame(form.template, tuple(sorted(form.named.items())))
-    body = prompt.removesuffix(after)
-    place = body.rfind(before) if before and len(body) < len(prompt) else -1
-    return body[place + len(before) :] if place >= 0 else prompt
-
-
-@functools.lru_cache(maxsize=16)
-def _user_frame(template: str, named: tuple[tuple[str, str], ...]) -> tuple[str, str]:
-    """What stands before every user turn, and after the last one: found where the first and a later
-    question agree.
-    """
-    question: Messages = [{"role": "user", "content": QUESTION}]
-    first = render(template, question, dict(named), generation_prompt=True)
-    before, _, after = first.partition(QUESTION)
-    try:
-        talk = [*question, {"role": "assistant", "content": ANSWER}, *question]
-        later = render(template, talk, dict(named), generation_prompt=True)
-    except WrongInput:
-        return before, after
-    between = later.partition(ANSWER)[2].partition(QUESTION)[0]
-    pairs = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False)
-    )
-    same = sum(1 for _ in pairs)
-    return before[len(before) - same :] or before, after
-
-
 def trained_texts(form: ChatFormat, messages: Messages, first: int = 0) -> list[RenderedChat]:
     """The texts in which the answers of a chat from message `first` on are trained, each answer in
     one of them: the whole chat, which look-alikes must be masked in, and before it the chat cut

@@ -1,0 +1,144 @@
+"""What was said, read out of the text of a chat without what the template writes around it: the
+last user turn, and the content of the answer. Training and evaluation tell rewards what this says.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from dataclasses import dataclass
+
+from ingot.base.errors import WrongInput
+from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.render import ChatFormat, any_of_pattern, render
+from ingot.tokenizers.chats.spans import ANSWER, QUESTION, turn_format
+
+SYSTEM, THOUGHT = "\U0010fff2", "\U0010fff3"
+THOUGHTS = ("reasoning_content", "thinking")
+"""Keys of a message that templates read a thought from."""
+Named = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class AnswerFrame:
+    """What a template may write around the content of an answer: before it an empty thought, a
+    thought, or the name of a channel; white space on either side.
+    """
+
+    before: tuple[re.Pattern[str], ...]
+    special: tuple[str, ...]
+
+    def content(self, text: str) -> str:
+        """What is said in an answer, from the end of the generation prompt on, special tokens
+        included; the content alone, as data have it, gives the same.
+        """
+        found = (pattern.match(text) for pattern in self.before)
+        text = next((text[one.end() :] for one in found if one), text)
+        return (any_of_pattern(self.special).sub("", text) if self.special else text).strip()
+
+
+def answer_frame(form: ChatFormat) -> AnswerFrame | None:
+    """The frame of a template; None if it writes contents as they are."""
+    named, special = tuple(sorted(form.named.items())), tuple(form.special)
+    before, after = _around_answer(form.template, named)
+    thought = _around_thought(form.template, named)
+    is_widened = after != after.lstrip() and turn_format(form).end is not None
+    if not (before or thought or is_widened):
+        return None
+    patterns = [re.compile(rf"\s*{re.escape(before.strip())}")] if before.strip() else []
+    if thought is not None:
+        opens, closes = (re.escape(one.strip()) for one in thought)
+        patterns.append(re.compile(rf"\s*{opens}.*?{closes}", re.DOTALL))
+    return AnswerFrame(tuple(patterns), special)
+
+
+@functools.lru_cache(maxsize=16)
+def _around_answer(template: str, named: Named) -> tuple[str, str]:
+    """What stands between the generation prompt and an answer, and behind that."""
+    question: Messages = [{"role": "user", "content": QUESTION}]
+    try:
+        prompt = render(template, question, dict(named), generation_prompt=True)
+        answered = [*question, {"role": "assistant", "content": ANSWER}]
+        whole = render(template, answered, dict(named), generation_prompt=False)
+    except WrongInput:
+        return "", ""
+    before, found, after = whole.partition(ANSWER)
+    return (before[len(prompt) :], after) if found and before.startswith(prompt) else ("", after)
+
+
+@functools.lru_cache(maxsize=16)
+def _around_thought(template: str, named: Named) -> tuple[str, str] | None:
+    """What stands between the generation prompt and a thought, and between that and its answer;
+    None if the template writes no thoughts.
+    """
+    question: Messages = [{"role": "user", "content": QUESTION}]
+    for key in THOUGHTS:
+        thought = {"role": "assistant", "content": ANSWER, key: THOUGHT}
+        try:
+            prompt = render(template, question, dict(named), generation_prompt=True)
+            whole = render(template, [*question, thought], dict(named), generation_prompt=False)
+        except WrongInput:
+            continue
+        before, _, rest = whole.partition(THOUGHT)
+        between, found, _ = rest.partition(ANSWER)
+        if found and between.strip() and before.startswith(prompt):
+            return before[len(prompt) :], between
+    return None
+
+
+def last_user_turn(form: ChatFormat, prompt: str) -> str:
+    """What the user said last in the text of a chat that ends with the generation prompt; the whole
+    text where the template's frame around it is not found. A system prompt that the template puts
+    into that turn is left out where something marks it, and else is a part of the turn.
+    """
+    named = tuple(sorted(form.named.items()))
+    before, after = _around_user(form.template, named)
+    body = prompt.removesuffix(after)
+    place = body.rfind(before) if before and len(body) < len(prompt) else -1
+    if place < 0:
+        return prompt
+    turn = body[place + len(before) :]
+    opens, closes = _around_system(form.template, named, before)
+    return (
+        turn.partition(closes)[2] if opens and closes in turn and turn.startswith(opens) else turn
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _around_user(template: str, named: Named) -> tuple[str, str]:
+    """What stands before every user turn, and after the last one: found where the first and a later
+    question agree.
+    """
+    question: Messages = [{"role": "user", "content": QUESTION}]
+    first = render(template, question, dict(named), generation_prompt=True)
+    before, _, after = first.partition(QUESTION)
+    try:
+        talk = [*question, {"role": "assistant", "content": ANSWER}, *question]
+        later = render(template, talk, dict(named), generation_prompt=True)
+    except WrongInput:
+        return before, after
+    between = later.partition(ANSWER)[2].partition(QUESTION)[0]
+    pairs = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False)
+    )
+    same = sum(1 for _ in pairs)
+    return before[len(before) - same :] or before, after
+
+
+@functools.lru_cache(maxsize=16)
+def _around_system(template: str, named: Named, before_user: str) -> tuple[str, str]:
+    """What marks a system prompt that stands inside of the user's turn, before and behind it; empty
+    where it stands elsewhere, or nothing tells it from what the user says.
+    """
+    chat: Messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    try:
+        text = render(template, chat, dict(named), generation_prompt=True)
+    except WrongInput:
+        return "", ""
+    head, found, rest = text.partition(SYSTEM)
+    between = rest.partition(QUESTION)[0]
+    place = head.rfind(before_user)
+    opens = head[place + len(before_user) :] if place >= 0 else ""
+    is_inside = found and before_user not in between
+    return (opens, between) if is_inside and opens.strip() and between.strip() else ("", "")

@@ -1,0 +1,117 @@
+"""What rewards are told of a prepared chat: what was said, whatever the template writes around it,
+and the same in training as in evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import RewardTask
+from ingot.data.batches.prompts import Prompt, PromptReader
+from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
+from ingot.evaluate.subject import EvalModelInfo
+from ingot.evaluate.tasks.reward import RewardItem, open_reward
+from ingot.parallel.mesh import running_mesh
+from ingot.tokenizers.load import load_tokenizer
+from ingot.train.setup import make_setup
+from tests.small import small_recipe
+from tests.tokenizers.chats.test_served import CHANNELS
+from tests.tokenizers.small import CHATML, bpe_files
+from tests.train.rollout.digits import OBJECTIVE
+
+THINKING = CHATML.replace(
+    "message['content'] | trim",
+    "('<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n'"
+    " if message.role == 'assistant' and loop.last else '') + message.content | trim",
+)
+"""As Qwen 3's: the last answer alone has a thought, an empty one where none is given."""
+QUESTION, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = ANSWER | {"reasoning_content": "easy", "thinking": "easy"}
+TOLD = ("1 + 1?", "2", True)
+
+
+def made(root: Path, template: str, *chats: list[dict[str, str]]) -> Recipe:
+    """Chats prepared for a training on rewards, all of them for evaluation as well."""
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (root / "chats.jsonl").write_text(lines)
+    source: dict[str, Any] = {"tokenizer__vocab_size": 262, "tokenizer__template": template}
+    if " " in template:
+        (root / "tokenizer").mkdir()
+        for name, text in bpe_files(template).items():
+            (root / "tokenizer" / name).write_text(text)
+        source = {"tokenizer__source": str(root / "tokenizer"), "tokenizer__vocab_size": None}
+    sources = [{"source": str(root / "chats.jsonl")}]
+    recipe = small_recipe(
+        root,
+        objective={**OBJECTIVE, "group": 2, "rewards": [{"kind": "exact"}]},
+        data__train=sources,
+        data__validation=sources,
+        data__validation__fraction=None,
+        data__seq_len=256,
+        train__global_batch=2,
+        **source,
+    )
+    ingest(recipe)
+    prepare(recipe)
+    return recipe
+
+
+def trained(recipe: Recipe) -> list[Prompt]:
+    """The prompts that training sees."""
+    rows = open_rows(recipe.folder.columns, "train", 256, pack="none", pad_last=False)
+    assert isinstance(rows, Rows)
+    return PromptReader(rows, load_tokenizer(recipe.folder.tokenizer)).prompts(range(len(rows)))
+
+
+def measured(recipe: Recipe) -> list[RewardItem]:
+    """Those that evaluation sees."""
+    info = EvalModelInfo(recipe, "decoder", load_tokenizer(recipe.folder.tokenizer), 999, "it")
+    task = RewardTask.model_validate({"kind": "reward", "rewards": [{"kind": "exact"}]})
+    return open_reward(task, info).items
+
+
+def told(one: Prompt | RewardItem) -> tuple[str, str | None, bool]:
+    return one.text, one.reference, one.alone
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        ("chatml", [QUESTION, ANSWER], TOLD),
+        ("chatml", [SYSTEM, QUESTION, ANSWER], (*TOLD[:2], False)),
+        ("mistral", [QUESTION, ANSWER], TOLD),
+        ("mistral", [SYSTEM, QUESTION, ANSWER], ("Be brief.\n\n1 + 1?", "2", True)),
+        ("llama2", [QUESTION, ANSWER], TOLD),
+        ("llama2", [SYSTEM, QUESTION, ANSWER], (*TOLD[:2], False)),
+        (THINKING, [QUESTION, ANSWER], TOLD),
+        (THINKING, [QUESTION, THOUGHT], TOLD),
+        (CHANNELS, [QUESTION, ANSWER], TOLD),
+        (CHANNELS, [QUESTION, THOUGHT], TOLD),
+    ],
+)
+def test_rewards_are_told_what_was_said(
+    template: str, chat: list[dict[str, str]], expected: tuple[str, str, bool], tmp_path: Path
+) -> None:
+    recipe = made(tmp_path, template, chat)
+    (prompt,), (item,) = trained(recipe), measured(recipe)
+    assert told(prompt) == told(item) == expected
+    assert prompt.ids == item.prompt
+
+
+def test_a_training_told_otherwise_is_another_one(tmp_path: Path) -> None:
+    """An earlier version told rewards what the template writes around a reference, too: that
+    training does not go on with other rewards in silence, and one without a difference goes on.
+    """
+    for name, differs in (("mistral", True), ("chatml", False)):
+        (tmp_path / name).mkdir()
+        recipe = made(tmp_path / name, name, [QUESTION, ANSWER])
+        with running_mesh() as mesh:
+            assert ("references" in make_setup(recipe, mesh).identity) == differs
