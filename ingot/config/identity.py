@@ -103,6 +103,8 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         chosen.update(recipe.select(("train.skip.spike",)))
     if (experts := recipe.train.experts) != RouterSettings():
         chosen["train.experts"] = experts.model_dump()
+    if recipe.objective.samples_per_row != recipe.objective.answers_per_row and _of_epochs(recipe):
+        chosen["train.epochs counts"] = "prompts"  # earlier versions counted steps of new ones
     average = recipe.train.average
     if average is not None and average.kind == "ema":
         chosen["train.average.decay"] = average.decay
@@ -122,6 +124,13 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     )
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
     return chosen | packages_of((*kinds, *rewards))
+
+
+def _of_epochs(recipe: Recipe) -> bool:
+    """Whether the length of an epoch decides how long training goes on."""
+    train = recipe.train
+    measured = train.early_stop is not None and train.evaluate_every == "epoch"
+    return measured or (train.steps is None and train.tokens is None)
 
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from ingot.base.errors import WrongInput
@@ -266,15 +267,15 @@ def check_float8_fits(kind: str, lengths: Mapping[str, int], adapted: bool) -> N
             )
 
 
-def total_steps(train: Train, rows: int, seq_len: int) -> int:
-    """The number of optimizer steps given by `steps`, `epochs` or `tokens` for `rows` training rows
-    of `seq_len` tokens.
+def total_steps(train: Train, samples: Fraction | int, seq_len: int) -> int:
+    """The number of optimizer steps given by `steps`, `epochs` or `tokens`, where a pass over the
+    training rows of `seq_len` tokens makes so many `samples` of `train.global_batch`.
     """
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
         return math.ceil(train.tokens / (train.global_batch * seq_len))
-    return max(1, math.floor((train.epochs or 1.0) * rows / train.global_batch))
+    return max(1, math.floor((train.epochs or 1.0) * samples / train.global_batch))
 
 
 def parameter_count(config: Mapping[str, Any], *, active: bool = False) -> int:

@@ -140,8 +140,8 @@ def cost_of(inputs: RunInputs) -> RunCost:
     """The whole run, from what one step takes."""
     recipe, place, step_s = inputs.recipe, inputs.place, inputs.step_s
     steps = planned_steps(recipe, inputs.rows)
-    rows_a_step = recipe.train.global_batch
-    tokens_a_step = rows_a_step * tokens_of_row(recipe)
+    rows_a_step = float(recipe.train.global_batch / recipe.objective.samples_per_row)
+    tokens_a_step = recipe.train.global_batch * tokens_of_row(recipe)
     work_s = times(steps, step_s)
     beside = _saves_beside(recipe.checkpoint.every, steps, inputs.rows, rows_a_step, work_s)
     saves = plus(beside, Range.exactly(1.0))  # the last one, or that of a signal
@@ -196,26 +196,26 @@ def planned_steps(recipe: Recipe, rows: Range | None) -> Estimate:
     if rows is None or not rows.low:
         return Unknown("`ingot prepare`, or train.steps: epochs depend on the number of rows")
     low, likely, high = (
-        float(total_steps(train, max(1, round(count)), seq_len))
+        float(total_steps(train, max(1, round(count)) * recipe.objective.samples_per_row, seq_len))
         for count in (rows.low, rows.likely, rows.high)
     )
     return Range(low, likely, high, rows.origin)
 
 
-def _epochs(steps: Estimate, rows: Range | None, batch: int) -> Estimate:
+def _epochs(steps: Estimate, rows: Range | None, batch: float) -> Estimate:
     if isinstance(steps, Unknown) or rows is None:
         return Unknown("`ingot prepare`, which counts the rows")
     if not rows.low:
         return Unknown("documents of which rows can be made")
     if steps.low == steps.high:
-        return steps * float(batch) / rows
+        return steps * batch / rows
     # Steps follow from the rows: the bounds of both belong together.
     passes = sorted(n * batch / of for n, of in zip(ends(steps), ends(rows), strict=True))
     return Range(passes[0], passes[1], passes[2], rows.origin)
 
 
 def occurrences(
-    every: Every, steps: Estimate, rows: Range | None, batch: int, work_s: Estimate
+    every: Every, steps: Estimate, rows: Range | None, batch: float, work_s: Estimate
 ) -> Estimate:
     """How often something happens that is due every so many steps, epochs or minutes."""
     if isinstance(every, int):
@@ -227,7 +227,7 @@ def occurrences(
 
 
 def _saves_beside(
-    every: Every, steps: Estimate, rows: Range | None, batch: int, work_s: Estimate
+    every: Every, steps: Estimate, rows: Range | None, batch: float, work_s: Estimate
 ) -> Estimate:
     """Saves while training goes on: one that is due after the last step is the last one."""
     found = occurrences(every, steps, rows, batch, work_s)

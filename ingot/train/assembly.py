@@ -161,8 +161,8 @@ def make_hooks(
     )
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
-    rows = len(setup.rows), recipe.objective.rows_of(recipe.train.global_batch)
-    evaluate_every = Recurrence(knobs.evaluate_every, *rows)
+    a_pass = len(setup.rows) * recipe.objective.samples_per_row, knobs.global_batch
+    evaluate_every = Recurrence(knobs.evaluate_every, *a_pass)
     evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account)
     if start is not None:
         evaluation.restore(start.commit["watched"])
@@ -177,7 +177,7 @@ def make_hooks(
     )
 
     fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
-    save_every = Recurrence(recipe.checkpoint.every, *rows)
+    save_every = Recurrence(recipe.checkpoint.every, *a_pass)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     hooks: list[Hook] = [
         SkipHook(knobs.skip.in_row, process.events),

@@ -195,9 +195,8 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     holds_out = recipe.data.holds_out
     held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
     origin, begin = _origin(recipe)
-    last = total_steps(
-        recipe.train, len(rows) * recipe.objective.answers_per_row, recipe.data.seq_len
-    )
+    samples = len(rows) * recipe.objective.samples_per_row
+    last = total_steps(recipe.train, samples, recipe.data.seq_len)
     _check_steps(recipe, len(rows), batch, begin, last)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity: dict[str, Any] = {

@@ -4,6 +4,7 @@ everything in reverse order.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from contextlib import ExitStack
@@ -266,7 +267,8 @@ def _mixture(plan: TrainSetup) -> str | None:
     one may be repeated many times, and a large one not be seen whole.
     """
     recipe = plan.recipe
-    passes = plan.order.passes(plan.last * recipe.objective.rows_of(plan.batch.global_batch))
+    samples = plan.last * plan.batch.global_batch
+    passes = plan.order.passes(math.ceil(samples / recipe.objective.samples_per_row))
     if len(passes) == 1:
         return None
     sources, total = recipe.data.train, sum(source.weight for source in recipe.data.train)

@@ -253,4 +253,20 @@ FAULTS = [
         "a training that compared with the template's words goes on with other rewards in silence",
         by="tests/data/batches/test_prompts.py",
     ),
+    Fault(
+        "an-epoch-of-a-quarter",
+        "ingot/config/sections/grpo.py",
+        "Fraction(self.group * self.updates, 1 + self.sample_again)",
+        "Fraction(self.group)",
+        "an epoch of four updates on the same answers passes over a quarter of the prompts",
+        by="tests/train/rollout/test_rollout.py",
+    ),
+    Fault(
+        "goes-on-with-a-longer-epoch",
+        "ingot/config/identity.py",
+        'chosen["train.epochs counts"] = "prompts"',
+        "pass",
+        "a training that an earlier version began goes on with more steps and another schedule",
+        by="tests/train/rollout/test_rollout.py",
+    ),
 ]

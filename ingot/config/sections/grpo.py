@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -68,13 +69,13 @@ class GRPOSettings(ObjectiveSettings):
     teach nothing, until it has `train.global_batch` answers of other groups (dynamic sampling of
     DAPO); 0: equal groups stay, without a gradient. That is biased: a prompt counts by how seldom
     its answers are all right or all wrong. Every step passes over all sets that it may draw, so
-    that its prompts do not depend on earlier answers.
+    that its prompts do not depend on earlier answers; an epoch counts them all.
     """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by it, in sampling and in training alike: it is part of the policy."""
     updates: Positive = 1
     """Optimizer steps on the same answers before new ones are drawn. With 1 each answer is used by
-    the policy that gave it, and the ratio is 1.
+    the policy that gave it, and the ratio is 1. An epoch has so many times the steps.
     """
     staleness: Annotated[int, Field(ge=0)] = 0
     """How many rollouts the weights that answers are sampled from are behind: with N, rollout n
@@ -178,11 +179,6 @@ class GRPOSettings(ObjectiveSettings):
                 " sampling; give the degrees",
             ),
             (
-                self.sample_again > 0 and train.epochs is not None,
-                "train.epochs is not known where objective.sample_again passes over prompts; set"
-                " train.steps",
-            ),
-            (
                 self.sampler is not None and self.old_logprobs == "sampler",
                 "objective.sampler computes other numbers than the trainer, which are measured and"
                 " corrected with objective.old_logprobs recomputed; set that",
@@ -232,6 +228,10 @@ class GRPOSettings(ObjectiveSettings):
     @property
     def answers_per_row(self) -> int:
         return self.group
+
+    @property
+    def samples_per_row(self) -> Fraction:
+        return Fraction(self.group * self.updates, 1 + self.sample_again)
 
     @property
     def upper_clip(self) -> float:

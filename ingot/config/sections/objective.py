@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -123,6 +124,13 @@ class ObjectiveSettings(KindSettings):
     def answers_per_row(self) -> int:
         """How many samples of `train.global_batch` come from one row of the data."""
         return 1
+
+    @property
+    def samples_per_row(self) -> Fraction:
+        """How many samples of all steps come from one row in a pass over the data: a row may serve
+        several steps, or be passed over.
+        """
+        return Fraction(self.answers_per_row)
 
     def rows_of(self, global_batch: int) -> int:
         """How many rows of the data a step takes."""

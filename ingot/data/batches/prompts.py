@@ -149,7 +149,7 @@ def check_prompts(
 
 def _trained(recipe: Recipe, settings: GRPOSettings, rows: Rows, begin: int) -> list[int]:
     """The rows whose prompts steps from `begin` on answer, each once."""
-    last = total_steps(recipe.train, len(rows) * settings.group, recipe.data.seq_len)
+    last = total_steps(recipe.train, len(rows) * settings.samples_per_row, recipe.data.seq_len)
     each = (1 + settings.sample_again) * (recipe.train.global_batch // settings.group)
     first, end = begin // settings.updates, -(-last // settings.updates)
     count = min(max(end - first, 0) * each, 2 * len(rows))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ingot.config.doors import SCHEDULES
@@ -107,17 +108,17 @@ class Recurrence:
 
     Args:
         every: the recipe's value; None for never.
-        rows: training rows; `batch` of them are used per step.
+        samples: how many a pass over the training rows makes; `batch` of them are used per step.
     """
 
     def __init__(
         self,
         every: Every | None,
-        rows: int,
+        samples: Fraction | int,
         batch: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.every, self._rows, self._batch, self._clock = every, rows, batch, clock
+        self.every, self._samples, self._batch, self._clock = every, samples, batch, clock
         self._seconds = seconds_of(every)
         self._since, self._due = clock(), False
 
@@ -148,7 +149,7 @@ class Recurrence:
 
     def _passes(self, steps: int) -> int:
         """Passes over the rows that `steps` steps begin."""
-        return -(-steps * self._batch // self._rows)
+        return -(-steps * self._batch // self._samples)
 
     def restart(self) -> None:
         """Restart the interval: it has just been done."""

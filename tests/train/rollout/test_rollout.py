@@ -22,12 +22,17 @@ from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.parallel.mesh import running_mesh
+from ingot.plan.ranges import Range
+from ingot.plan.run_cost import planned_steps
 from ingot.tokenizers.load import load_tokenizer
+from ingot.train.optim.schedules import Recurrence
 from ingot.train.rollout import sampling
+from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
-from tests.train.rollout.digits import apart, digits_recipe, odd, odd_known, write_pairs
+from tests.train.rollout.digits import OBJECTIVE, apart, digits_recipe, odd, odd_known, write_pairs
 from tests.train.stopping import train_until
 
 SGD = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__clip_norm": None}
@@ -125,6 +130,30 @@ def test_what_was_killed_goes_on_bit_for_bit(ready: Path, tmp_path: Path) -> Non
     for key in ("train/loss", "train/policy/ratio_error", "reward/mean", "rollout/groups"):
         assert logged(broken, key) == logged(whole, key)
     assert told(broken) == told(whole)
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"updates": 4}, {"sample_again": 2}, {"updates": 3, "sample_again": 1}]
+)
+def test_an_epoch_is_a_pass_over_the_prompts(
+    settings: dict[str, Any], epochs: int | None, ready: Path
+) -> None:
+    """However many steps take the same answers, and however many sets a step may draw."""
+    recipe = digits_recipe(ready, settings, train__steps=None, train__epochs=epochs)
+    with running_mesh() as mesh:
+        setup = make_setup(recipe, mesh)
+    updates, sets = settings.get("updates", 1), 1 + settings.get("sample_again", 0)
+    each = sets * recipe.train.global_batch // OBJECTIVE["group"]
+    passed, all_rows = each * setup.last / updates, (epochs or 1) * len(setup.rows)
+    assert all_rows - each / updates < passed <= all_rows
+    assert ("train.epochs counts" in setup.identity) == bool(settings)
+    ends = Recurrence("epoch", len(setup.rows) * recipe.objective.samples_per_row, 16)
+    due = [step for step in range(1, setup.last + 1) if ends.is_due(step)]
+    assert (len(due), due[-1]) == (epochs or 1, setup.last)
+    assert planned_steps(recipe, Range.exactly(float(len(setup.rows)))) == Range.exactly(
+        float(setup.last)
+    )
 
 
 def test_groups_that_teach_nothing_make_room_for_others(ready: Path, tmp_path: Path) -> None:
@@ -226,7 +255,6 @@ def test_a_reference_that_is_where_training_starts_is_not_left_at_once(
         ({}, {"model__lora": {"rank": 2, "dropout": 0.1}}, r"lora\.dropout"),
         ({"reference": "hf:a/b"}, {}, "never asked while kl is 0"),
         ({"top_p": 0.9}, {}, "top_p"),
-        ({"sample_again": 1}, {"train__epochs": 1, "train__steps": None}, "set train.steps"),
         ({"rewards": []}, {}, "rewards"),
     ],
 )
