@@ -64,6 +64,7 @@ class Hooks:
     checkpoint: CheckpointHook
     account: TimeAccount
     spikes: SpikeDetector | None
+    skips: SkipHook
     all: Sequence[Hook]
 
     def do_owed(self, start: CommittedCheckpoint | None) -> None:
@@ -179,8 +180,9 @@ def make_hooks(
     fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *a_pass)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
+    skips = SkipHook(knobs.skip.in_row, process.events)
     hooks: list[Hook] = [
-        SkipHook(knobs.skip.in_row, process.events),
+        skips,
         log,
         *_rollout_hooks(source, sinks, recipe.track.every, setup.last, first),
         *([evaluation] if knobs.evaluate_every is not None else []),
@@ -192,7 +194,7 @@ def make_hooks(
     ]
     for hook in hooks:
         closing.callback(hook.close)
-    return Hooks(evaluation, samples, checkpoint, account, spikes, hooks)
+    return Hooks(evaluation, samples, checkpoint, account, spikes, skips, hooks)
 
 
 def _rollout_hooks(

@@ -179,19 +179,25 @@ class TooManySkipped(Exception):
 
 class SkipHook:
     """Counts skipped steps. Each outcome is read one step late, so that the device never waits for
-    the host. It is the first hook, since it may end training.
+    the host; that of the last step by `finish`. It is the first hook, since it may end training.
     """
 
     def __init__(self, in_row: int, events: EventSink) -> None:
         self._in_row, self._events = in_row, events
         self._row = 0
-        self._previous: StepOutcome | None = None
+        self._unread: tuple[int, StepOutcome] | None = None
 
     def after_step(self, info: StepInfo) -> bool:
-        previous, self._previous = self._previous, info.outcome
-        if previous is not None:
-            self.judge(info.step - 2, previous)
+        self.finish()
+        self._unread = info.step - 1, info.outcome
         return False
+
+    def finish(self) -> None:
+        """Judge the newest step, where no other follows. Raises TooManySkipped as `judge` does."""
+        if self._unread is not None:
+            step, outcome = self._unread
+            self._unread = None
+            self.judge(step, outcome)
 
     def judge(self, step: int, outcome: StepOutcome) -> None:
         """Raises TooManySkipped if `step` (from 0) makes too many skipped steps in a row."""

@@ -164,6 +164,8 @@ def _train_from_checkpoint(
         if first < setup.last and not hooks.evaluation.is_over:
             try:
                 end = run_steps(context, first, setup.last)
+                if not end.stopped:  # else the next attempt goes on, and comes to them again
+                    hooks.skips.finish()
             except TooManySkipped as bad:
                 raise roll_back(bad, setup, hooks.checkpoint, mesh, events) from None
             reached, stopped = end.step, end.stopped
@@ -322,10 +324,10 @@ def _stopped(step: int | None, signum: int) -> Stopped:
 
 def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float) -> VerbOutcome:
     run = recipe.folder
-    losses = [
-        line["train/loss"] for line in read_lines(run.metrics) if line.get("train/loss") is not None
-    ]
-    loss = f", loss {losses[-1]:.3f}" if losses else ""
+    losses = [line["train/loss"] for line in read_lines(run.metrics) if "train/loss" in line]
+    loss = ""
+    if losses:
+        loss = ", the last loss not finite" if losses[-1] is None else f", loss {losses[-1]:.3f}"
     best = f", the best at step {chosen:,} exported" if chosen != step else ""
     folders = [run.model, *([run.adapter] if recipe.model.lora is not None else [])]
     files = file_sizes(run.root, [file for folder in folders for file in exported_files(folder)])

@@ -748,4 +748,12 @@ FAULTS = [
         "`ingot verify layout` holds although the recipe's own layout was never tried",
         by="tests/verify/test_layout.py",
     ),
+    Fault(
+        "the-last-step-is-not-judged",
+        "ingot/train/trainer.py",
+        "                    hooks.skips.finish()\n",
+        "                    pass\n",
+        "a training whose last steps were all not taken ends as a success and is exported",
+        "tests/train/test_skipping.py",
+    ),
 ]

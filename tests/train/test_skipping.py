@@ -115,6 +115,32 @@ def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.Monkey
     ]
 
 
+def test_the_last_step_counts_as_the_others_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that ends with steps that were not taken has failed, and is told so; one such step
+    at its end is recorded, and no earlier loss stands for its own.
+    """
+    poison(monkeypatch, range(16, 24))
+    recipe = small_recipe(root, **{**KNOBS, "train__steps": 6})
+    with pytest.raises(Failed, match="not finite in 2 steps in a row, 5 to 6"):
+        train(recipe)
+    assert not recipe.folder.model.exists()
+    recipe = small_recipe(root, **{**KNOBS, "train__steps": 5})
+    assert train(recipe, fresh=True).result.endswith(", the last loss not finite")
+    assert events(recipe, "skip")[-1]["step"] == 5
+
+
+def test_going_back_from_the_last_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, range(16, 24))
+    recipe = small_recipe(
+        root, **{**KNOBS, "train__steps": 6}, train__skip__then="roll_back", track__every=1
+    )
+    train(recipe)
+    assert [event["samples"] for event in events(recipe, "roll_back")] == [[16, 24]]
+    lines = list(read_lines(recipe.folder.metrics))
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all(line["train/loss"] is not None for line in lines)
+
+
 def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
