@@ -34,13 +34,39 @@ def why_unfamiliar(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> str | 
         own = load_tokenizer(folder, check=False)
     except WrongInput:
         return never_met(recipe) if recipe.trains_tokenizer else None
-    count = min(tokenizer.vocab_size, own.vocab_size)
-    ids = range(0, count, max(1, count // COMPARED))
-    # Libraries write a token in several ways (`Ġa`, `▁a`), so that texts are compared.
-    others = sum(tokenizer.decode([one]).strip() != own.decode([one]).strip() for one in ids)
+    ids = _compared(tokenizer, own)
+    others = sum(_text(tokenizer, one) != _text(own, one) for one in ids)
     if others <= MOST_OTHERS * len(ids):
         return None
     return (
         f"the weights of {source} were not trained with {given}: {others / len(ids):.0%} of its ids"
         f" stand for other text there; {ADVICE}"
     )
+
+
+def why_read_otherwise(tokenizer: Tokenizer, folder: Path) -> str | None:
+    """What is wrong with giving ids of this tokenizer to the model in `folder`; None: nothing that
+    can be seen. Special tokens may differ: a base model has not met those of its chats.
+    """
+    try:
+        theirs = load_tokenizer(folder, check=False)
+    except WrongInput:
+        return None
+    special = {*tokenizer.special_ids.values(), *theirs.special_ids.values()}
+    for one in _compared(tokenizer, theirs):
+        if one not in special and (read := _text(theirs, one)) != (meant := _text(tokenizer, one)):
+            return f"reads the id {one:,} as {read!r}, which stands for {meant!r} in the data"
+    return None
+
+
+def _compared(one: Tokenizer, other: Tokenizer) -> range:
+    """Ids of both."""
+    count = min(one.vocab_size, other.vocab_size)
+    return range(0, count, max(1, count // COMPARED))
+
+
+def _text(tokenizer: Tokenizer, index: int) -> str:
+    """What an id stands for. Libraries write a token in several ways (`Ġa`, `▁a`), so that its text
+    is compared.
+    """
+    return tokenizer.decode([index]).strip()

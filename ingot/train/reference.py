@@ -47,6 +47,7 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
+from ingot.tokenizers.familiar import why_read_otherwise
 from ingot.train.setup import TrainSetup
 
 Floats = npt.NDArray[np.float32]
@@ -130,6 +131,11 @@ def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
             f" {config.max_position_embeddings:,} positions, the data need"
             f" {plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference"
             " of the same family"
+        )
+    if strange := why_read_otherwise(plan.tokenizer, folder):
+        raise WrongInput(
+            f"objective.reference {source} {strange}; choose a reference of the same tokenizer, or"
+            f" set tokenizer.source to {source}"
         )
     return ModelSpec("decoder", config, folder, random=False)
 

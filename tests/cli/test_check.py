@@ -263,7 +263,7 @@ def test_positions_of_encoders_and_of_what_writes(place: Path) -> None:
     assert positions("model.source=preset:t5-mini", "objective.kind=seq2seq") == [], "T5 has none"
 
 
-def test_a_teacher_must_fit(place: Path, prepared_root: Path) -> None:
+def test_a_teacher_and_a_reference_must_fit(place: Path, prepared_root: Path) -> None:
     source = TINY_MODEL | {"model_type": "llama", "max_position_embeddings": 32}
     write_model(place, "teacher", vocab_size=320, **source)
     write_model(place, "student", vocab_size=300, **source)
@@ -289,6 +289,11 @@ def test_a_teacher_must_fit(place: Path, prepared_root: Path) -> None:
     (place / "other" / "tokenizer.json").write_text(json.dumps(own))
     (told,) = found(distill, "data.seq_len=32", "tokenizer.source=other", verbs=("train",)).wrong
     assert "is not the student's, so their distributions are over other tokens" in told
+    prefer = ("objective={kind: dpo, reference: teacher}", "tokenizer.template=alpaca")
+    told = found(*prefer, "tokenizer.source=other", verbs=("train",)).wrong
+    assert any("objective.reference teacher reads the id" in line for line in told)
+    told = found(*prefer, "tokenizer.source=teacher", verbs=("train",)).wrong
+    assert not any("objective.reference" in line for line in told)
 
 
 def test_float8_is_asked_of_the_machine_that_trains(

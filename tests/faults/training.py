@@ -756,4 +756,12 @@ FAULTS = [
         "a training whose last steps were all not taken ends as a success and is exported",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "a-reference-of-other-words",
+        "ingot/train/reference.py",
+        "if strange := why_read_otherwise(plan.tokenizer, folder):",
+        "if strange := None:",
+        "a reference reads the ids of another tokenizer as other words",
+        "tests/train/test_reference.py",
+    ),
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.data.batches.loader import Batch, fixed_batches
@@ -128,6 +129,27 @@ def test_another_reference_has_a_table_of_its_own(
         fresh=True,
     )
     assert names[2:] == [str(root / "reference2")], "the same folder with another model in it"
+
+
+def test_one_that_reads_other_text_is_refused(root: Path) -> None:
+    """Ids of another tokenizer are numbers that it would take for other words in silence; special
+    tokens that it does not know, such as those of chats, are no hindrance.
+    """
+    recipe = recipe_of(root, train__steps=1)
+    folder = make_reference(root / "other", vocab_size=300)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_text((recipe.folder.tokenizer / file).read_text())
+    named = recipe_of(root, train__steps=1, objective={"kind": "dpo", "reference": str(folder)})
+    own = json.loads((folder / "tokenizer.json").read_text())
+    own["added_tokens"][-1]["content"] += "|"
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    train(named)
+    ids = own["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    said = rf"reads the id {ids['b']} as 'b', which stands for 'a' in the data; choose a reference"
+    with pytest.raises(WrongInput, match=said):
+        train(named, fresh=True)
 
 
 def test_rows_that_are_cut_otherwise_have_a_table_of_their_own(root: Path) -> None:

@@ -44,6 +44,7 @@ from ingot.config.shape import (
 from ingot.config.values import Findings
 from ingot.data.batches.spans import hiding_of
 from ingot.tokenizers.chats.templates import find_template, for_recipe, with_template
+from ingot.tokenizers.familiar import why_read_otherwise
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -193,6 +194,18 @@ def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
         )
 
 
+def _check_references_tokenizer(recipe: Recipe, source: str) -> None:
+    """Raises WrongInput if the reference reads the ids of the data as other text."""
+    if recipe.trains_tokenizer or source.startswith("hf:"):  # seen when training starts
+        return
+    knob = "objective.reference"
+    if strange := why_read_otherwise(_tokenizer(recipe), named_folder(source, knob)):
+        raise WrongInput(
+            f"{knob} {source} {strange}; choose a reference of the same tokenizer, or set"
+            f" tokenizer.source to {source}"
+        )
+
+
 def check_training(
     recipe: Recipe, model: Mapping[str, Any] | None, found: Findings, *, here: bool
 ) -> None:
@@ -216,6 +229,7 @@ def check_training(
     reference, knob = recipe.objective.reference_source, "objective.reference"
     if reference is not None:
         found.ask(check_other_model, reference, knob, at=knob)
+        found.ask(_check_references_tokenizer, recipe, reference, at=knob)
     _check_float8(recipe, batch, found, here=here)
     if lora is not None and lora.adapter and not (Path(lora.adapter) / ADAPTER).is_file():
         found.add(f"model.lora.adapter {lora.adapter} has no {ADAPTER}; give PEFT's folder")
