@@ -236,7 +236,12 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         raise WrongInput(f"the sources of data.train hold no document that can be read: {why}")
     tokenizer, is_own = _tokenizer(recipe, sample.texts)
     records = encode_records(
-        recipe.documents, tokenizer, tokenizer.encode_batch, sample.texts, prefix_of(recipe)
+        recipe.documents,
+        tokenizer,
+        tokenizer.encode_batch,
+        sample.texts,
+        prefix_of(recipe),
+        whole=recipe.objective.samples_answers,
     )
     data, count = recipe.data, len(sample.texts)
     target_len = data.target_len if recipe.documents == "pair" else None

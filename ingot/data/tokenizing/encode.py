@@ -100,12 +100,16 @@ def encode_records(
     encode_batch: EncodeBatch,
     texts: Sequence[str],
     prefix: str = "",
+    *,
+    whole: bool = False,
 ) -> TokenRecords:
     """The records of documents as `ingest` stores them.
 
     Args:
         encode_batch: encodes texts to the same ids as the tokenizer itself.
         prefix: prepended to the source of every pair.
+        whole: make one record of a chat, in which its last answer is trained alone where the
+            template writes an earlier one otherwise.
 
     Raises:
         WrongInput: the chat template refuses a chat.
@@ -113,7 +117,7 @@ def encode_records(
     digest, hashes = _hashed(text.encode() for text in texts)
     counts, rendered = np.ones(len(texts), np.int64), 0
     if documents == "chat":
-        made, size, counts, rendered = _chats(tokenizer, encode_batch, texts)
+        made, size, counts, rendered = _chats(tokenizer, encode_batch, texts, whole)
     else:
         made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
     names = COLUMNS[documents]
@@ -140,15 +144,27 @@ def _texts(
 
 
 def _chats(
-    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]
+    tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], whole: bool
 ) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths, int]:
     chats = [from_chat(text) for text in texts]
-    made = encode_trained(tokenizer, chats, encode_batch)
+    made, firsts = encode_trained(tokenizer, chats, encode_batch), [0] * len(chats)
+    if whole and (made.counts > 1).any():
+        firsts = [
+            _last_answer(chat.messages) if count > 1 else 0
+            for chat, count in zip(chats, made.counts.tolist(), strict=True)
+        ]
+        made = encode_trained(tokenizer, chats, encode_batch, firsts)
     columns: list[tuple[npt.NDArray[Any], Lengths]] = [
         (made.ids, made.lengths),
         (made.mask, made.lengths),
     ]
-    return columns, sum(_spoken(chat.messages) for chat in chats), made.counts, made.rendered
+    said = sum(_spoken(chat.messages[first:]) for chat, first in zip(chats, firsts, strict=True))
+    return columns, said, made.counts, made.rendered
+
+
+def _last_answer(messages: Messages) -> int:
+    """The number of the last message that is the assistant's."""
+    return max(number for number, one in enumerate(messages) if one["role"] == "assistant")
 
 
 def _preferences(
@@ -268,11 +284,15 @@ def _framed(
     return framed, lengths
 
 
-def identity(documents: Documents, tokenizer: Tokenizer, prefix: str = "") -> dict[str, Any]:
+def identity(
+    documents: Documents, tokenizer: Tokenizer, prefix: str = "", *, whole: bool = False
+) -> dict[str, Any]:
     """What determines the records beside the documents."""
     about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
     if documents in CHAT_TEMPLATED and tokenizer.template and not is_split_exact(tokenizer):
         about["whole"] = True  # not part of the version, for most tokenizers can be split
+    if whole:
+        about["records"] += "-whole"
     if documents in ("pair", "labelled", "masked"):
         about["frame"] = tokenizer.frame
     if documents == "pair" and tokenizer.target_frame != tokenizer.frame:

@@ -61,7 +61,9 @@ def tokenise(
         Failed: the disk is full, or a worker died.
     """
     shares, documents, prefix = Shares.of(recipe.data), recipe.documents, prefix_of(recipe)
-    tasks, inputs = ranges(raw), inputs_of(documents, prefix, tokenizer, shares, cleaned)
+    whole = recipe.objective.samples_answers  # a chat asks for one answer, its last
+    tasks = ranges(raw)
+    inputs = inputs_of(documents, prefix, tokenizer, shares, cleaned, whole=whole)
     kept = {
         task: made
         for task in tasks
@@ -87,6 +89,7 @@ def tokenise(
         inputs,
         0 if tried_here else max(TRIED_AGAIN // len(missing), LEAST_TRIED),
         largest_hash(sum(task.documents for task in tasks)),
+        whole,
     )
     with Progress(
         "tokenise",

@@ -83,6 +83,8 @@ class TokeniseStage:
     """
     largest_hash: int = LARGEST
     """The bound of the sample of documents whose hashes are kept."""
+    whole: bool = False
+    """Whether each chat is one record, as `encode_records` makes it."""
 
     def open(self) -> Callable[[RawRange, Advance], TokenisedRange]:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -196,7 +198,14 @@ class TokeniseStage:
     def _encode(
         self, tokenizer: Tokenizer, encoder: BatchEncoder, texts: Sequence[str]
     ) -> TokenRecords:
-        return encode_records(self.documents, tokenizer, encoder.encode_batch, texts, self.prefix)
+        return encode_records(
+            self.documents,
+            tokenizer,
+            encoder.encode_batch,
+            texts,
+            self.prefix,
+            whole=self.whole,
+        )
 
     def _batches(self, task: RawRange) -> Iterator[tuple[Split, list[str], list[str]]]:
         """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a
@@ -287,12 +296,17 @@ class _EncoderMismatch(Exception):
 
 
 def inputs_of(
-    documents: Documents, prefix: str, tokenizer: Tokenizer, shares: Shares, cleaned: CleaningResult
+    documents: Documents,
+    prefix: str,
+    tokenizer: Tokenizer,
+    shares: Shares,
+    cleaned: CleaningResult,
+    *,
+    whole: bool,
 ) -> str:
     """Fingerprint of what determines every part besides its range."""
-    return fingerprint(
-        {**identity(documents, tokenizer, prefix), **shares.identity(), "cleaned": cleaned.identity}
-    )
+    records = identity(documents, tokenizer, prefix, whole=whole)
+    return fingerprint({**records, **shares.identity(), "cleaned": cleaned.identity})
 
 
 def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | None:

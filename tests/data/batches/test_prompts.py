@@ -14,6 +14,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.batches.prompts import Prompt, PromptReader
 from ingot.data.batches.rows import Rows, open_rows
+from ingot.data.columns.manifest import read_prepared
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.subject import EvalModelInfo
@@ -104,6 +105,16 @@ def test_rewards_are_told_what_was_said(
     (prompt,), (item,) = trained(recipe), measured(recipe)
     assert told(prompt) == told(item) == expected
     assert prompt.ids == item.prompt
+
+
+def test_a_chat_is_one_prompt(tmp_path: Path) -> None:
+    """That of its last answer, also where the template drops earlier thoughts."""
+    first = [{"role": "user", "content": "Hello"}, THOUGHT]
+    recipe = made(tmp_path, THINKING, [*first, QUESTION, THOUGHT], [QUESTION, THOUGHT])
+    (source,) = read_prepared(recipe.folder.columns).splits["train"]
+    assert (source.records, source.bytes) == (2, 2 * len("easyeasy2")), "one record, one answer"
+    assert sorted(map(told, trained(recipe))) == [(*TOLD[:2], False), TOLD]
+    assert [one.prompt for one in measured(recipe)] == [one.ids for one in trained(recipe)]
 
 
 def test_a_training_told_otherwise_is_another_one(tmp_path: Path) -> None:
