@@ -235,13 +235,9 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         why = f"of its first records {sample.why_bad}" if sample.bad else "they are empty"
         raise WrongInput(f"the sources of data.train hold no document that can be read: {why}")
     tokenizer, is_own = _tokenizer(recipe, sample.texts)
+    encode, whole = tokenizer.encode_batch, recipe.objective.samples_answers
     records = encode_records(
-        recipe.documents,
-        tokenizer,
-        tokenizer.encode_batch,
-        sample.texts,
-        prefix_of(recipe),
-        whole=recipe.objective.samples_answers,
+        recipe.documents, tokenizer, encode, sample.texts, prefix_of(recipe), whole=whole
     )
     data, count = recipe.data, len(sample.texts)
     target_len = data.target_len if recipe.documents == "pair" else None

@@ -176,7 +176,6 @@ def make_hooks(
         asked,
         spread=is_sharded(state.model),
     )
-
     fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *a_pass)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
