@@ -19,7 +19,10 @@ NODE_VARIABLE = "NODE_OF_JOB"
 """The variable that tells the ranks of a node its number: a launcher started them, perhaps from
 another machine or before it was started anew itself.
 """
-
+RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
+"""The variable that tells a child process that its recipe is resolved: what `.env` and `INGOT_*`
+variables set is in it, or was overridden by what was typed, and must not be set once more.
+"""
 
 _SECRET = re.compile(
     r"(^|_)((API|ACCESS|PRIVATE|ACCOUNT|LICENSE|ENCRYPTION|SIGNING|AUTH)_?KEY|SECRET(_KEY)?|TOKEN"

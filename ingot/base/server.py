@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed
 from ingot.base.lazy import lazy_import
 from ingot.base.processes import preexec_die_with_parent
@@ -30,7 +31,8 @@ STOP_TIMEOUT_S = 30.0
 
 @contextlib.contextmanager
 def running_server(command: Sequence[str]) -> Iterator[str]:
-    """Start `command` and yield the address of its server once it is healthy.
+    """Start `command` and yield the address of its server once it is healthy. The command says all:
+    variables and `.env` set no knobs of the server.
 
     The server is stopped at the end of the block, and by the kernel if this process is killed.
 
@@ -38,6 +40,7 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
         Failed: it ended, or did not listen in time.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AIP_")}
+    environment[RESOLVED_VARIABLE] = "1"
     process = subprocess.Popen(
         list(command),
         env=environment,

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ingot.base.environment import holds_secret, read_dotenv
+from ingot.base.environment import RESOLVED_VARIABLE, holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.documents import Constructor, compose, dump, value_of
@@ -80,10 +80,16 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
         )
     if named := [file for file in files if not (os.path.isfile(file) and Path(file).suffix)]:
         tell_names(named)
-    raw = read_values(files, overrides, environ=os.environ, dotenv=Path(".env"), verb=verb)
+    environ, dotenv = _outside_of_recipe(Path(".env"))
+    raw = read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb)
     recipe = checked(raw)
     if verb is not None and "LOCAL_RANK" not in os.environ:
         for name in recipe.launch.environment:
+            if name.startswith(PREFIX):
+                raise WrongInput(
+                    f"launch.environment.{name} would set a knob of some ranks alone; set the knob"
+                    " itself"
+                )
             if holds_secret(name):
                 say(
                     f"warning: launch.environment.{name} looks like a secret, and is written into"
@@ -91,6 +97,13 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
                     " launch.secrets (ssh, Slurm) or in cloud.secrets"
                 )
     return recipe, raw
+
+
+def _outside_of_recipe(dotenv: Path | None) -> tuple[Mapping[str, str], Path | None]:
+    """The variables, and the `.env`, that may set knobs of this process: none where its recipe is
+    resolved.
+    """
+    return ({}, None) if RESOLVED_VARIABLE in os.environ else (os.environ, dotenv)
 
 
 def _check_values_given(files: Sequence[str]) -> None:
@@ -125,7 +138,8 @@ def load_recipe(
             unknown; or, for verbs that run all steps, the step whose own value hides a `launch`
             override.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ, dotenv = _outside_of_recipe(dotenv)
     return checked(read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb))
 
 

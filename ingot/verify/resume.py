@@ -9,6 +9,7 @@ runs are only nearly the same.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.runlog import read_lines
@@ -55,9 +57,10 @@ RunCommand = Callable[[Sequence[str]], tuple[int, str]]
 
 
 def run_ingot(arguments: Sequence[str]) -> tuple[int, str]:
-    """Run `ingot ARGUMENTS` in a new process."""
+    """Run `ingot ARGUMENTS`, whose recipe is resolved, in a new process."""
     ended = subprocess.run(
         [sys.executable, "-m", "ingot", *arguments],
+        env={**os.environ, RESOLVED_VARIABLE: "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,7 +133,7 @@ def _side_by_side(recipe: Recipe) -> Iterator[tuple[ResumeRun, ResumeRun]]:
         runs = []
         for name in ("straight", "broken"):
             changes = [f"output={folder / name}", *_short_run_knobs(recipe)]
-            run = ResumeRun(file, changes, load_recipe([file], changes))
+            run = ResumeRun(file, changes, load_recipe([file], changes, environ={}, dotenv=None))
             run.recipe.folder.root.mkdir(parents=True)
             run.recipe.folder.data.symlink_to(
                 recipe.folder.data.resolve(), target_is_directory=True

@@ -89,6 +89,13 @@ def test_a_secret_that_would_be_written_down_is_warned_of(
     assert "hush" not in line
 
 
+def test_a_knob_is_not_set_behind_the_supervisors_back(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("name: a\ndata: {train: [{source: b}]}\n", encoding="utf-8")
+    with pytest.raises(WrongInput, match=r"launch\.environment\.INGOT_SEED would set a knob"):
+        read_recipe([str(path), 'launch.environment={INGOT_SEED: "7"}'], "train")
+
+
 def test_the_recipe_of_a_renamed_run_is_told_where_it_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import WrongInput
-from ingot.config.load import dump_recipe, load_recipe
+from ingot.config.load import dump_recipe, load_recipe, read_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.values import Values, set_value
 
@@ -453,6 +454,23 @@ def test_a_whole_section_in_a_variable_goes_before_its_knobs_and_the_environment
         ).train.steps
         == 5
     )
+
+
+def test_what_was_typed_over_the_environment_is_not_overridden_where_the_recipe_is_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INGOT_TRAIN__STEPS", "8")
+    Path(".env").write_text("INGOT_NAME=other\nINGOT_SEED=9\n", encoding="utf-8")
+    Path("r.yaml").write_text(f"{GOOD}train: {{steps: 1}}\n", encoding="utf-8")
+    typed = read_recipe(["r.yaml", "name=mine", "seed=3"])
+    assert (typed.name, typed.seed, typed.train.steps) == ("mine", 3, 8)
+    Path("resolved.yaml").write_text(dump_recipe(typed), encoding="utf-8")
+    monkeypatch.setenv(RESOLVED_VARIABLE, "1")
+    monkeypatch.setenv("INGOT_TRAIN__STEPS", "9")
+    assert read_recipe(["resolved.yaml", "serve.port=0"]).seed == 3
+    for again in (read_recipe(["resolved.yaml"]), load_recipe(["resolved.yaml"])):
+        assert again == typed
 
 
 def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:

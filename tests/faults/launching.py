@@ -260,4 +260,28 @@ FAULTS = [
         "every verb is refused for a process that has nothing to do with the run",
         "tests/base/test_runfolder.py",
     ),
+    Fault(
+        "typed-loses-on-a-node",
+        "ingot/launch/node/main.py",
+        '                    RESOLVED_VARIABLE: "1",\n',
+        "",
+        "what was typed loses on a node to what `.env` says: another run is trained",
+        "tests/launch/node/test_main.py",
+    ),
+    Fault(
+        "typed-loses-at-the-last-step",
+        "ingot/base/server.py",
+        'environment[RESOLVED_VARIABLE] = "1"',
+        "pass",
+        "the last step of a run serves the model of the run that `.env` names",
+        "tests/base/test_server.py",
+    ),
+    Fault(
+        "environment-over-a-resolved-recipe",
+        "ingot/config/load.py",
+        "return ({}, None) if RESOLVED_VARIABLE in os.environ else (os.environ, dotenv)",
+        "return os.environ, dotenv",
+        "a resolved recipe is changed once more by `.env` and by variables",
+        "tests/config/test_load.py",
+    ),
 ]

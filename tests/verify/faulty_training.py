@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ingot.base.environment import RESOLVED_VARIABLE
 from tests import forks
 from tests.cli.commands import ingot
 
@@ -94,7 +95,9 @@ def run_with(fault: Callable[[], None]) -> Runner:
 
 
 def run_forked(arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs `ingot ARGUMENTS` in a forked process, with the `INGOT_` variables of this one."""
+    """Runs `ingot ARGUMENTS` as `run_ingot`, in a forked process, with the `INGOT_` variables of
+    this one.
+    """
     knobs = {name: value for name, value in os.environ.items() if name.startswith("INGOT_")}
-    done = ingot(*arguments, timeout_s=300, **knobs)
+    done = ingot(*arguments, timeout_s=300, **knobs, **{RESOLVED_VARIABLE: "1"})
     return done.returncode, done.stderr

@@ -160,7 +160,12 @@ def test_on_a_gpu_both_add_up_in_a_fixed_order(root: Path, monkeypatch: pytest.M
     assert "train.deterministic=true" in asked[0]
 
 
-def test_trainings_are_processes_of_their_own() -> None:
-    code, messages = run_ingot(["train", "no-such-recipe.yaml"])
+def test_trainings_are_processes_of_their_own_and_take_the_recipe_as_it_was_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGOT_TRAIN__STEPS", "none")
+    (tmp_path / "recipe.yaml").write_text("name: without data\n")
+    code, messages = run_ingot(["train", str(tmp_path / "recipe.yaml")])
     assert code == 2
-    assert "no-such-recipe.yaml" in messages
+    assert "recipe.yaml" in messages
+    assert "INGOT" not in messages

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 import ingot
-from ingot.base.environment import NODE_VARIABLE, take_env_file
+from ingot.base.environment import NODE_VARIABLE, RESOLVED_VARIABLE, take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
 from ingot.base.progress import outlive_reader, say
 from ingot.cloud.clients import GoogleClients
@@ -202,7 +202,11 @@ def run_node(
                 if job.run_folder_url and root is not None:
                     pull_run_folder(job.run_folder_url, root, job.name)
                 _meet(job, position, rendezvous, watch, timeout_s)
-                of_node = {**job.environment, NODE_VARIABLE: str(position.node)}
+                of_node = {
+                    **job.environment,
+                    NODE_VARIABLE: str(position.node),
+                    RESOLVED_VARIABLE: "1",
+                }
                 with _publishing(job, position, root):
                     ranks = replace(job, environment=of_node)
                     watch.ranks = LocalRanks(ranks, results=sys.stdout, position=position)

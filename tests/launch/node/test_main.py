@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import NODE_VARIABLE
+from ingot.base.environment import NODE_VARIABLE, RESOLVED_VARIABLE
 from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file, read_beats
 from ingot.launch.job import Job
@@ -212,6 +212,19 @@ def test_different_code_is_refused_and_so_is_a_place_that_is_not_seen(
             Job("show", ("show",), 1, 2, rendezvous=str(tmp_path / "nowhere")),
             NodePosition(0, "127.0.0.1", 1),
         )
+
+
+def test_ranks_know_that_they_are_of_a_node_and_their_recipe_is_resolved(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What `.env` on a shared disk says would otherwise win over what was typed."""
+    tell = "import json, os; print(json.dumps(dict(os.environ)))"
+    rank = [sys.executable, "-I", "-S", "-c", tell]
+    monkeypatch.setattr("ingot.launch.node.ranks.rank_command", lambda job: rank)
+    assert run_node(Job("train", (), environment={"A": "b"}), NodePosition(3)) == 0
+    variables = json.loads(capfd.readouterr().out)
+    assert (variables[NODE_VARIABLE], variables[RESOLVED_VARIABLE]) == ("3", "1")
+    assert variables["A"] == "b"
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
