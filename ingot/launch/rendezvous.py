@@ -171,6 +171,14 @@ def state_by_notes(place: str, nodes: int) -> JobState:
     return "preempted" if all(code in NON_FAILURE_CODES for code in codes) else "failed"
 
 
+def asked_to_stop(rendezvous: Rendezvous) -> bool:
+    """Whether somebody asked the ranks to stop; a request of their place names it (`by`)."""
+    return any(
+        note.get("number") in STOP_SIGNALS and "by" not in note
+        for note in rendezvous.signals(set())
+    )
+
+
 def taken_away(rendezvous: Rendezvous, exits: Mapping[int, Note]) -> bool:
     """Whether all ranks that failed by themselves followed a signal to stop that nobody of us sent:
     a machine that is being taken away sends it, and a rank with nothing to save yet just ends.
@@ -178,14 +186,7 @@ def taken_away(rendezvous: Rendezvous, exits: Mapping[int, Note]) -> bool:
     codes = {int(note["code"]) for note in exits.values() if ENDED_BY not in note}
     failed = codes.difference(NON_FAILURE_CODES)
     followed = {code for number in STOP_SIGNALS for code in (-number, 128 + number)}
-    return (
-        bool(failed)
-        and failed <= followed
-        and not any(
-            note.get("number") in STOP_SIGNALS and "by" not in note
-            for note in rendezvous.signals(set())
-        )
-    )
+    return bool(failed) and failed <= followed and not asked_to_stop(rendezvous)
 
 
 def exit_by_notes(

@@ -284,4 +284,12 @@ FAULTS = [
         "a resolved recipe is changed once more by `.env` and by variables",
         "tests/config/test_load.py",
     ),
+    Fault(
+        "stopped-elsewhere-is-taken-away",
+        "ingot/launch/supervisor/remote_attempt.py",
+        "asked = self._rendezvous is not None and asked_to_stop(self._rendezvous)",
+        "asked = False",
+        "a training that was stopped from another computer is started again, and paid for",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

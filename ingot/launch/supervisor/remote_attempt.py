@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError
+from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_KEEP, EXIT_STOPPED, Failed, IngotError
 from ingot.base.heartbeat import Heartbeat, parse_beats, read_beats
 from ingot.base.progress import say
 from ingot.base.remote.bucket import Bucket, open_bucket
@@ -24,7 +24,7 @@ from ingot.base.remote.service import Missing
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import STOP_SIGNALS, AttemptExit
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, Launcher
-from ingot.launch.rendezvous import EXIT, Rendezvous, exit_by_notes
+from ingot.launch.rendezvous import EXIT, Rendezvous, asked_to_stop, exit_by_notes
 from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.budget import SpendingMeter, leave_out_waiting
 
@@ -267,14 +267,20 @@ class RemoteAttempt:
     def _exit(self, state: JobState, kind: str) -> AttemptExit:
         expected = {"succeeded": self._job.nodes, "failed": self._job.nodes, "cancelled": 0}
         notes = self._exit_notes(expected.get(state, 1))
-        if state == "cancelled" and not self._stop_requested:
-            trains = self._job.name == "train"
+        end = exit_by_notes(self._job, state, kind, notes, stop_requested=self._stop_requested)
+        if self._stop_requested:
+            return end
+        # Whoever asks from elsewhere leaves a note; the place itself tells of an orderly stop, a
+        # failure while stopping and the loss of a machine alike.
+        asked = self._rendezvous is not None and asked_to_stop(self._rendezvous)
+        if state == "cancelled" or (asked and end.code not in (EXIT_DONE, EXIT_KEEP)):
+            self._state, trains = "cancelled", self._job.name == "train"
             say(
                 f"{self._job.name}: somebody cancelled it; the same command"
                 f" {'goes on from its newest checkpoint' if trains else 'does it again'}"
             )
             return AttemptExit(0, EXIT_STOPPED if trains else 128 + signal.SIGTERM)
-        return exit_by_notes(self._job, state, kind, notes, stop_requested=self._stop_requested)
+        return end
 
     def _exit_notes(self, expected: int) -> dict[int, dict[str, Any]]:
         if self._rendezvous is None:

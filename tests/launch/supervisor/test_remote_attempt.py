@@ -377,6 +377,51 @@ def test_what_somebody_cancelled_goes_on_only_where_there_is_a_checkpoint(
     assert attempt.poll() == AttemptExit(0, 143)
 
 
+@pytest.mark.parametrize(
+    ("state", "codes"),
+    [
+        ("failed", (75, 75)),  # Vertex AI
+        ("succeeded", (75, 75)),  # machines of our own
+        ("preempted", (75, 75)),  # its time was up as well
+        ("failed", (143, 143)),  # before there was anything to save
+        ("failed", (1, 75)),  # it failed to save
+        ("failed", (75,)),  # a machine was gone before it told
+    ],
+)
+def test_what_somebody_asked_to_stop_elsewhere_is_not_started_again(
+    state: str,
+    codes: tuple[int, ...],
+    tmp_path: Path,
+    place: Place,
+    begin: Begin,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A second computer that follows the job, or `ingot launch cancel` on one."""
+    attempt, meeting = begin()
+    meeting.send(signal.SIGTERM)
+    for node, code in enumerate(codes):
+        meeting.leave(node, EXIT, rank=2 * node, code=code)
+    place.state = state
+    assert supervise(
+        Job("train", ("train",), 2, 2),
+        small_recipe(tmp_path),
+        start=lambda job, stops: attempt,
+        checkpoints=lambda: {4: (1, 1)},
+    ) == JobExit(75, 0)
+    assert place.did == ["submit"]
+    assert "train: somebody cancelled it; the same command goes on" in capfd.readouterr().err
+
+
+def test_what_was_done_before_it_heard_of_a_stop_is_done(place: Place, begin: Begin) -> None:
+    attempt, meeting = begin()
+    meeting.send(signal.SIGTERM)
+    for node in range(2):
+        meeting.leave(node, EXIT, rank=2 * node, code=0)
+    place.state = "succeeded"
+    wait_until(lambda: attempt.poll() is not None)
+    assert attempt.poll() == AttemptExit(0, 0)
+
+
 @pytest.mark.parametrize(("checkpoints", "code"), [({4: (1, 1)}, 75), ({}, 130)])
 def test_stopped_in_the_queue_it_goes_on_where_earlier_starts_were(
     checkpoints: dict[int, tuple[int, int]], code: int, tmp_path: Path, place: Place, begin: Begin
