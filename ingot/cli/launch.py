@@ -334,16 +334,17 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
     """
     from ingot.base.errors import Failed
     from ingot.base.progress import say
+    from ingot.launch.job import FINAL_STATES
 
-    found = _jobs(run, job)
-    running = [each for each in found if each.state() in ("running", "queued")]
+    found = [(each, each.state()) for each in _jobs(run, job)]
+    running = [each for each, state in found if state in ("running", "queued")]
+    # A place that does not answer now may run its job; a local process that is not found has died.
+    running += [each for each, state in found if state == "unknown" and each.handle.kind != "local"]
     if not running:
-        raise Failed(
-            "nothing runs there:"
-            f" {', '.join(f'{each.handle.name} {each.state()}' for each in found)}"
-        )
+        states = ", ".join(f"{each.handle.name} {state}" for each, state in found)
+        raise Failed(f"nothing runs there: {states}")
     for each in running if job is not None else _of_one(running):
-        if each.state() not in ("running", "queued"):
+        if each.state() in FINAL_STATES:
             continue  # already ended by the process that waited for it
         each.cancel()
         say(f"{each.handle.name}: {each.state()}")

@@ -112,13 +112,16 @@ class RemoteJob:
         return self._launcher.log(self.handle)
 
     def cancel(self) -> None:
-        """The ranks are asked to stop first, with time to save a checkpoint."""
-        if self.state() == "running":
+        """The ranks are asked to stop first, with time to save a checkpoint; also where the place
+        does not tell now whether there are any.
+        """
+        state = self.state()
+        if state not in ("queued", *FINAL_STATES):
             self._launcher.signal(self.handle, signal.SIGTERM)
             deadline = time.monotonic() + STOP_MARGIN_S + self._grace_s
-            while self.state() not in FINAL_STATES and time.monotonic() < deadline:
+            while (state := self.state()) not in FINAL_STATES and time.monotonic() < deadline:
                 time.sleep(self.poll_s)
-        if self.state() not in FINAL_STATES:
+        if state not in FINAL_STATES:
             self._launcher.cancel(self.handle)
 
 

@@ -292,4 +292,20 @@ FAULTS = [
         "a training that was stopped from another computer is started again, and paid for",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "unknown-is-not-running",
+        "ingot/cli/launch.py",
+        'if state == "unknown" and each.handle.kind != "local"]',
+        "if False]",
+        "a job is said not to run, and goes on, since its place did not answer once",
+        "tests/launch/test_job_control.py",
+    ),
+    Fault(
+        "unknown-is-not-asked-to-save",
+        "ingot/launch/job_control.py",
+        'if state not in ("queued", *FINAL_STATES):',
+        'if state == "running":',
+        "a training is killed without being asked to save, since its place did not answer once",
+        "tests/launch/test_job_control.py",
+    ),
 ]

@@ -14,7 +14,7 @@ from ingot.base.errors import Failed
 from ingot.cli.launch import cancel
 from ingot.launch.handles import jobs_folder, store_handle
 from ingot.launch.job import Handle, JobState
-from ingot.launch.job_control import RemoteJob, submitted_jobs
+from ingot.launch.job_control import RemoteJob, UnreadableJob, submitted_jobs
 from tests.small import small_recipe
 
 HANDLE = Handle("train", "slurm", "7", ("train",), 1.0, "")
@@ -25,10 +25,16 @@ class Place:
 
     poll_s = 0.01
 
-    def __init__(self, state: JobState = "running", *, deaf: bool = False) -> None:
+    def __init__(
+        self, state: JobState = "running", *, deaf: bool = False, fails_at: int = 0
+    ) -> None:
         self.now, self.deaf, self.did = state, deaf, list[str]()
+        self.asked, self.fails_at = 0, fails_at
 
     def status(self, handle: Handle) -> JobState:
+        self.asked += 1
+        if self.asked == self.fails_at:
+            raise Failed("500 Internal error encountered")
         return self.now
 
     def signal(self, handle: Handle, number: int) -> None:
@@ -54,6 +60,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteJob:
         (Place(), ["SIGTERM"], "cancelled"),
         (Place(deaf=True), ["SIGTERM", "cancel"], "failed"),
         (Place("queued"), ["cancel"], "failed"),  # there is nobody yet who could be asked
+        (Place("unknown"), ["SIGTERM"], "cancelled"),  # there may be somebody
         (Place("succeeded"), [], "succeeded"),
     ],
 )
@@ -66,6 +73,47 @@ def test_a_job_that_is_cancelled_has_the_time_to_save(
     there.cancel()
     assert (place.did, there.state()) == (did, state)
     assert (time.monotonic() - began > 1.5) == place.deaf, "checkpoint.grace_s and a while"
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("named", [None, "train"])
+def test_a_place_that_does_not_answer_once_cancels_as_well_and_saves_before(
+    fails_at: int,
+    named: str | None,
+    there: RemoteJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = Place(fails_at=fails_at)
+    monkeypatch.setattr(there, "_launcher", place)
+    monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: [there])
+    assert cancel([str(tmp_path)], named) == 0
+    assert place.did == ["SIGTERM"]
+    assert capsys.readouterr().err.splitlines()[-1] == "train: cancelled"
+
+
+def test_nothing_is_cancelled_where_all_has_ended(
+    there: RemoteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("succeeded")
+    monkeypatch.setattr(there, "_launcher", place)
+    monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: [there])
+    with pytest.raises(Failed, match="nothing runs there: train succeeded"):
+        cancel([str(tmp_path)])
+    assert (place.asked, place.did) == (1, [])
+
+
+def test_a_job_that_runs_is_cancelled_before_one_of_which_nothing_is_known(
+    there: RemoteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(there, "_launcher", place := Place())
+    newer = UnreadableJob(Handle("evaluate", "slurm", "8", (), 2.0, ""), "of another version")
+    monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: [newer, there])
+    assert cancel([str(tmp_path)]) == 0
+    assert place.did == ["SIGTERM"]
+    with pytest.raises(Failed, match="evaluate cannot be cancelled from here: of another version"):
+        cancel([str(tmp_path)])
 
 
 def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
