@@ -144,7 +144,8 @@ class State:
         found = [
             job
             for job in self.jobs.values()
-            if all(job.labels.get(key) == json.loads(value) for key, value in wanted.items())
+            if job.name.startswith(f"{request.parent}/")
+            and all(job.labels.get(key) == json.loads(value) for key, value in wanted.items())
         ]
         start = int(request.page_token or 0)
         more = str(start + self.page) if len(found) > start + self.page else ""

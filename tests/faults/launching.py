@@ -308,4 +308,20 @@ FAULTS = [
         "a training is killed without being asked to save, since its place did not answer once",
         "tests/launch/test_job_control.py",
     ),
+    Fault(
+        "deleted-is-unknown-for-ever",
+        "ingot/cloud/vertex/jobs.py",
+        "            return None\n        raise\n\n\ndef cancel_custom_job(",
+        "            raise\n        raise\n\n\ndef cancel_custom_job(",
+        "after a job was deleted in the console every command waits for it for ever",
+        "tests/launch/places/test_vertex.py",
+    ),
+    Fault(
+        "second-job-in-another-region",
+        "ingot/launch/places/vertex.py",
+        "            regions.setdefault(_region(handle.id), self._google_of(handle.id))",
+        "            pass",
+        "another region is set, and the same training is started there while it runs here",
+        "tests/launch/places/test_vertex.py",
+    ),
 ]

@@ -151,10 +151,16 @@ def create_custom_job(google: GoogleClients, job: Mapping[str, Any]) -> CustomJo
     )
 
 
-def get_custom_job(google: GoogleClients, name: str) -> CustomJobStatus:
-    return _custom_job_status(
-        call_api(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
-    )
+def get_custom_job(google: GoogleClients, name: str) -> CustomJobStatus | None:
+    """The job's status; None if there is no such job: somebody deleted it."""
+    try:
+        return _custom_job_status(
+            call_api(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
+        )
+    except WrongInput as error:
+        if http_status_of(error) == 404:
+            return None
+        raise
 
 
 def cancel_custom_job(google: GoogleClients, name: str) -> None:

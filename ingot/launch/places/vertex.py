@@ -25,7 +25,7 @@ from ingot.cloud.vertex import jobs
 from ingot.cloud.vertex.jobs import CustomJobStatus, http_status_of
 from ingot.cloud.vertex.tensorboard import tensorboard_name
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import jobs_folder, store_handle
+from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import VertexLog
 from ingot.launch.places.node_commands import (
@@ -38,7 +38,7 @@ from ingot.launch.places.node_commands import (
     start_labels,
     work_label,
 )
-from ingot.launch.rendezvous import Rendezvous, clear_rendezvous
+from ingot.launch.rendezvous import EXIT, Rendezvous, clear_rendezvous, state_by_notes
 
 KIND = "vertex"
 MARK = "ingot-mark"
@@ -153,9 +153,20 @@ class VertexLauncher:
     def _alive(self, job: Job) -> list[CustomJobStatus]:
         """The jobs of this run and verb that have not ended, the newest first."""
         labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        regions = {self._recipe.cloud.region: self._google}
+        if (handle := find_handle(self._root, job.name, KIND)) is not None:
+            regions.setdefault(_region(handle.id), self._google_of(handle.id))
         return [
-            found for found in jobs.labelled_custom_jobs(self._google, labels) if found.is_alive
+            found
+            for google in regions.values()
+            for found in jobs.labelled_custom_jobs(google, labels)
+            if found.is_alive
         ]
+
+    def _google_of(self, name: str) -> GoogleClients:
+        """The clients of a job's region: `cloud.region` may have been changed since."""
+        cloud = self._recipe.cloud.model_copy(update={"region": _region(name)})
+        return GoogleClients(cloud)
 
     def submit(self, job: Job) -> Handle:
         """See `Launcher`. If a job of this run and verb is still running from an earlier start, its
@@ -168,7 +179,7 @@ class VertexLauncher:
                 if reason := other_work(self._recipe, job, alive[0].name, alive[0].labels):
                     raise Failed(reason)
                 for older in alive[1:]:
-                    jobs.cancel_custom_job(self._google, older.name)
+                    jobs.cancel_custom_job(self._google_of(older.name), older.name)
                 say(f"{job.name}: it runs already")
                 return self._store_handle(job, alive[0])
             clear_rendezvous(job.rendezvous or "")
@@ -176,15 +187,23 @@ class VertexLauncher:
             return self._store_handle(job, self._create(body))
 
     def status(self, handle: Handle) -> JobState:
-        """See `Launcher`."""
-        found = jobs.get_custom_job(self._google, handle.id)
+        """See `Launcher`. Of a job that somebody deleted its nodes' notes tell how it ended; if not
+        all left one, it was ended by that.
+        """
+        found = self._get(handle)
+        if found is None:
+            place, nodes = handle.about["meet"], int(handle.about["nodes"])
+            left = len(Rendezvous(place).notes(EXIT))
+            return state_by_notes(place, nodes) if left == nodes else "cancelled"
         if found.state == "FAILED" and (found.code == INTERNAL or PREEMPTED.search(found.error)):
             return "preempted"
         return STATES.get(found.state, "unknown")
 
     def waited_s(self, handle: Handle) -> float | None:
         """See `QueueLauncher`."""
-        found = jobs.get_custom_job(self._google, handle.id)
+        found = self._get(handle)
+        if found is None:
+            return 0.0  # it cannot be told any more
         return None if found.started is None else found.started - found.created
 
     def log(self, handle: Handle) -> JobLog:
@@ -198,15 +217,18 @@ class VertexLauncher:
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""
         deadline = time.monotonic() + CANCEL_TIMEOUT_S
-        if jobs.get_custom_job(self._google, handle.id).is_alive:
-            jobs.cancel_custom_job(self._google, handle.id)
-        while (found := jobs.get_custom_job(self._google, handle.id)).is_alive:
+        if (found := self._get(handle)) is not None and found.is_alive:
+            jobs.cancel_custom_job(self._google_of(handle.id), handle.id)
+        while (found := self._get(handle)) is not None and found.is_alive:
             if time.monotonic() > deadline:
                 raise Failed(
                     f"{handle.id} is {found.state.lower()} still after"
                     f" {duration(CANCEL_TIMEOUT_S)}; look at it: {handle.log}"
                 )
             time.sleep(min(self.poll_s, 2.0))
+
+    def _get(self, handle: Handle) -> CustomJobStatus | None:
+        return jobs.get_custom_job(self._google_of(handle.id), handle.id)
 
     def custom_job(self, job: Job, *, mark: str = "") -> dict[str, Any]:
         """The job as the REST interface expects it, without secrets."""
@@ -277,7 +299,7 @@ class VertexLauncher:
             return found[0]
 
     def _store_handle(self, job: Job, found: CustomJobStatus) -> Handle:
-        region, number = self._recipe.cloud.region, found.name.rpartition("/")[2]
+        region, number = _region(found.name), found.name.rpartition("/")[2]
         link = (
             f"https://console.cloud.google.com/vertex-ai/locations/{region}/training/{number}"
             f"?project={self._google.project}"
@@ -354,3 +376,8 @@ class VertexLauncher:
         machine = self._recipe.launch.machine
         kind = "hyperdisk-balanced" if machine.type.startswith(HYPERDISK_ONLY) else "pd-ssd"
         return {"bootDiskType": kind, "bootDiskSizeGb": machine.disk_gb}
+
+
+def _region(name: str) -> str:
+    """The region of a job, `projects/PROJECT/locations/REGION/customJobs/NUMBER`."""
+    return name.split("/")[3]

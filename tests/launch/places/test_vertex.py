@@ -456,6 +456,50 @@ def test_cancel_waits_until_the_job_is_stopped_and_may_be_asked_twice(
     assert len(service.server.requests("JobService.CancelCustomJob")) == 1
 
 
+@pytest.mark.parametrize(
+    ("codes", "state"),
+    [((0, 0, 0), "succeeded"), ((1, 1, 1), "failed"), ((0,), "cancelled"), ((), "cancelled")],
+)
+def test_a_job_that_was_deleted_in_the_console_is_over(
+    codes: tuple[int, ...], state: str, tmp_path: Path, service: vertex_jobs.State
+) -> None:
+    """Else every later command would wait for it to answer."""
+    launcher, handle = launched(tmp_path, service)
+    meeting = Rendezvous(handle.about["meet"])
+    for node, code in enumerate(codes):
+        meeting.leave(node, EXIT, rank=node, code=code)
+    service.jobs.clear()
+    assert launcher.status(handle) == state
+    assert launcher.waited_s(handle) == 0.0
+    launcher.cancel(handle)
+    assert launcher.submit(job_of(launcher._recipe, 2)).id in service.jobs
+
+
+def test_a_job_of_the_region_before_is_found_and_is_not_started_again(
+    tmp_path: Path, service: vertex_jobs.State
+) -> None:
+    launcher, handle = launched(tmp_path, service)
+    asked = list[str]()
+    real = jobs.get_custom_job
+
+    def get(client: clients.GoogleClients, name: str) -> jobs.CustomJobStatus | None:
+        asked.append(client.cloud.region)
+        return real(client, name)
+
+    recipe = recipe_for(tmp_path, service.server.address, **{"cloud.region": "us-east4"})
+    moved = VertexLauncher(recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "get_custom_job", get)
+        assert moved.status(handle) == "queued"
+        again = moved.submit(job_of(recipe, 2))
+        assert again.id == handle.id
+        assert [job.state for job in service.alive] == [STATE.JOB_STATE_PENDING]
+        assert "/locations/us-central1/" in again.log
+        moved.cancel(handle)
+    assert set(asked) == {"us-central1"}
+    assert launcher.status(handle) == "cancelled"
+
+
 def test_a_signal_goes_by_a_note_that_the_nodes_look_for(
     tmp_path: Path, service: vertex_jobs.State
 ) -> None:
