@@ -4,6 +4,7 @@ created, and puts their inputs where they look for them, on the shared disk or i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,10 +110,11 @@ def committed_anywhere(recipe: Recipe, job: Job) -> Callable[[], dict[int, FileS
         except Failed as error:
             say(f"warning: {error}")
             return dict(last_seen)
+        # A copy that somebody keeps beside them, such as step-00000004-best, is none of them.
         last_seen = {
-            int(blob.name.partition("/")[0].removeprefix("step-")): (blob.generation, 0)
+            int(found[1]): (blob.generation, 0)
             for blob in blobs
-            if blob.name.endswith("/COMMIT.json")
+            if (found := re.fullmatch(r"step-(\d{8,})/COMMIT\.json", blob.name))
         }
         return dict(last_seen)
 

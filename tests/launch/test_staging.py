@@ -16,7 +16,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
-from ingot.launch.staging import missing_inputs, stage_start, unreachable_inputs
+from ingot.launch.staging import committed_anywhere, missing_inputs, stage_start, unreachable_inputs
 from tests import gcs
 from tests.small import small_recipe
 
@@ -126,6 +126,17 @@ def test_what_lies_on_this_machine_alone_is_named(
     [reason] = unreachable_inputs(Recipe.model_validate(values), "train")
     assert told in reason
     assert ";" in reason
+
+
+def test_a_copy_of_a_checkpoint_in_the_bucket_is_none_of_them(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_in(tmp_path, monkeypatch)
+    bucket = open_bucket(f"{MIRROR}/checkpoints")
+    for name in ("step-00000004", "step-00000009-best", "step-00000004/old", "step-latest"):
+        bucket.put(f"{name}/COMMIT.json", b"{}")
+    job = run_job.job_of(recipe, "train", distributed=True)
+    assert list(committed_anywhere(recipe, job)()) == [4]
 
 
 def test_a_bucket_elsewhere_is_told_before_anything_is_sent(
