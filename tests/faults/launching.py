@@ -324,4 +324,12 @@ FAULTS = [
         "another region is set, and the same training is started there while it runs here",
         "tests/launch/places/test_vertex.py",
     ),
+    Fault(
+        "paid-for-looking",
+        "ingot/launch/supervisor/remote_attempt.py",
+        "if isinstance(error, NoCapacity) and self._job.nodes == 1:",
+        "if False:",
+        "hours of waiting for a machine use up what a training may cost",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

@@ -22,6 +22,7 @@ from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.replica import push
 from ingot.base.remote.service import Missing
 from ingot.base.storage import write_atomic
+from ingot.cloud.instances import NoCapacity
 from ingot.launch.attempt import STOP_SIGNALS, AttemptExit
 from ingot.launch.job import FINAL_STATES, Handle, Job, JobLog, JobState, Launcher
 from ingot.launch.rendezvous import EXIT, Rendezvous, asked_to_stop, exit_by_notes
@@ -119,8 +120,11 @@ class RemoteAttempt:
         begun = self._meter.begin(self._job.time_limit_s or 0.0)
         try:
             return submit()
-        except BaseException:
+        except BaseException as error:
             if begun:
+                # Of several machines some may have been there for a while.
+                if isinstance(error, NoCapacity) and self._job.nodes == 1:
+                    self._meter.leave_out(None)
                 self._meter.end()
             raise
 

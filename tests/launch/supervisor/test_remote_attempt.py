@@ -17,11 +17,13 @@ import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
+from ingot.cloud.instances import NoCapacity
 from ingot.launch.attempt import AttemptExit, StopRequests
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
+from ingot.launch.supervisor.budget import SpendingMeter
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt, RemoteHeartbeats
 from ingot.launch.supervisor.supervise import supervise
 from tests.launch.blocking import wait_until
@@ -246,6 +248,37 @@ def test_a_place_that_takes_no_job_is_an_error_at_first_and_asked_again_later(
     attempt, _ = begin(patience_s=0.1)
     wait_until(lambda: attempt.poll() is not None)
     assert attempt.poll() == AttemptExit(0, EXIT_FAILED, "the place is not there")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "nodes", "counted"),
+    [
+        (NoCapacity, 1, 0.0),  # nothing was there
+        (NoCapacity, 2, 600.0),  # one of them may have been
+        (Failed, 1, 600.0),  # the answer may have been lost
+    ],
+)
+def test_the_search_for_a_machine_that_nobody_has_is_not_paid_for(
+    refusal: type[IngotError],
+    nodes: int,
+    counted: float,
+    tmp_path: Path,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1_000_000.0]
+    monkeypatch.setattr("ingot.launch.supervisor.budget.time.time", lambda: now[0])
+
+    def submit(job: Job) -> Handle:
+        now[0] += 600.0
+        raise refusal("no room")
+
+    monkeypatch.setattr(place, "submit", submit)
+    meter = SpendingMeter(tmp_path, "train", 6.0)
+    job = Job("train", ("train",), nodes=nodes, time_limit_s=3600.0)
+    with pytest.raises(refusal):
+        RemoteAttempt(place, job, tmp_path, meter=meter)
+    assert meter.used() == (counted, counted / 600)
 
 
 def test_what_was_right_at_the_first_start_is_not_wrong_input_later(
