@@ -90,6 +90,7 @@ class CommitFields:
     log: LogHook
     evaluation: EvaluateHook
     samples: SampleHook
+    skips: SkipHook
     spikes: SpikeDetector | None
     run_id: str
     source: BatchSource
@@ -105,6 +106,7 @@ class CommitFields:
             "run_id": self.run_id,
             "watched": self.evaluation.state(),
             "skipped": self.log.skipped,
+            "skipped_in_row": self.skips.row,
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
             "left_out": left_out(self.setup, self.recipe),
@@ -176,10 +178,10 @@ def make_hooks(
         asked,
         spread=is_sharded(state.model),
     )
-    fields = CommitFields(recipe, setup, log, evaluation, samples, spikes, run_id, source)
+    skips = SkipHook(knobs.skip.in_row, process.events, commit.get("skipped_in_row", 0))
+    fields = CommitFields(recipe, setup, log, evaluation, samples, skips, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *a_pass)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
-    skips = SkipHook(knobs.skip.in_row, process.events)
     hooks: list[Hook] = [
         skips,
         log,

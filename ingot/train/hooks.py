@@ -180,17 +180,27 @@ class TooManySkipped(Exception):
 class SkipHook:
     """Counts skipped steps. Each outcome is read one step late, so that the device never waits for
     the host; that of the last step by `finish`. It is the first hook, since it may end training.
+
+    Args:
+        row: how many of the steps right before were skipped.
     """
 
-    def __init__(self, in_row: int, events: EventSink) -> None:
+    def __init__(self, in_row: int, events: EventSink, row: int = 0) -> None:
         self._in_row, self._events = in_row, events
-        self._row = 0
+        self._row = row
         self._unread: tuple[int, StepOutcome] | None = None
 
     def after_step(self, info: StepInfo) -> bool:
         self.finish()
         self._unread = info.step - 1, info.outcome
         return False
+
+    @property
+    def row(self) -> int:
+        """How many of the newest steps were skipped. Synchronises with the device."""
+        if self._unread is None:
+            return self._row
+        return self._row + 1 if float(self._unread[1].skipped) else 0
 
     def finish(self) -> None:
         """Judge the newest step, where no other follows. Raises TooManySkipped as `judge` does."""

@@ -764,4 +764,12 @@ FAULTS = [
         "a reference reads the ids of another tokenizer as other words",
         "tests/train/test_reference.py",
     ),
+    Fault(
+        "resumed-training-forgets-skipped-steps",
+        "ingot/train/assembly.py",
+        'process.events, commit.get("skipped_in_row", 0))',
+        "process.events)",
+        "a training that is often taken away goes on for ever though no step is taken",
+        by="tests/train/test_skipping.py",
+    ),
 ]

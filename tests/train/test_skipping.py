@@ -265,3 +265,16 @@ def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped) as bad:
         hook.judge(5, outcome(1.0))
     assert (bad.value.first, bad.value.last) == (4, 5)
+
+
+def test_steps_in_a_row_are_counted_on_after_a_resume(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that is often taken away would otherwise never learn that nothing is learnt."""
+    from tests.train.test_run import stop_after
+
+    poison(monkeypatch, range(16, 400))
+    recipe = small_recipe(root, **{**KNOBS, "train__skip__in_row": 4})
+    stop_after(recipe, 6, monkeypatch)
+    with pytest.raises(Failed, match="not finite in 4 steps in a row, 5 to 8"):
+        train(recipe)
