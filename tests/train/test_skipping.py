@@ -5,6 +5,8 @@ training or send it back without their data.
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train import step
@@ -271,10 +273,18 @@ def test_steps_in_a_row_are_counted_on_after_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that is often taken away would otherwise never learn that nothing is learnt."""
-    from tests.train.test_run import stop_after
-
     poison(monkeypatch, range(16, 400))
     recipe = small_recipe(root, **{**KNOBS, "train__skip__in_row": 4})
-    stop_after(recipe, 6, monkeypatch)
+    accumulate = step.accumulate_gradients
+
+    def asked_to_stop(context: Any, number: int, batches: Any) -> Any:
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(context, number, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "accumulate_gradients", asked_to_stop)
+        with pytest.raises(Stopped):
+            train(recipe)
     with pytest.raises(Failed, match="not finite in 4 steps in a row, 5 to 8"):
         train(recipe)
