@@ -21,8 +21,11 @@ from ingot.serve.native.grammar import JSONGrammars
 from ingot.serve.native.model import LoadedModel, load
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.tokenizer import Tokenizer
 from tests.serve.running import Running, running
 from tests.serve.tiny import TEXT, make_folder
+from tests.tokenizers.models import pieces_file
+from tests.tokenizers.small import unigram_files
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -158,6 +161,31 @@ def test_a_model_without_an_end_is_refused(loaded: LoadedModel) -> None:
     without = JSONGrammars(loaded.tokenizer, loaded.model.config.vocab_size, ())
     with pytest.raises(WrongInput, match="no token that ends an answer"):
         without.constraint(None)
+
+
+def test_text_behind_other_begins_with_no_space_of_the_tokenizers_own(tmp_path: Path) -> None:
+    """As Llama 2's puts one before each text: what the grammar forces has none."""
+    (tmp_path / "tokenizer.model").write_bytes(pieces_file("bpe"))
+    tokenizer = load_tokenizer(tmp_path)
+    end = tokenizer.special.eos
+    assert end is not None
+    assert tokenizer.token(tokenizer.encode("{")[0]) == "▁"
+    grammars = JSONGrammars(tokenizer, tokenizer.vocab_size, [end])
+    schema = {**SCHEMA, "required": ["label"], "properties": {"label": {"enum": ["12 \n", "金属"]}}}
+    for value in ('{"label": "12 \\n"}', '{"label":"金属"}'):
+        constraint = grammars.constraint(schema)
+        for token in [*tokenizer.encode(f"\n{value}")[2:], end]:
+            logits = torch.zeros(tokenizer.vocab_size)
+            constraint.apply(logits)
+            assert logits[token] == 0
+            constraint.push(token)
+            assert not constraint.failed
+
+
+def test_a_tokenizer_of_a_kind_whose_bytes_are_not_known_is_refused() -> None:
+    grammars = JSONGrammars(Tokenizer(unigram_files()), 40, [1])
+    with pytest.raises(WrongInput, match="not known exactly"):
+        grammars.constraint(None)
 
 
 @pytest.mark.drawn

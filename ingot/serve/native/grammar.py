@@ -37,7 +37,10 @@ class Vocabulary:
                 f"the tokenizer {tokenizer.library} has no list of its tokens' bytes, which"
                 " response_format and tools need; leave them out"
             )
-        read = llguidance.LLTokenizer(plain, n_vocab=size)
+        try:
+            read = llguidance.LLTokenizer(plain, n_vocab=size)
+        except ValueError:  # a kind of tokenizer of which llguidance knows no bytes
+            raise _unknown_bytes(tokenizer) from None
         special = set(tokenizer.special_ids.values()) | set(ends)
         # Added tokens are text, which a tokenizer without its special tokens does not have.
         added = {tokenizer.token_id(text): text.encode() for text in tokenizer.special_texts}
@@ -49,10 +52,20 @@ class Vocabulary:
             else added.get(token) or read.decode_bytes([token])
             for token in range(size)
         ]
-        self._tokenizer = tokenizer
+        self._read = read
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        """Ids of exactly this text, which goes on behind other: the tokenizer's own would begin
+        with a space where it puts one before each text.
+        """
+        return self._read.tokenize_str(text)
+
+
+def _unknown_bytes(tokenizer: Tokenizer) -> WrongInput:
+    return WrongInput(
+        f"the bytes of {tokenizer.where}'s tokens are not known exactly, which response_format and"
+        " tools need; leave them out"
+    )
 
 
 class JSONConstraint:
@@ -146,11 +159,9 @@ class JSONGrammars:
             eos_token=sorted(self._ends),
         )
         written = made.decode_bytes(self._tokenizer.encode(SAMPLE))
-        if written.decode(errors="replace").strip() != SAMPLE:
-            raise WrongInput(
-                f"the bytes of {self._tokenizer.where}'s tokens are not known exactly, which"
-                " response_format and tools need; leave them out"
-            )
+        asked = made.decode_bytes(made.tokenize_str(SAMPLE))
+        if written.decode(errors="replace").strip() != SAMPLE or asked != SAMPLE.encode():
+            raise _unknown_bytes(self._tokenizer)
         return made
 
 
