@@ -191,4 +191,20 @@ FAULTS = [
         "an answer of MPT's goes on to where the model has no position",
         "tests/serve/native/test_causal.py",
     ),
+    Fault(
+        "frequencies-of-the-longest-neighbour",
+        "ingot/serve/native/causal.py",
+        "if (turn := self._model.turns_at) is not None:",
+        "if (turn := None) is not None:",
+        "a short prompt of a LongRoPE model is answered otherwise while a long one is asked",
+        "tests/serve/native/test_causal.py",
+    ),
+    Fault(
+        "texts-longer-than-longrope-began-with",
+        "ingot/models/hf/config.py",
+        "longrope_turn(parsed.to_dict()) or most)",
+        "most)",
+        "a classifier of LongRoPE judges a text by how long the texts beside it are",
+        "tests/models/hf/test_models.py",
+    ),
 ]

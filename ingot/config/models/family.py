@@ -263,18 +263,23 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
 
 
 def _positions(values: Mapping[str, Any]) -> int:
-    """Positions that a row may have. LongRoPE takes other frequencies for rows longer than those of
-    the original model, by the longest row of a batch: a result would depend on the batch, so that
-    such rows are not offered.
+    """Positions that a row may have: of LongRoPE those of the original model, since a result would
+    depend on the batch beyond them.
     """
     positions = int(values.get("max_position_embeddings", 2048))
+    return min(positions, longrope_turn(values) or positions)
+
+
+def longrope_turn(values: Mapping[str, Any]) -> int | None:
+    """The positions of the original model, where LongRoPE is used: transformers takes other
+    frequencies for a whole batch once its longest row has more. None: no LongRoPE.
+    """
     for rope in (values.get("rope_scaling"), values.get("rope_parameters")):
         if isinstance(rope, Mapping) and "short_factor" in rope:
-            before = values.get("original_max_position_embeddings") or rope.get(
-                "original_max_position_embeddings"
-            )
-            positions = min(positions, int(before or positions))
-    return positions
+            name = "original_max_position_embeddings"
+            before = values.get(name) or rope.get(name)
+            return int(before) if before else None
+    return None
 
 
 def rotary_layers(values: Mapping[str, Any], family: FamilyMember, where: str) -> tuple[bool, ...]:

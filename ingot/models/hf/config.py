@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.config.models.family import longrope_turn
 from ingot.config.models.source import WORDS, ModelKind, check_model_type
 from ingot.config.models.types import (
     BEHIND_PADDING,
@@ -184,6 +185,7 @@ def _positions(parsed: Any, values: Mapping[str, Any], first: int) -> tuple[int,
         )
     if not isinstance(most, int) or most <= 0:  # relative positions: no limit
         most = max(RELATIVE_POSITIONS, int(values.get("n_positions") or 0))
+    most = min(most, longrope_turn(parsed.to_dict()) or most)  # beyond it texts change each other
     return most - first, most - first
 
 

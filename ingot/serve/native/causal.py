@@ -19,7 +19,7 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.models.content import check_content
-from ingot.config.models.family import is_native
+from ingot.config.models.family import is_native, longrope_turn
 from ingot.config.models.source import model_config
 from ingot.config.models.types import check_own_code, installed_types
 from ingot.models.adapters.peft_config import is_adapter
@@ -80,6 +80,13 @@ class CausalModel:
                 f" alone ({mixed}); each is answered by itself, and others wait"
             )
         return mixed is None
+
+    @functools.cached_property
+    def turns_at(self) -> int | None:
+        """The tokens from which on LongRoPE computes a whole batch otherwise; None: it is not
+        used.
+        """
+        return longrope_turn(self.inner.config.get_text_config().to_dict())
 
 
 class TextEncoder(CausalModel):
@@ -195,10 +202,7 @@ class TransformersGenerator(DecodingLoop):
     def _admit(self) -> list[tuple[GenerationJob, CompletionChunk]]:
         self._make_room()
         if not self._running and self._pending:
-            count = min(self._max_rows, len(self._pending))
-            if count > 1 and not self._model.keeps_rows_apart:
-                count = 1
-            self._jobs = [self._pending.popleft() for _ in range(count)]
+            self._jobs = [self._pending.popleft() for _ in range(self._together())]
             self._running = set(self._jobs)
             self._logits = next_logits(
                 self._model.inner,
@@ -206,6 +210,17 @@ class TransformersGenerator(DecodingLoop):
                 max(job.request.max_tokens - job.generated for job in self._jobs),
             )
         return []
+
+    def _together(self) -> int:
+        """How many of the waiting requests are computed in one batch, as each would be alone."""
+        count = min(self._max_rows, len(self._pending))
+        if count > 1 and not self._model.keeps_rows_apart:
+            count = 1
+        if (turn := self._model.turns_at) is not None:
+            jobs = [self._pending[index] for index in range(count)]
+            while count > 1 and not _on_one_side(jobs[:count], turn):
+                count -= 1
+        return count
 
     def _make_room(self) -> None:
         """Begin the batch again with the requests that run, once it fills the model's positions.
@@ -234,6 +249,15 @@ class TransformersGenerator(DecodingLoop):
         if not self._running:
             self._reset()
         return pieces
+
+
+def _on_one_side(jobs: Sequence[GenerationJob], turn: int) -> bool:
+    """Whether no row of a batch comes to more than `turn` tokens, or all begin with more. Finished
+    rows go on beside the others.
+    """
+    lengths = [len(job.request.prompt) for job in jobs]
+    written = max(job.request.max_tokens - job.generated for job in jobs)
+    return max(lengths) + written <= turn or min(lengths) > turn
 
 
 def next_logits(

@@ -147,7 +147,9 @@ class Embedder(TextBatches):
     """Embeds up to `max_rows` waiting texts in each step."""
 
     def __init__(self, model: AnyModel | CausalModel, *, max_rows: int = 8) -> None:
-        super().__init__(model.config, max_rows=max_rows)
+        # LongRoPE computes all texts of a batch as its longest.
+        alone = isinstance(model, CausalModel) and model.turns_at is not None
+        super().__init__(model.config, max_rows=1 if alone else max_rows)
         self._model = model
 
     def _answers(self, requests: Sequence[Request]) -> list[CompletionChunk]:

@@ -321,6 +321,12 @@ def test_positions_are_what_a_text_may_have() -> None:
         == 8192
     )
     assert config("t5", n_positions=10_000).max_position_embeddings == 10_000
+    long = {"max_position_embeddings": 128, "original_max_position_embeddings": 16}
+    factors = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
+    phi: dict[str, Any] = {"model_type": "phi3", **sizes, **long, "rope_scaling": factors}
+    read = read_hf_config(phi, "encoder", "phi3", LABELS)
+    assert read.max_position_embeddings == 16, "beyond them texts of a batch change each other"
     model = drawn("roberta")
     assert isinstance(model, Encoder)
     tokens = torch.randint(4, VOCAB, (1, 64), generator=torch.Generator().manual_seed(3))

@@ -19,6 +19,7 @@ from ingot.models.generation.loop import GenerationJob
 from ingot.models.generation.request import CompletionChunk, Request, join_chunks
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.native.causal import DEFAULT_POSITIONS, CausalModel, TransformersGenerator
+from ingot.serve.native.embedding import Embedder, Embedding, EmbeddingRequest, Pooling, embed
 from ingot.serve.native.model import LoadedModel, load
 from tests.serve.running import running
 from tests.serve.tiny import TEXT, changed_config, make_folder
@@ -44,6 +45,21 @@ SIZES: dict[str, dict[str, Any]] = {
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64},
+    "phi3": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    },
     "xlnet": {"d_model": 32, "n_head": 2, "n_layer": 2, "d_inner": 48},
 }
 
@@ -267,6 +283,38 @@ def test_requests_that_a_model_would_mix_are_answered_one_by_one(
     assert [answer.text for answer in together] == [answer.text for answer in alone]
     said = capsys.readouterr().err.count("RwkvForCausalLM does not compute requests together as")
     assert said == (kind == "rwkv")
+
+
+def test_a_longer_text_beside_it_changes_no_frequencies(tmp_path: Path) -> None:
+    """Of LongRoPE, by which transformers computes a whole batch as its longest row: what stays
+    short is computed together, what is long from the start, too.
+    """
+    loaded = load(unknown(tmp_path / "model", "phi3"), engine="transformers")
+    assert isinstance(loaded.model, CausalModel)
+    assert (loaded.model.keeps_rows_apart, loaded.model.turns_at) == (True, 16)
+    ids = loaded.encode(TEXT)
+    asked = ((6, 4), (3, 10), (40, 5), (20, 9), (9, 20), (5, 3), (14, 2))
+    requests = [Request(ids[:length], count) for length, count in asked]
+    alone = [loaded.worker(1).run([request])[0] for request in requests]
+    worker = loaded.worker(8)
+    jobs = [worker.add(request) for request in requests]
+    parts: dict[Any, list[CompletionChunk]] = {job: [] for job in jobs}
+    batches: list[int] = []
+    while worker.busy:
+        pieces = worker.step()
+        batches += [len(pieces)] if pieces[0][1].generated == 1 else []
+        for job, piece in pieces:
+            parts[job].append(piece)
+    assert batches == [2, 2, 1, 1, 1]
+    assert [join_chunks(parts[job]).text for job in jobs] == [answer.text for answer in alone]
+    embedder = Embedder(loaded.model)
+    texts = [EmbeddingRequest(ids[:length], 1) for length in (6, 40)]
+    own = [vector for text in texts for vector in embed(loaded.model, [text.prompt], [Pooling()])]
+    given = [embedder.add(text) for text in texts]
+    vectors = dict(answer for _ in texts for answer in embedder.step())
+    assert [vectors[job] for job in given] == [
+        Embedding("", (), 0, "stop", tuple(vector)) for vector in own
+    ]
 
 
 def test_positions_are_found_under_the_names_that_types_give_them(tmp_path: Path) -> None:
