@@ -157,7 +157,7 @@ class GenerationOptions(RequestBody):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     seed: Annotated[WholeNumber, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[WholeNumber], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
 

@@ -26,7 +26,12 @@ def test_predictions(strict: Running, loaded: LoadedModel) -> None:
     ]
     body = {
         "instances": [prompts[0], {"prompt": prompts[1]}, prompts[2]],
-        "parameters": {"max_tokens": 12.0, "temperature": 0.0, "seed": 3.0},
+        "parameters": {
+            "max_tokens": 12.0,
+            "temperature": 0.0,
+            "seed": 3.0,
+            "stop_token_ids": [loaded.model.config.vocab_size - 1.0],
+        },
     }
     with strict.client() as client:
         assert client.post(AIP["AIP_PREDICT_ROUTE"], json=body).json() == {"predictions": wanted}
