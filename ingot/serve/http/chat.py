@@ -5,6 +5,7 @@ call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 256, 128
 MAX_KWARGS, MAX_KWARGS_CHARACTERS = 32, 4096
 NONE: list[Any] = []
 NO_KWARGS: dict[str, Any] = {}
+HALF = re.compile("[\ud800-\udfff]")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -61,14 +63,17 @@ def _parts(value: Any) -> Any:
 
 
 def _arguments(value: Any) -> Any:
-    """The arguments of a call that a client sends back: templates read them as an object."""
+    """The arguments of a call that a client sends back: templates read them as an object. A model
+    may have written half a surrogate pair, and some servers write no arguments as an empty text.
+    """
     try:
-        read = json.loads(value) if isinstance(value, str) else value
+        read = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+        text = json.dumps(read, ensure_ascii=False)
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
         raise ValueError("give the call's arguments as the text of a JSON object")
-    return read
+    return read if text.isascii() else json.loads(HALF.sub("\ufffd", text))
 
 
 def _choice(value: Any) -> Any:
@@ -83,16 +88,21 @@ def _choice(value: Any) -> Any:
     return value
 
 
+def _clean_json(value: Any) -> str:
+    """The text of what a template is to write."""
+    try:
+        return str(clean_text(json.dumps(value, ensure_ascii=False)))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
 def _kwargs(value: Any) -> Any:
     """Arguments of the chat template, which cannot be what the request itself gives it."""
     if not isinstance(value, dict) or len(value) > MAX_KWARGS:
         raise ValueError(f"give an object of up to {MAX_KWARGS} arguments of the chat template")
     if (why := refused_kwarg(value)) is not None:
         raise ValueError(why)
-    try:
-        text = clean_text(json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    text = _clean_json(value)
     if len(text) > MAX_KWARGS_CHARACTERS:
         raise ValueError(f"give up to {MAX_KWARGS_CHARACTERS:,} characters of JSON")
     return value
@@ -118,7 +128,7 @@ class ToolCallBody(RequestBody):
     id: Text = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: WholeNumber | None = None
 
 
 class ChatMessage(RequestBody):
@@ -185,6 +195,7 @@ def _object_schema(value: Any) -> Any:
             f"is of type {short(str(kind))!r:.60}, but the arguments of a function are an object;"
             " give `type` object"
         )
+    _clean_json(value)
     return value
 
 

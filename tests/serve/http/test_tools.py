@@ -12,9 +12,11 @@ import jsonschema
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
+from ingot.serve.http.chat import ChatBody
 from ingot.serve.native.grammar import JSONGrammars, call_grammar, functions_of
 from ingot.serve.native.model import load
 from ingot.serve.native.toolcalls import FORMATS, ToolCallParser
@@ -150,6 +152,29 @@ def test_what_cannot_be_right_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         tool_client.chat.completions.create(**{"messages": ASKED, **OPTIONS, **changes})
     assert words in str(caught.value)
+
+
+def test_a_chat_goes_on_behind_any_arguments_that_a_model_wrote() -> None:
+    """A half of a surrogate pair is no character, and an empty text no arguments."""
+
+    def read(arguments: str) -> Any:
+        call = {"index": 0.0, "function": {"name": "f", "arguments": arguments}}
+        asked = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
+        message = ChatBody.model_validate({"messages": asked}).messages[1].template_message()
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert read(r'{"a\ud83d": ["\ud83d\ude00", "\ude00é"]}') == {"a\ufffd": ["😀", "\ufffdé"]}
+    assert read("") == read(" \n") == read("{}") == {}
+    for wrong in ("null", "[]", "{"):
+        with pytest.raises(ValidationError, match="text of a JSON object"):
+            read(wrong)
+
+
+def test_a_schema_of_half_a_character_is_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["\ud83d"]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ValidationError, match="half of a surrogate pair"):
+        ChatBody.model_validate({"messages": ASKED, "tools": [tool]})
 
 
 def test_arguments_of_the_template_and_thoughts_reach_it(
