@@ -192,6 +192,22 @@ FAULTS = [
         "tests/serve/native/test_causal.py",
     ),
     Fault(
+        "all-rows-as-long-as-any-prompt",
+        "ingot/models/generation/generator.py",
+        "if (self.rows or group) and not self._has_room(len(lengths), max(lengths)):",
+        "if False:",
+        "one long prompt beside many short ones takes all memory of a server",
+        "tests/models/generation/test_generator.py",
+    ),
+    Fault(
+        "long-rows-kept-for-short-ones",
+        "ingot/models/generation/cache.py",
+        "if length >= self._length or self.fits(length):",
+        "if True:",
+        "what one long prompt took stays taken as long as anything runs",
+        "tests/models/generation/test_generator.py",
+    ),
+    Fault(
         "frequencies-of-the-longest-neighbour",
         "ingot/serve/native/causal.py",
         "if (turn := self._model.turns_at) is not None:",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ingot.base.hostmemory import host_memory
 from ingot.base.malloc import mapping_blocks
 from ingot.models.generation.windows import FEW_ROWS, PART, CacheWindow
 
@@ -66,11 +67,40 @@ class KVCache:
 
     def reserve(self, rows: int, length: int) -> None:
         """Let `store` make room for so many rows of so many tokens."""
+        self._rows, self._length = self._sizes(rows, length)
+
+    def _sizes(self, rows: int, length: int) -> tuple[int, int]:
         spare = self._spare
-        self._rows = _grown_size(self._rows, rows + spare, 1, self.max_rows + spare)
         # Recorded steps attend to many keys in parts.
         least = PART if spare and length > SHORT_LENGTH else LEAST_LENGTH
-        self._length = _grown_size(self._length, length, least, self.max_length)
+        return (
+            _grown_size(self._rows, rows + spare, 1, self.max_rows + spare),
+            _grown_size(self._length, length, least, self.max_length),
+        )
+
+    def growth(self, rows: int, length: int) -> int:
+        """Bytes that room for so many rows of so many tokens takes beside what there is; 0 as long
+        as no keys have arrived.
+        """
+        grown_rows, grown_length = self._sizes(rows, length)
+        growth = 0
+        for tensor in (tensor for store in self._stores for tensor in store or ()):
+            had_rows, _, had_length, _ = tensor.shape
+            a_token = tensor.nbytes // (had_rows * had_length)
+            growth += a_token * (grown_rows * grown_length - had_rows * had_length)
+        return max(0, growth)
+
+    def shorten(self, rows: int, length: int) -> None:
+        """Give back what a long request has left, where the first `rows` rows, which are in use,
+        hold no more than `length` tokens, far less than there is room for.
+        """
+        if length >= self._length or self.fits(length):
+            return
+        self._rows = self._length = 0
+        self.reserve(rows, length)
+        for layer, old in enumerate(self._stores):
+            if old is not None:
+                self._stores[layer] = self._copied(old[0], old)
 
     def read_by_a_step(self, rows: int, length: int) -> int:
         """How many tokens of each of some rows a step reads that needs `length` of them: of few
@@ -89,21 +119,25 @@ class KVCache:
         """Keys and values of one layer, each `[rows, K, length, E]`, large enough for every window
         handed out so far.
         """
-        _, heads, _, size = like.shape
         old = self._stores[layer]
         if old is None or old[0].shape[0] < self._rows or old[0].shape[2] < self._length:
-            # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
-            shape = self._rows, heads, self._length, size
-            with mapping_blocks(OWN_BYTES):  # smaller ones before it would stay as holes
-                made = like.new_zeros(shape), like.new_zeros(shape)
-            if old is not None:
-                rows, _, length, _ = old[0].shape
-                rows -= self._spare  # what that one holds is nobody's, and may not be finite
-                for new, had in zip(made, old, strict=True):
-                    new[:rows, :, :length] = had[:rows]
-            old = self._stores[layer] = made
-            self.changes += 1
+            old = self._stores[layer] = self._copied(like, old)
         return old
+
+    def _copied(self, like: Tensor, old: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer in the present size, with what the old ones hold."""
+        _, heads, _, size = like.shape
+        # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
+        shape = self._rows, heads, self._length, size
+        with mapping_blocks(OWN_BYTES):  # smaller ones before it would stay as holes
+            made = like.new_zeros(shape), like.new_zeros(shape)
+        for new, had in zip(made, old or (), strict=False):
+            # What the spare row holds is nobody's, and may not be finite.
+            rows = min(len(new), len(had)) - self._spare
+            length = min(new.shape[2], had.shape[2])
+            new[:rows, :, :length] = had[:rows, :, :length]
+        self.changes += 1
+        return made
 
     def release(self) -> None:
         """Give the memory back; for use while no row is in use."""
@@ -148,6 +182,14 @@ class KVCache:
         for store in self._stores:
             for tensor in store or ():
                 tensor[row].zero_()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type not in ("cuda", "xpu"):
+        return host_memory().free
+    kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return torch.accelerator.get_memory_info(device)[0] + kept
 
 
 def _grown_size(have: int, needed: int, least: int, most: int) -> int:

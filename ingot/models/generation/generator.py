@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.cache import KVCache
+from ingot.models.generation.cache import KVCache, free_memory
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.prefixes import PrefixStore, in_common
 from ingot.models.generation.recorded import Record, RecordedSteps, can_be_recorded
@@ -30,6 +30,8 @@ from ingot.models.native.decoder import Decoder
 PREFILL_TOKENS, PREFILL_TOKENS_FAST = 512, 2048
 # Tokens of a prompt whose logits are in memory at once, if their log-probabilities are asked for.
 SCORED_AT_ONCE = 64
+SMALL_GROWTH = 2**28
+"""Bytes by which the cache grows whatever is free, which nobody knows so exactly."""
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Generator(DecodingLoop):
     def _drop(self, job: GenerationJob) -> None:
         if job is self._batch.entering:
             self._batch.entering = None
+            self._shorten()
         elif job in self._batch.decoding:
             self._leave(self._batch.decoding.index(job))
 
@@ -165,6 +168,9 @@ class Generator(DecodingLoop):
                 or furthest + longest > self._limits.max_position_embeddings
             ):
                 break
+            lengths = [len(each.request.prompt) for each in (*group, job)]
+            if (self.rows or group) and not self._has_room(len(lengths), max(lengths)):
+                break
             group.append(self._pending.popleft())
         if group:
             # For all of them at once: a cache that grows is copied.
@@ -174,6 +180,15 @@ class Generator(DecodingLoop):
             for row, job in enumerate(group, first):
                 self._restore(row, job)
         return group
+
+    def _has_room(self, count: int, length: int) -> bool:
+        """Whether `count` prompts of up to `length` tokens join the running ones now. All rows
+        become as long as the longest, for which a long prompt waits until fewer of them run.
+        """
+        growth = self._cache.growth(len(self._batch.decoding) + count, length)
+        if growth <= SMALL_GROWTH:
+            return True
+        return growth <= free_memory(self._model.head_weight.device) // 2
 
     def _make_room(self, length: int) -> None:
         """Before a prompt of `length` tokens that comes alone: one long prompt before it would
@@ -277,6 +292,14 @@ class Generator(DecodingLoop):
             self._batch.decoding[row] = job
         if self._batch.entering:
             self._cache.move(last + 1, last, self._batch.entering.read)
+        self._shorten()
+
+    def _shorten(self) -> None:
+        """Give back the room that one long request has made in all rows, once it has left."""
+        jobs = [*self._batch.decoding, *filter(None, [self._batch.entering])]
+        if jobs:
+            longest = max(max(job.read, len(job.request.prompt)) for job in jobs)
+            self._cache.shorten(len(jobs), longest)
 
 
 def _unread(job: GenerationJob) -> int:

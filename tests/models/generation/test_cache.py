@@ -76,3 +76,23 @@ def test_a_step_that_is_recorded_sees_the_same(
     assert float((found - wanted).norm() / wanted.norm()) < tolerances.SHARED_ROWS
     for one, other in zip(caches[0].saved(2, 0, 7), caches[1].saved(2, 0, 7), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_a_long_row_has_left_is_given_back_and_others_stay(recorded: bool) -> None:
+    cache = KVCache([None], 4, 4096, recorded=recorded)
+    q, k, v = torch.randn(3, 3, 2, 1300, 8, generator=torch.Generator().manual_seed(5))
+    cache.window(0, [0] * 3, 1300, CPU).attend(0, q, k, v, None)
+    kept, addresses = [cache.saved(row, 0, 70) for row in range(2)], cache.changes
+    held = cache.store(0, k)[0].nbytes
+    assert cache.growth(3, 1300) == 0
+    assert cache.growth(3, 2000) > 0
+    cache.shorten(2, 400)
+    assert (cache.changes, cache.store(0, k)[0].nbytes) == (addresses, held), "not much longer"
+    cache.shorten(2, 70)
+    assert cache.changes > addresses
+    assert cache.store(0, k)[0].nbytes < held / 2
+    cache.window(2, [0], 90, CPU).attend(0, q[:1, :, :90], k[:1, :, :90], v[:1, :, :90], None)
+    for row, saved in enumerate(kept):
+        assert torch.equal(cache.saved(row, 0, 70), saved)
+    assert cache.store(0, k)[0].isfinite().all()

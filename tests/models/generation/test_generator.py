@@ -171,6 +171,49 @@ def test_a_long_prompt_after_many_short_ones_takes_one_row(model: Decoder) -> No
     assert kept(long) == alone
 
 
+def test_a_long_prompt_waits_where_it_would_make_too_many_rows_long(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until fewer run; those behind it wait, too, so that its turn comes. What it has left is given
+    back while others run, and nobody's text changes.
+    """
+    monkeypatch.setattr("ingot.models.generation.generator.SMALL_GROWTH", 0)
+    monkeypatch.setattr("ingot.models.generation.cache.SHORT_LENGTH", 32)
+    short = [Request([3 + number, 5], 6 + number) for number in range(6)]
+    requests = [*short, Request([*range(90)] + [7] * 30, 3), Request([8, 9], 30)]
+    alone = [without_cache(model, request.prompt, request.max_tokens)[0] for request in requests]
+    generator = Generator(model, max_rows=8)
+    free = 2**60
+    monkeypatch.setattr("ingot.models.generation.generator.free_memory", lambda device: free)
+
+    def stored() -> int:
+        return sum(tensor.nbytes for pair in generator._cache._stores for tensor in pair or ())
+
+    def run() -> tuple[int, int, int]:
+        """Rows beside the long one when it begins; bytes at most, and in the end."""
+        jobs = [generator.add(request) for request in requests]
+        parts: dict[GenerationJob, list[CompletionChunk]] = {job: [] for job in jobs}
+        beside, sizes = -1, [0]
+        while generator.busy:
+            for job, piece in generator.step():
+                parts[job].append(piece)
+            if beside < 0 and parts[jobs[6]]:
+                beside = generator.rows
+            sizes.append(stored())
+        assert [ids(join_chunks(parts[job])) for job in jobs] == alone
+        return beside, max(sizes), sizes[-1]
+
+    beside, most, left = run()
+    assert beside >= 6
+    assert left < most / 4, "it is as short again as those that it ran beside"
+    free = most
+    beside, less, _ = run()
+    assert 1 <= beside < 6
+    assert less < most
+    free = 0
+    assert run()[0] <= 2, "it runs, beside one whose prompt is read in the same pass"
+
+
 def test_a_seed_gives_the_same_whoever_runs_beside(model: Decoder) -> None:
     request = Request(PROMPTS[1], 30, Sampling(1.0, 0.9, seed=11))
     (alone,) = Generator(model).run([request])
