@@ -11,16 +11,18 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from ingot.rewards.sandbox.operations import ALONE, BETWEEN, become
+from ingot.rewards.sandbox.operations import ALONE, BETWEEN, COMPARISONS, IN_PLACE, become
 from ingot.rewards.sandbox.values import BadMessage, Channel, decode, encode
 
 ABSENT = object()
-ELSEWHERE = (
-    *("redirect_stdout", "redirect_stderr", "capsys", "capfd", "monkeypatch", "patch"),
-    *("asyncio", "unittest"),
-    *("__doc__", "__dict__", "__class__", "__module__", "__annotations__", "__defaults__"),
-)
-"""What tests can replace, watch, run or read in their own process alone."""
+ELSEWHERE = ("redirect_stdout", "redirect_stderr", "patch", "asyncio", "unittest")
+"""What tests may import that replaces, watches or runs things of their own process alone."""
+STREAMS = ("stdin", "stdout", "stderr")
+HIDDEN = ("__doc__", "__module__", "__annotations__", "__defaults__")
+"""What every object has, and so a stand-in of its own."""
+CHANGING = ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add")
+CHANGING += ("discard", "update", "setdefault", "popitem")
+"""Methods by which tests change a list, a set or a dict."""
 
 
 class CannotJudge(BaseException):
@@ -35,6 +37,8 @@ class Answer:
         self._exceptions: dict[str, type[Exception]] = {}
         self._objects: dict[int, StandIn] = {}
         self._lent: list[Lent] = []
+        self.lends = False
+        """Whether tests change lists, sets or dicts that may be part of an object."""
 
     def start(self) -> None:
         """Let the code run."""
@@ -78,7 +82,8 @@ class Answer:
         if "value" not in reply:
             raise BadMessage("a reply without a value")
         value = decode(reply["value"], self._stand_in)
-        if isinstance(number := reply.get("h"), int) and isinstance(value, list | dict | set):
+        number = reply.get("h")
+        if self.lends and isinstance(number, int) and isinstance(value, list | dict | set):
             self._lent.append(Lent(value, number))
         return value
 
@@ -92,8 +97,12 @@ class Answer:
         """A class that tests can catch, for an exception that the code defines; `above` are the
         names of the classes that it is derived from.
         """
-        kinds = (self._exceptions.get(each) or _builtin(each) for each in above)
-        base = next((kind for kind in kinds if kind is not None), Exception)
+        base = Exception
+        for each in reversed(above):
+            if (known := _builtin(each)) is not None:
+                base = known if issubclass(known, base) else base
+            elif not hasattr(builtins, each):
+                base = self._exceptions.setdefault(each, type(each, (base,), {}))
         return self._exceptions.setdefault(name, type(name, (base,), {}))
 
     def _exception(self, reply: dict[str, Any]) -> Exception:
@@ -120,16 +129,39 @@ class Lent:
 
     def __init__(self, value: Any, handle: int) -> None:
         self.value, self._handle = value, handle
-        self._known = encode(value, _message_of)
+        self._known = _items_of(value)
 
     def is_changed(self) -> bool:
         """Whether the tests have changed it since they were last asked."""
-        before, self._known = self._known, encode(self.value, _message_of)
-        return bool(self._known != before)
+        if _are_same(self.value, self._known):
+            return False
+        self._known = _items_of(self.value)
+        return True
 
     @property
     def message(self) -> Any:
-        return [{"h": self._handle}, self._known]
+        return [{"h": self._handle}, encode(self.value, _message_of)]
+
+
+def _items_of(value: Any) -> Any:
+    """What a container held, to be compared with what it holds later, by identity: whether two
+    stand-ins are equal would have to be asked.
+    """
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    return [_items_of(each) for each in value] if isinstance(value, list | tuple | set) else value
+
+
+def _are_same(value: Any, known: Any) -> bool:
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple | set):
+        return (
+            isinstance(known, list)
+            and len(value) == len(known)
+            and all(map(_are_same, value, known))
+        )
+    return value is known
 
 
 class StandIn:
@@ -139,6 +171,11 @@ class StandIn:
 
     def __init__(self, answer: Answer, handle: int) -> None:
         self.__dict__.update(_answer=answer, _handle=handle)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HIDDEN:
+            raise CannotJudge(f"a test reads {name} of an object of the answer's")
+        return object.__getattribute__(self, name)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._answer.do("call", self, *given, **named)
@@ -200,7 +237,9 @@ class StandIn:
     def __enter__(self) -> Any:
         return self._answer.do("enter", self)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        if kind is not None and kind is not AssertionError:
+            raise CannotJudge("a test ends a block of the answer's by an exception")
         self._answer.do("exit", self)
 
     def __instancecheck__(self, value: object) -> bool:
@@ -257,9 +296,11 @@ for _name in ALONE:
         setattr(StandIn, f"__{_name}__", _alone(_name, _name in ("str", "repr")))
 for _name in BETWEEN:
     setattr(StandIn, f"__{_name}__", _between(_name, f"__{_name}__", turned=False))
-    if _name not in ("lt", "le", "gt", "ge"):
+    if _name not in COMPARISONS:
         _method = f"__r{_name}__"
         setattr(StandIn, _method, _between(_name, _method, turned=True))
+for _name in IN_PLACE:
+    setattr(StandIn, f"__{_name}__", _between(_name, f"__{_name}__", turned=False))
 
 
 def _message_of(value: Any) -> Any:
@@ -296,6 +337,7 @@ def _judge(answer: Answer, text: str, host: Channel) -> dict[str, Any]:
             "the tests test nothing: there is no assert, no call and no function test_..., or they"
             " use no name of the answer"
         )
+    answer.lends = _changes(body)
     try:
         answer.start()
     except BadMessage:
@@ -303,18 +345,10 @@ def _judge(answer: Answer, text: str, host: Channel) -> dict[str, Any]:
     host.send("started")
     passed, whole = 0, True
     try:
-        names: dict[str, Any] = {"__name__": "tests"}
-        names |= {name: found for name in wanted if (found := answer.look_up(name)) is not ABSENT}
-        # Plain data is a copy, and the answer may have changed its own since.
-        copies = {
-            name: found
-            for name in wanted
-            if not isinstance(found := names.get(name), StandIn | type | None)
-        }
+        looked = ((name, answer.look_up(name)) for name in wanted)
+        found = {name: value for name, value in looked if value is not ABSENT}
+        names = Names(answer, found, _bound(body))
         for statement in body:
-            for name, found in copies.items():
-                if names.get(name) is found:
-                    names[name] = copies[name] = answer.look_up(name)
             holds = _holds(statement, names)
             passed += holds and _is_test(statement)
             whole = whole and holds
@@ -346,9 +380,66 @@ def _check_imports(body: list[ast.stmt]) -> None:
 def _check_reach(body: list[ast.stmt]) -> None:
     """Raises CannotJudge for tests that replace or watch what only they would see."""
     for node in (each for statement in body for each in ast.walk(statement)):
-        names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "arg", None)}
-        for name in names.intersection(ELSEWHERE):
-            raise CannotJudge(f"the tests use {name}, which does not reach the answer's process")
+        used = ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            used = next((one.name for one in node.names if _top(one.name) in ELSEWHERE), "")
+        elif isinstance(node, ast.Attribute):
+            of = node.value.id if isinstance(node.value, ast.Name) else ""
+            replaced = of == "sys" and node.attr in STREAMS and isinstance(node.ctx, ast.Store)
+            if replaced or (of, node.attr) == ("random", "seed") or node.attr in ELSEWHERE[:2]:
+                used = f"{of}.{node.attr}".lstrip(".")
+        if used:
+            raise CannotJudge(f"the tests use {used}, which does not reach the answer's process")
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _changes(body: list[ast.stmt]) -> bool:
+    """Whether tests may change a list, a set or a dict in place."""
+    for node in (each for statement in body for each in ast.walk(statement)):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            return True
+        if isinstance(node, ast.AugAssign):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in CHANGING:
+            return True
+    return False
+
+
+def _bound(body: list[ast.stmt]) -> set[str | None]:
+    """Names that tests give a value of their own, anywhere."""
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    return {
+        node.id
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        else getattr(node, "name", None)
+        for node in nodes
+    } | {getattr(node, "rest", None) for node in nodes}
+
+
+class Names(dict[str, Any]):
+    """The names of the tests. What is plain data of the answer is a copy, of which the answer may
+    have changed its own since: it is asked for anew, unless tests have one of that name.
+    """
+
+    def __init__(self, answer: Answer, found: dict[str, Any], own: set[str | None]) -> None:
+        super().__init__(found, __name__="tests")
+        self._answer = answer
+        self._copies = {
+            name
+            for name, value in found.items()
+            if name not in own and not isinstance(value, StandIn | type)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._copies:
+            return super().__getitem__(name)
+        found = self._answer.look_up(name)
+        if found is ABSENT:
+            raise KeyError(name)
+        return found
 
 
 def _is_test_function(function: ast.FunctionDef) -> bool:

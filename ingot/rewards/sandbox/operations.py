@@ -21,6 +21,7 @@ BETWEEN: dict[str, Callable[[Any, Any], Any]] = {
     "mod": operator.mod,
     "pow": operator.pow,
     "matmul": operator.matmul,
+    "divmod": divmod,
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,
@@ -28,6 +29,12 @@ BETWEEN: dict[str, Callable[[Any, Any], Any]] = {
     "rshift": operator.rshift,
 }
 """Between two objects, by the names of the methods without their underscores."""
+COMPARISONS = ("lt", "le", "gt", "ge")
+IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
+    f"i{name}": getattr(operator, f"i{name}")
+    for name in BETWEEN
+    if name not in COMPARISONS and name != "divmod"
+}
 ALONE: dict[str, Callable[[Any], Any]] = {
     "neg": operator.neg,
     "pos": operator.pos,
@@ -52,6 +59,7 @@ PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, fro
 """What passes between the two sandboxes as a copy, and so loses a class that is derived of it."""
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **BETWEEN,
+    **IN_PLACE,
     **ALONE,
     "hash": hash,
     "round": round,
@@ -67,7 +75,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "instance": lambda value, kind: isinstance(value, kind),
     "subclass": lambda value, kind: issubclass(value, kind),
     "is plain": lambda kind: issubclass(kind, PLAIN),
-    "has": lambda value, name: hasattr(type(value), name),
+    "has": lambda value, name: getattr(type(value), name, None) is not getattr(object, name, None),
 }
 
 
