@@ -214,6 +214,13 @@ def test_empty_assistant_turns_show() -> None:
     assert "empty assistant turns" not in printed(audit_chats(tokenizer, chats[1:]), tokenizer)
 
 
+def test_answers_that_are_not_trained_are_no_turns_that_lack_their_end() -> None:
+    asked, said = {"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}
+    tokenizer = chatty(CHATML)
+    audit = audit_chats(tokenizer, [Chat([asked, said | {"weight": 0}, asked, said])])
+    assert "<|im_end|> trained in 1 of 1 assistant turns" in printed(audit, tokenizer)
+
+
 def test_an_end_that_is_not_eos_shows() -> None:
     told = "it is not the tokenizer's EOS (<|end_of_text|>)"
     tokenizer = chatty()

@@ -262,6 +262,22 @@ FAULTS = [
         "the user's turns are trained where a template has no generation blocks",
     ),
     Fault(
+        "answers-of-no-weight-trained",
+        "ingot/tokenizers/chats/spans.py",
+        " and is_trained(messages[index])",
+        "",
+        "answers that a chat marks as not to be trained are trained",
+        "tests/tokenizers/chats/test_masks.py",
+    ),
+    Fault(
+        "blocks-of-no-weight-trained",
+        "ingot/tokenizers/chats/spans.py",
+        "            found.update(range(begin, end))\n",
+        "            pass\n",
+        "the same where a template has generation blocks",
+        "tests/tokenizers/chats/test_masks.py",
+    ),
+    Fault(
         "end-of-turn-masked",
         "ingot/tokenizers/chats/spans.py",
         "return begin, behind.end() if behind else end",

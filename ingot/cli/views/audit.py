@@ -21,7 +21,7 @@ from ingot.data.columns.manifest import VERDICTS
 from ingot.data.documents.preferences import SIDES, Preference
 from ingot.data.documents.rated import Rated
 from ingot.data.tokenizing.encode import encode_documents
-from ingot.tokenizers.chats.chat import Chat, Messages
+from ingot.tokenizers.chats.chat import Chat, Messages, is_trained
 from ingot.tokenizers.chats.encode import encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -184,8 +184,10 @@ def _together(audits: Sequence[Audit]) -> Audit:
 
 
 def _turns(messages: Messages) -> Messages:
-    """The assistant messages."""
-    return [message for message in messages if message["role"] == "assistant"]
+    """The assistant messages that are trained."""
+    return [
+        message for message in messages if message["role"] == "assistant" and is_trained(message)
+    ]
 
 
 def _is_silent(message: Mapping[str, Any]) -> bool:

@@ -50,8 +50,12 @@ FIELDS = {
 """What names a column, of a data set or inside its `type` -> the column's usual name."""
 SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
 READ = ("path", "name", "type", "split", "data_files", "ds_type", "field", "text_column")
-IDLE = {"chat_template": "tokenizer_default", "roles_to_train": ("assistant",)}
-"""Keys of data sets that change nothing with this value."""
+IDLE = {
+    "chat_template": ("tokenizer_default",),
+    "roles_to_train": (("assistant",),),
+    "message_field_training": ("train", "training", "weight"),
+}
+"""Keys of data sets that change nothing with these values."""
 KNOWN = ("chat_template", "chatml.", "llama3.", "zephyr.", "passthrough")
 """How types of data sets begin whose columns are found by themselves."""
 UNREAD = {
@@ -61,7 +65,7 @@ UNREAD = {
     "conversation": "how turns are written is the chat template's here: tokenizer.template",
     "chat_template": "one template is for all data sets: tokenizer.template",
     "roles_to_train": "what the assistant says is trained, and nothing else",
-    "message_field_training": "every answer of a chat is trained",
+    "message_field_training": "an answer is left out by `weight`, `train` or `training`: rename it",
     "shards": "data.train[].fraction takes a share",
     "revision": "a data set is read as it is now",
 }
@@ -93,7 +97,7 @@ def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dic
         files = hub_source(path).source + (f":{given['name']}" if "name" in given else "")
     for key, entry in item.items():
         read = key in READ or key.removeprefix("type.") in FIELDS
-        if not read and entry.value != IDLE.get(key):
+        if not read and entry.value not in IDLE.get(key, ()):
             draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
     columns = _columns(item, given.get("type", ""), kind, draft)
     if kind == "pretrain":

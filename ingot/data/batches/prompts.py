@@ -1,5 +1,5 @@
 """Prompts and reference answers out of prepared chats, as a training on rewards reads them: a row's
-tokens up to its last assistant turn, and that turn.
+tokens up to its last assistant turn that is trained, and that turn.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Prompt:
 
     row: int
     ids: list[int]
-    """The chat through the generation prompt, as it is served."""
+    """The chat through the generation prompt of its last trained turn, as it is served."""
     text: str
     """The last user turn."""
     reference: str | None
-    """What the last assistant turn says; None if it says nothing."""
+    """What the last assistant turn that is trained says; None if it says nothing."""
     alone: bool = True
     """Whether nothing but the last user turn, and what the template adds, stands in the chat."""
 

@@ -111,7 +111,8 @@ def _turns(
     if any(message["role"] == "assistant" for message in prompt):
         # TRL would train the completion alone.
         raise RecordError(
-            "the prompt has answers", "every answer of a chat is trained; give it as `messages`"
+            "the prompt has answers",
+            "give it as `messages`, and what is not to be trained a `weight` of 0",
         )
     return [*prompt, *answer_in(record, "completion", kind, columns, guess=guess)]
 

@@ -15,6 +15,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
+from ingot.tokenizers.chats.chat import MARKS, is_trained
 
 Message = dict[str, Any]
 ColumnNames = Mapping[str, str]
@@ -154,6 +155,8 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
         for key, value in turn.items()
         if key not in (role_tag, content_tag, "role", "content") and value is not None
     }
+    if ROLES[role.lower()] == "assistant":
+        _check_marks(others)
     called = content if role.lower() == "function_call" else others.get("function_call")
     if "tool_calls" not in others and (calls := _calls_of(called)):
         others.pop("function_call", None)
@@ -162,6 +165,16 @@ def message_of(turn: Mapping[str, Any], role_tag: str, content_tag: str) -> Mess
     if content is None and others.get("tool_calls"):
         content = ""
     return {"role": ROLES[role.lower()], "content": text_of(content, content_tag), **others}
+
+
+def _check_marks(message: Mapping[str, Any]) -> None:
+    """Refuse what says that an answer is trained otherwise than with all its weight, or not."""
+    for mark in MARKS:
+        if (value := message.get(mark, 1)) not in (0, 1):
+            raise RecordError(
+                "weight of an answer is not 0 or 1",
+                f"`{mark}` is {str(value)[:40]!r}; an answer is trained or it is not",
+            )
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]] | None:
@@ -293,6 +306,15 @@ def written(message: Mapping[str, Any]) -> list[str]:
         if isinstance(call, Mapping) and "function" in call
     ]
     return [message["content"], *(text for text in thoughts if isinstance(text, str)), *calls]
+
+
+def check_learned(answer: Iterable[Message], name: str) -> None:
+    """Refuse an answer to be compared or rated that says that nothing is learned from it."""
+    if not all(is_trained(message) for message in answer if message["role"] == "assistant"):
+        raise RecordError(
+            "an answer that is judged is marked as not trained",
+            f"`{name}` has weight 0; leave the mark out, or the record",
+        )
 
 
 def has_content(message: Message) -> bool:

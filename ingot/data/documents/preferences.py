@@ -28,6 +28,7 @@ from ingot.data.documents.messages import (
     alpaca_prompt,
     assistant,
     check_columns,
+    check_learned,
     column,
     has_content,
     hh_messages,
@@ -40,13 +41,13 @@ from ingot.data.documents.messages import (
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.documents.tools import tools_of
-from ingot.tokenizers.chats.chat import Chat
+from ingot.tokenizers.chats.chat import MARKS, Chat
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
 ANSWERS = frozenset(SIDES)
 BESIDE_CONTENTS = frozenset(
-    {*THOUGHTS, "name", "weight", "tool_call_id", "refusal", "annotations", "audio"}
+    {*THOUGHTS, *MARKS, "name", "tool_call_id", "refusal", "annotations", "audio"}
 )
 """What messages have beside role and content."""
 COLUMNS: dict[str, frozenset[str]] = {
@@ -129,6 +130,7 @@ def _checked(found: Preference) -> Preference:
             raise RecordError(f"ends with a {side[-1]['role']} turn", f"`{name}`")
         if not has_content(side[-1]):
             raise RecordError(f"empty {name}", "its last message")
+        check_learned(side, name)
     if found.chosen == found.rejected:
         raise RecordError("chosen and rejected are equal")
     if not any(

@@ -19,6 +19,7 @@ from ingot.data.documents.messages import (
     Message,
     RecordError,
     check_columns,
+    check_learned,
     column,
     has_content,
     missing_columns,
@@ -142,6 +143,7 @@ def _checked(found: Rated) -> Rated:
     for place in (0, -1):
         if (role := found.answer[place]["role"]) != "assistant":
             raise RecordError("no answer of the assistant", f"it is a {role} turn")
+    check_learned(found.answer, "answer")
     if not any(
         message["role"] in ("user", "tool") and has_content(message) for message in found.prompt
     ):

@@ -33,7 +33,7 @@ from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
-from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.chat import Messages, is_trained
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained, is_split_exact
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -41,9 +41,9 @@ from ingot.tokenizers.tokenizer import Tokenizer
 # records.
 RECORDS: dict[Documents, str] = {
     "text": "pretrain-1",
-    "chat": "sft-3",
-    "preference": "preference-3",
-    "rated": "rated-3",
+    "chat": "sft-4",
+    "preference": "preference-4",
+    "rated": "rated-4",
     "pair": "pair-1",
     "labelled": "labelled-1",
     "masked": "masked-1",
@@ -242,11 +242,11 @@ def _bytes_of(text: str) -> int:
 
 
 def _spoken(messages: Messages) -> int:
-    """Bytes of what the assistant says, thinks and calls."""
+    """Bytes of what the assistant says, thinks and calls in messages that are trained."""
     return sum(
         _bytes_of(text)
         for message in messages
-        if message["role"] == "assistant"
+        if message["role"] == "assistant" and is_trained(message)
         for text in written(message)
     )
 

@@ -24,6 +24,7 @@ from ingot.evaluate.subject import EvalModel, EvalModelInfo, NotJudged, TaskResu
 from ingot.models.generation.request import Request
 from ingot.rewards.build import build_rewards, check_rewards
 from ingot.rewards.protocol import RewardScores, Sample
+from ingot.tokenizers.chats.chat import is_trained
 from ingot.tokenizers.chats.said import answer_frame
 
 MAX_TOKENS = 256
@@ -171,15 +172,20 @@ def open_reward(
 
 
 def _item(knob: str, place: str, stored: str, info: EvalModelInfo) -> RewardItem:
-    """The chat up to its last assistant turn, as training has it."""
+    """The chat up to its last assistant turn that is trained, as training has it."""
     if info.recipe.documents != "chat":
         raise WrongInput(f"{knob}: {info.recipe.documents} documents have no prompts; remove it")
     chat = from_chat(stored)
     messages = chat.messages
-    last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
+    answers = [
+        number
+        for number, one in enumerate(messages)
+        if one["role"] == "assistant" and is_trained(one)
+    ]
+    last = answers[-1] if answers else 0
     before = messages[:last]
     if not any(one["role"] == "user" for one in before):
-        raise WrongInput(f"{knob}: {place} asks nothing before its answer; leave it out")
+        raise WrongInput(f"{knob}: {place} asks nothing before an answer; leave it out")
     reference, frame = str(messages[last]["content"]), answer_frame(info.tokenizer.chat_format)
     if frame is not None:  # training does not see white space and thoughts inside of a content
         reference = frame.content(reference)

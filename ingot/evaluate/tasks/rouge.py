@@ -22,7 +22,7 @@ from ingot.data.sources.records import read_records
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.chat import Messages, is_trained
 
 METRICS = RougeTask.metric_names
 
@@ -188,16 +188,17 @@ def _items_from_validation(
             continue
         chat = from_chat(document.text)
         messages = chat.messages
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        last = messages[-1]
+        if len(messages) < 2 or last["role"] != "assistant" or not is_trained(last):
             raise WrongInput(
-                f"{knob}: {document.doc_id} does not end with an answer to something; leave it out"
-                " of data.validation, or set `source`"
+                f"{knob}: {document.doc_id} does not end with an answer to something that is"
+                " trained; leave it out of data.validation, or set `source`"
             )
         yield RougeItem(
             document.doc_id,
             _last_user_message(messages),
             info.tokenizer.encode_chat(messages[:-1], chat.tools),
-            str(messages[-1]["content"]),
+            str(last["content"]),
         )
 
 

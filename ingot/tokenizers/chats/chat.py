@@ -12,6 +12,10 @@ from ingot.base.exact_json import parse_json
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 """Functions in OpenAI's format: `{"type": "function", "function": {"name": ..., ...}}`."""
+MARKS = ("weight", "loss_weight", "train", "training")
+"""The keys by which a message of the assistant says whether it is trained, 0 or 1: OpenAI's,
+LLaMA-Factory's and axolotl's.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Chat:
     def until(self, count: int) -> Chat:
         """The chat with its first messages alone."""
         return Chat(self.messages[:count], self.tools)
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message is trained, as all are but those that say otherwise."""
+    return all(message.get(mark, 1) != 0 for mark in MARKS)
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
+from ingot.tokenizers.chats.chat import is_trained
 from ingot.tokenizers.chats.render import (
     BEGIN,
     END,
@@ -190,10 +191,11 @@ class _Outline:
             if role == "assistant"
         }
         if self._blocks:
-            return self._blocks == len(answers) or not self._first
+            every = not self._first and all(is_trained(self._probe[index]) for index in answers)
+            return self._blocks == len(answers) or every
         how, spans = turn_format(self._form), list[tuple[int, int]]()
         for index, says in answers.items():
-            if index < self._first:
+            if index < self._first or not is_trained(self._probe[index]):
                 continue
             whole = without_blocks(self._skeleton(index + 1, prompt=False))
             asked = self._asked(index)

@@ -1,5 +1,6 @@
 """Finds what of a chat is trained: of each answer what a served model has to write, from the end of
-the generation prompt through the end-of-turn token.
+the generation prompt through the end-of-turn token. An answer that is marked as not to be trained
+is there to be read alone.
 
 `{% generation %}` blocks of a template are used where it has them. Otherwise the chat is rendered
 as it was when each answer was asked for, and with that answer. Templates may write an answer
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.chat import Messages, is_trained
 from ingot.tokenizers.chats.render import BEGIN, END, ChatFormat, any_of_pattern, render
 
 QUESTION, ANSWER = "\U0010fff0", "\U0010fff1"
@@ -125,12 +126,13 @@ def trained_texts(form: ChatFormat, messages: Messages, first: int = 0) -> list[
             _block_span(text, begin, end, how)
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
-        spans = spans[_blocks_before(form, messages, first, len(spans)) :]
+        untrained = _untrained_blocks(form, messages, first, len(spans))
+        spans = [span for number, span in enumerate(spans) if number not in untrained]
         return [_rendered(text, spans, len(messages))]
     answers = [
         _served(form, messages, index, marked)
         for index in range(first, len(messages))
-        if messages[index]["role"] == "assistant"
+        if messages[index]["role"] == "assistant" and is_trained(messages[index])
     ]
     texts = list[RenderedChat]()
     left, text, count = answers, marked, len(messages)
@@ -222,6 +224,21 @@ def _answer_behind(
 def _count_turns(messages: Messages) -> int:
     """The number of assistant messages."""
     return sum(message["role"] == "assistant" for message in messages)
+
+
+def _untrained_blocks(form: ChatFormat, messages: Messages, first: int, blocks: int) -> set[int]:
+    """The numbers of a chat's `{% generation %}` blocks that belong to messages before `first`, or
+    to answers that are marked as not to be trained.
+
+    Raises:
+        WrongInput: as `_blocks_before`.
+    """
+    found = set(range(_blocks_before(form, messages, first, blocks)))
+    for index, message in enumerate(messages):
+        if index >= first and message["role"] == "assistant" and not is_trained(message):
+            begin, end = (_blocks_before(form, messages, at, blocks) for at in (index, index + 1))
+            found.update(range(begin, end))
+    return found
 
 
 def _blocks_before(form: ChatFormat, messages: Messages, first: int, blocks: int) -> int:

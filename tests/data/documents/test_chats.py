@@ -161,7 +161,7 @@ def test_other_keys_stay_and_null_ones_go() -> None:
     ("record", "reason", "detail"),
     [
         ({"text": "x", "id": 1}, "no chat columns", "keys: text, id"),
-        ({"prompt": HELLO, "completion": "c"}, "the prompt has answers", "every answer"),
+        ({"prompt": HELLO, "completion": "c"}, "the prompt has answers", "a `weight` of 0"),
         ({"messages": []}, "empty chat", ""),
         ({"messages": "x"}, "not a list of messages", "no JSON"),
         ({"messages": {"role": "user"}}, "not a list of messages", "dict"),
@@ -194,6 +194,16 @@ def test_other_keys_stay_and_null_ones_go() -> None:
         ),
         ({"messages": [{"role": "assistant", "content": "x", "at": float("nan")}]}, "not JSON", ""),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "invalid UTF-8", ""),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+            "weight of an answer is not 0 or 1",
+            "`weight` is '0.5'",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "x", "train": "false"}]},
+            "weight of an answer is not 0 or 1",
+            "`train` is 'false'",
+        ),
     ],
 )
 def test_bad_records(record: dict[str, Any], reason: str, detail: str) -> None:

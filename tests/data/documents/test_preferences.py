@@ -200,6 +200,11 @@ def test_renamed_columns_and_named_layouts() -> None:
         ({"prompt": "q", "chosen": "x", "rejected": 3}, "not a list of messages", "int"),
         ({"prompt": 3, "chosen": "x", "rejected": "y"}, "not a list of messages", "int"),
         ({"prompt": "q", "chosen": "\ud800", "rejected": "y"}, "invalid UTF-8", ""),
+        (
+            {"prompt": "q", "chosen": "x", "rejected": [{**bot("y"), "weight": 0}]},
+            "an answer that is judged is marked as not trained",
+            "`rejected` has weight 0",
+        ),
     ],
 )
 def test_bad_records(record: dict[str, Any], reason: str, detail: str) -> None:
@@ -207,6 +212,15 @@ def test_bad_records(record: dict[str, Any], reason: str, detail: str) -> None:
     assert found.reason == reason
     assert detail in found.detail
     assert found.keys == (tuple(record) if reason == "no preference columns" else ())
+
+
+def test_marks_in_a_prompt_say_nothing_and_in_a_rated_answer_too_much() -> None:
+    talk = [user("q"), {**bot("x"), "weight": 0}, user("r")]
+    assert of({"prompt": talk, "chosen": "y", "rejected": "z"}).prompt == talk
+    rated = {"prompt": talk, "completion": [{**bot("y"), "train": False}], "label": True}
+    found = to_rated(1, rated, "auto", {})
+    assert isinstance(found, BadRecord)
+    assert found.reason == "an answer that is judged is marked as not trained"
 
 
 def test_hh_needs_its_turns() -> None:

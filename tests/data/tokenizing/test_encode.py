@@ -88,7 +88,7 @@ def test_what_decides_about_records() -> None:
         identity("chat", tokenizer, "a")
         == identity("chat", tokenizer, "b")
         == {
-            "records": "sft-3",
+            "records": "sft-4",
             "tokenizer": tokenizer.identity(),
         }
     )
@@ -125,9 +125,10 @@ def test_bytes_are_those_of_all_that_an_answer_writes() -> None:
         {"role": "assistant", "content": "é"},
         {"role": "assistant", "content": "é", "reasoning_content": "hm"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "é", "weight": 0},
     ]
     texts = [json.dumps({"messages": [asked, answer]}) for answer in answers]
     sizes = [
         encode_records("chat", tokenizer, tokenizer.encode_batch, [text]).bytes for text in texts
     ]
-    assert sizes == [2, 4, len('{"name":"f","arguments":{"n":"é"}}'.encode())]
+    assert sizes == [2, 4, len('{"name":"f","arguments":{"n":"é"}}'.encode()), 0]

@@ -151,6 +151,25 @@ def test_chats_are_asked_with_their_tools(tmp_path: Path) -> None:
     assert asked == [served, served]
 
 
+def test_no_answer_is_compared_with_one_that_is_not_to_be_learned(tmp_path: Path) -> None:
+    wrong = [
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "no", "weight": 0},
+    ]
+    chats = [{"messages": [*one["messages"], *wrong]} for one in records("chat")]
+    write_lines(tmp_path / "chat.jsonl", chats)
+    recipe = recipe_of(tmp_path, "chat", data__seq_len=256)
+    ingest(recipe)
+    prepare(recipe)
+    info = EvalModelInfo(recipe, "decoder", load_tokenizer(recipe.folder.tokenizer), 512, "it")
+    reward = RewardTask.model_validate({"kind": "reward", "rewards": [{"kind": "exact"}]})
+    documents = itertools.islice(read_documents(recipe, "validation"), 2)
+    answers = [json.loads(document.text)["messages"][-3]["content"] for document in documents]
+    assert [item.reference for item in open_reward(reward, info, 2).items] == answers
+    with pytest.raises(WrongInput, match="does not end with an answer to something that is"):
+        open_rouge(RougeTask(kind="rouge"), info, 2)
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("documents", ["pair", "chat"])
 def test_two_ranks_write_what_one_does(documents: str, made: Callable[[str], Recipe]) -> None:

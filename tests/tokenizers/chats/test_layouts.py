@@ -94,6 +94,17 @@ def test_the_same_ids_and_masks(template: str, monkeypatch: pytest.MonkeyPatch) 
     check_alike(chatty(template), made_up_chats(80), monkeypatch)
 
 
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, LAST_ONLY, END_ONCE])
+def test_the_same_where_some_answers_have_no_weight(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = [
+        [one | {"weight": (number + place) % 2} for place, one in enumerate(chat)]
+        for number, chat in enumerate(made_up_chats(80))
+    ]
+    check_alike(chatty(template), chats, monkeypatch)
+
+
 @pytest.mark.parametrize("name", BUILT_IN["template"])
 def test_the_same_with_built_in_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = with_template(all_tokens(), find_template(name))

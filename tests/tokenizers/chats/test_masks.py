@@ -472,6 +472,37 @@ def test_only_what_comes_after_the_prompt_is_trained(template: str) -> None:
     ]
 
 
+def trained_in(tokenizer: Tokenizer, chats: list[Talk]) -> list[str]:
+    """What is trained of each chat, its texts one after another."""
+    found, said = encode_trained(tokenizer, list(map(Chat, chats)), tokenizer.encode_batch), []
+    begins = np.cumsum([0, *found.lengths])[np.cumsum([0, *found.counts])]
+    for begin, end in itertools.pairwise(begins.tolist()):
+        ids = found.ids[begin:end][found.mask[begin:end] == 1]
+        said.append(tokenizer.decode(ids, skip_special=False))
+    return said
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS, NO_PROMPT, NO_END, END_ONCE])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"training": False}]
+)
+def test_an_answer_of_no_weight_is_read_and_not_trained(
+    template: str, mark: dict[str, Any]
+) -> None:
+    """Also where the layout of such chats is known, from the second of a kind on."""
+    tokenizer = chatty(template)
+    talk = turns((U, "more"), (A, "melt"), (U, "copper"), (A, "rings"))
+    wrong_first = [talk[0], talk[1] | mark, talk[2], talk[3] | dict.fromkeys(mark, 1)]
+    wrong_last = [*talk[:3], talk[3] | mark]
+    for said in trained_in(tokenizer, [wrong_first] * 3):
+        assert "rings" in said
+        assert "melt" not in said
+    for said in trained_in(tokenizer, [wrong_last] * 3):
+        assert "melt" in said
+        assert "rings" not in said
+    assert trained_in(tokenizer, [[talk[0], talk[1] | mark]] * 3) == ["", "", ""]
+
+
 def test_blocks_that_are_not_one_a_turn() -> None:
     """A template may mark no more than some of the turns; then the first messages alone show how
     many are theirs.
@@ -481,6 +512,9 @@ def test_blocks_that_are_not_one_a_turn() -> None:
     talk = turns((U, "a"), (A, "copper"), (A, "melts"), (U, "b"), (A, "the rings"))
     ids, mask, _ = encode_chats(tokenizer, [Chat(talk)], tokenizer.encode_batch, [3])
     assert tokenizer.decode(ids[mask == 1], skip_special=False) == "the rings<|im_end|>"
+    for place, said in ((1, "melts<|im_end|>the rings<|im_end|>"), (4, "melts<|im_end|>")):
+        chat = [*talk[:place], talk[place] | {"weight": 0}, *talk[place + 1 :]]
+        assert trained_in(tokenizer, [chat] * 3) == [said] * 3
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS, BARE_BLOCKS, LAST_ONLY])
