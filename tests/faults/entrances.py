@@ -256,6 +256,14 @@ FAULTS = [
         "tests/base/test_progress.py",
     ),
     Fault(
+        "adopted-term-lost",
+        "ingot/config/adopt/axolotl.py",
+        '        draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")\n',
+        "",
+        "simpo of axolotl is adopted without the cross-entropy that it adds there",
+        "tests/config/adopt/test_tuner_values.py",
+    ),
+    Fault(
         "adopted-rows-cut",
         "ingot/config/adopt/axolotl.py",
         'TOO_LONG = {"drop": "drop"',

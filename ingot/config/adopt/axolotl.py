@@ -70,7 +70,9 @@ ROWS = rows(
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
     KeyRow("rl"),
-    KeyRow("rl_beta", read=number, also=("dpo_beta", "orpo_alpha")),
+    KeyRow("rl_beta", read=number, also=("dpo_beta", "orpo_alpha"), default="0.1"),
+    KeyRow("simpo_gamma", read=number, default="0.5"),
+    KeyRow("cpo_alpha", read=number, default="1.0"),
     *grpo_rows("trl."),
     KeyRow("micro_batch_size", "train.micro_batch", whole, default="1"),
     KeyRow("eval_batch_size", "evaluate.micro_batch", whole),
@@ -193,8 +195,11 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
         multiple = begin_grpo(sheet, draft, "trl.")
     else:
         draft.put("objective.kind", kind, "rl" if rl else "datasets[].type")
-    if rl and kind != "grpo" and (beta := sheet.get("rl_beta")) is not None:
-        draft.put("objective.beta", beta, sheet.name("rl_beta"))
+    if rl and kind != "grpo":
+        draft.put("objective.beta", sheet.get("rl_beta"), sheet.name("rl_beta"))
+    if kind == "simpo":
+        draft.put_from(sheet, "simpo_gamma", "objective.margin")
+        draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")
     for given, knob in (
         (items, "data.train"),
         (listed(sheet, "test_datasets"), "data.validation"),

@@ -61,7 +61,7 @@ ROWS = rows(
     KeyRow("disable_gradient_checkpointing", read=truth),
     KeyRow("pref_loss", default="sigmoid"),
     KeyRow("pref_beta", read=number, default="0.1"),
-    KeyRow("simpo_gamma", read=number),
+    KeyRow("simpo_gamma", read=number, default="0.5"),
     KeyRow("report_to", read=texts),
     KeyRow("run_name"),
     lost={
@@ -131,8 +131,8 @@ def _objective(sheet: GivenKeys, draft: Draft) -> str:
     draft.put("objective.kind", kind, "pref_loss" if stage == "dpo" else "stage")
     if kind in ("dpo", "ipo", "simpo", "orpo", "kto"):
         draft.put_from(sheet, "pref_beta", "objective.beta")
-    if kind == "simpo" and (gamma := sheet.get("simpo_gamma")) is not None:
-        draft.put("objective.margin", gamma, "simpo_gamma")
+    if kind == "simpo":
+        draft.put_from(sheet, "simpo_gamma", "objective.margin")
     return kind
 
 
