@@ -264,6 +264,14 @@ FAULTS = [
         "tests/config/adopt/test_tuner_values.py",
     ),
     Fault(
+        "adopted-texts-without-their-column",
+        "ingot/config/adopt/trl.py",
+        '                found["text"] = texts_in\n',
+        "                pass\n",
+        "an adopted recipe reads texts from another column than the file names",
+        "tests/config/adopt/test_tuner_values.py",
+    ),
+    Fault(
         "adopted-rows-cut",
         "ingot/config/adopt/axolotl.py",
         'TOO_LONG = {"drop": "drop"',

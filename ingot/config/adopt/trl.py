@@ -26,7 +26,7 @@ from ingot.config.adopt.tuning import (
 )
 
 KEYS = TunerKeys(rank="lora_r", targets="lora_target_modules")
-RATES = {"sft": 2e-5, "reward": 1e-4}
+RATES = {"sft": 2e-5, "pretrain": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
 OF_GRPO = ("num_generations", "reward_funcs", "reward_weights")
@@ -142,6 +142,13 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
         kind = PREFERENCES.get(loss, "dpo")
         if loss is not None and loss not in PREFERENCES:
             draft.note("changed", "loss_type", f"{loss} is not offered; dpo stands for it")
+    elif sheet.has("dataset_text_field"):
+        kind = "pretrain"
+        draft.note(
+            "changed",
+            "dataset_text_field",
+            "SFT of plain texts is objective.kind=pretrain; if rows are chats, set it to sft",
+        )
     else:
         kind = "sft"
         draft.note(
@@ -163,11 +170,16 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
     if sheet.has("dataset_config"):
         where += f":{sheet.get('dataset_config')}"
     asked = sheet.get("dataset_prompt_column")
+    texts_in = sheet.get("dataset_text_field")
+    if texts_in is not None and kind != "pretrain":
+        draft.note("lost", "dataset_text_field", f"{kind} does not train on plain texts")
     for key, knob in (("dataset_train_split", "train"), ("dataset_test_split", "validation")):
         if knob == "train" or sheet.has(key):
             found = {"source": where, "split": sheet.get(key)}
             if asked not in (None, "prompt"):
                 found["columns"] = {"prompt": asked}
+            if kind == "pretrain":
+                found["text"] = texts_in
             draft.put(f"data.{knob}", [named(found)], "dataset_name", sheet.where("dataset_name"))
     if kind == "grpo":
         length = sheet.get("max_prompt_length") + sheet.get("max_completion_length")
@@ -187,7 +199,7 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
                 "data.seq_len is of prompt and answer together; data.truncate=left cuts prompts"
                 " where both are longer",
             )
-    if kind == "sft":
+    if kind in ("sft", "pretrain"):
         draft.put("data.pack", "best_fit" if sheet.get("packing") else "none", "packing")
 
 

@@ -71,7 +71,7 @@ def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
         KeyRow("adam_beta1", read=number, default="0.9"),
         KeyRow("adam_beta2", read=number, default="0.999"),
         KeyRow("adam_epsilon", "train.optimizer.eps", number),
-        KeyRow("max_grad_norm", "train.clip_norm", number),
+        KeyRow("max_grad_norm", read=number),
         KeyRow("warmup_ratio", read=number),
         KeyRow("warmup_steps", read=number),
         KeyRow("lora_alpha", read=number),
@@ -150,6 +150,9 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
 def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
     betas = [sheet.get("adam_beta1"), sheet.get("adam_beta2")]
     draft.put("train.optimizer.betas", betas, "the Trainer's, unless given")
+    if (norm := sheet.get("max_grad_norm")) is not None:
+        # The Trainer does not clip to a norm of 0.
+        draft.put_from(sheet, "max_grad_norm", "train.clip_norm", norm if norm > 0 else None)
     if "adamw" not in (kind := sheet.get(keys.optimizer)):
         draft.note(
             "changed",

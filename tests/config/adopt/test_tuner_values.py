@@ -15,6 +15,7 @@ datasets:
   - path: org/rows
     type: chat_template
 """
+TEXTS = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nmax_length: 64\n"
 
 
 @pytest.mark.parametrize(("mark", "lost"), [("train", False), ("keep", True)])
@@ -48,3 +49,22 @@ def test_simpo_of_llamafactory_has_its_margin(tmp_path: Path) -> None:
     assert recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()["margin"] == 0.5
     text = LLAMAFACTORY.replace("simpo_gamma: 0.5", "simpo_gamma: 1.5")
     assert recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()["margin"] == 1.5
+
+
+@pytest.mark.parametrize(("norm", "clip"), [("0", None), ("0.0", None), ("0.3", 0.3)])
+def test_no_clipping_is_carried(tmp_path: Path, norm: str, clip: float | None) -> None:
+    for project in ({"ash_yaml": AXOLOTL}, {"elm_yaml": LLAMAFACTORY}, {"fir_yaml": TEXTS}):
+        given = {name: f"{text}max_grad_norm: {norm}\n" for name, text in project.items()}
+        assert recipe_of(tmp_path, **given)[0].train.clip_norm == clip
+    assert recipe_of(tmp_path, fir_yaml=TEXTS)[0].train.clip_norm == 1.0
+
+
+def test_texts_of_trl_are_pretrained_on(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}dataset_text_field: body\n")
+    assert (recipe.objective.kind, recipe.data.train[0].text) == ("pretrain", "body")
+    assert (recipe.data.pack, recipe.train.optimizer.lr) == ("none", 2e-5)
+    assert "dataset_text_field: SFT of plain texts is objective.kind=pretrain" in notes
+    text = f"{TEXTS}dataset_text_field: body\nloss_type: ipo\n"
+    recipe, notes = recipe_of(tmp_path, fir_yaml=text)
+    assert recipe.objective.kind == "ipo"
+    assert "dataset_text_field: ipo does not train on plain texts" in notes
