@@ -131,7 +131,7 @@ FAULTS = [
     ),
     Fault(
         "equal-to-everything",
-        "ingot/rewards/sandbox/judge.py",
+        "ingot/rewards/sandbox/stand_in.py",
         "return isinstance(other, StandIn) and self",
         "return self",
         "an answer passes by returning an object that equals everything",
@@ -259,7 +259,7 @@ FAULTS = [
     ),
     Fault(
         "plain-data-meets-an-object",
-        "ingot/rewards/sandbox/judge.py",
+        "ingot/rewards/sandbox/stand_in.py",
         'if self._answer.do("has", self, method) is True:',
         "if False:",
         "a right program fails tests that cannot be judged, uncounted",
@@ -272,5 +272,13 @@ FAULTS = [
         "if False:",
         "a reward that fails on every answer is a mean of 0, on which a gate deploys",
         "tests/evaluate/tasks/test_reward.py",
+    ),
+    Fault(
+        "answer-gives-the-tests-names",
+        "ingot/rewards/sandbox/judge.py",
+        "            if name not in own and not isinstance(value, StandIn | type)\n",
+        "            if not isinstance(value, StandIn | type)\n",
+        "an answer passes by giving a variable of the tests another value while they run",
+        VERDICTS,
     ),
 ]

@@ -3,5 +3,6 @@ limits of time and memory, and judged from outside so that it cannot forge its v
 
 `run.py` starts two sandboxes, and everything else runs inside them with the standard library alone:
 `enclose.py` shuts the process in, `answer.py` holds the code, `judge.py` the tests,
-`operations.py` is what the tests may do with its objects, and `values.py` what passes between.
+`stand_in.py` what stands there for its objects, `operations.py` is what may be done with these, and
+`values.py` what passes between the two.
 """

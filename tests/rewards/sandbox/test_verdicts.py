@@ -88,9 +88,22 @@ HONEST = {
         "assert s.size() == 2\nCOUNT[0] = 9\nassert f([]) == 9",
     ),
     "exceptions of exceptions": (
-        "class A(ValueError): pass\nclass B(A): pass\ndef f(): raise B('no')",
-        "assert issubclass(A, ValueError)\ndef test_a():\n    try: f()\n    except ValueError: return\n"
+        "class Z(ValueError): pass\nclass B(Z): pass\ndef f(): raise B('no')",
+        "assert issubclass(B, Z) and issubclass(Z, ValueError)\ndef test_a():\n    try: f()\n    except ValueError: return\n"
         "    assert False",
+    ),
+    "names of the tests": (
+        "total = 0\npatch = 0\ndef f(x):\n    global total\n    total += x\n    return x * x",
+        "total = 0\nfor x in (2, 3):\n    total += f(x)\nassert total == 13\npatch = [1]\n"
+        "assert patch[0] == 1",
+    ),
+    "what is changed meanwhile": (
+        "CALLS = 0\ndef f():\n    global CALLS\n    CALLS += 1",
+        "def test_calls():\n    f()\n    f()\n    assert CALLS == 2",
+    ),
+    "a long list of an object": (
+        "class A:\n    def __init__(self): self.items = list(range(4000))\ndef f(x): return x",
+        "count = 0\nitems = A().items\nfor x in items:\n    count += f(x) == x\nassert count == 4000",
     ),
     "an enumeration": (
         "import enum\nclass C(enum.Enum):\n    R = 1\ndef f(): return C.R",
@@ -215,6 +228,10 @@ FORGED = {
     "        data = ('{\"value\": ' + message + '}').encode()\n"
     "        try: os.write(each, struct.pack('>I', len(data)) + data)\n"
     "        except OSError: pass\nos._exit(0)",
+    "an item of everything": (
+        "class Yes:\n    def __lt__(self, other): return True\n    def __gt__(self, other): return True\n"
+        "    def __sub__(self, other): return 0\ndef f(x): return Yes()"
+    ),
     "modules of the judge": (
         "import sys\nfor name, module in list(sys.modules.items()):\n"
         "    if 'judge' in name:\n        module._judge = lambda *a: {'passed': 9, 'tests': 9, 'whole':"
@@ -240,6 +257,29 @@ def test_no_verdict_can_be_forged(name: str) -> None:
     assert verdict is not None
     assert not verdict.whole
     assert verdict.passed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        (
+            "failures",
+            "failures = 0\nfor x in (7, 8):\n    failures += f(x) != x * x\nassert failures == 0",
+        ),
+        ("good", "good = True\nfor x in (7, 8):\n    if f(x) != x * x: good = False\nassert good"),
+    ],
+)
+def test_what_tests_count_is_their_own(name: str, tests: str) -> None:
+    """An answer that has a name of theirs, and sets it while they run."""
+    value = {"failures": 0, "good": True}[name]
+    program = (
+        f"import sys\n{name} = {value}\n"
+        f"def spy(frame, event, arg): globals()['{name}'] = {value}\n"
+        "sys.setprofile(spy)\ndef f(x): return -1"
+    )
+    verdict = run_trial(program, tests, SandboxLimits(timeout=30))
+    assert verdict is not None
+    assert not verdict.passed
 
 
 def test_part_of_the_tests_is_a_share() -> None:
