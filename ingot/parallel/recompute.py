@@ -8,7 +8,7 @@ outside, through the decoder's `run_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,9 @@ KEPT = (
     "_c10d_functional::all_reduce",
 )
 """Operators whose results `selective` keeps: matrix products with their sums over ranks, and
-attention, by their names on CPUs and accelerators.
+attention, by their names on CPUs and accelerators. Not attention that drops weights itself: torch
+sets its generator back to where the layer began, and if a kernel did not draw from it again, all
+masks behind it in the layer would be others than in forward.
 """
 CHOOSING = "aten::topk"
 """The operator that chooses experts. Always kept: scores that are computed again may differ in
@@ -149,8 +151,10 @@ def _checkpoint(
 
 
 def keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `selective`: save the operators in `KEPT`, recompute the others."""
-    return _policy(operator, (*KEPT, CHOOSING))
+    """The policy of `selective`: save the operators in `KEPT` that draw nothing, recompute the
+    others.
+    """
+    return _policy(operator, () if _drops(operator, args, kwargs) else (*KEPT, CHOOSING))
 
 
 def keep_choices(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -165,6 +169,14 @@ def _policy(operator: Any, kept: Sequence[str]) -> CheckpointPolicy:
         if name.partition(".")[0] in kept
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+def _drops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel of attention is asked to draw a mask of dropout."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    named = dict(zip((one.name for one in operator._schema.arguments), args, strict=False))
+    return (named | dict(kwargs)).get("dropout_p", 0.0) > 0
 
 
 def _recomputed(kind: type, checkpoint_fn: Checkpoint) -> type:

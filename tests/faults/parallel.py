@@ -276,4 +276,12 @@ FAULTS = [
         "return gradient, None, None, None",
         "gradients are not summed over the ranks that share a tensor",
     ),
+    Fault(
+        "kernel-that-drops-is-kept",
+        "ingot/parallel/recompute.py",
+        "() if _drops(operator, args, kwargs) else (*KEPT, CHOOSING)",
+        "(*KEPT, CHOOSING)",
+        "layers that are recomputed beside a kernel that drops draw other masks than in forward",
+        by="tests/parallel/test_recompute.py",
+    ),
 ]

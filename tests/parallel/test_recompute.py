@@ -266,6 +266,58 @@ def test_models_of_transformers_repeat_their_dropout(name: str, kind: str) -> No
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
+class DrawingKernel:
+    """Fused attention with dropout as a GPU has it and a CPU does not: it draws a seed from torch's
+    generator, and what it dropped is made from the seed again in backward.
+    """
+
+    def __init__(self, library: torch.library.Library) -> None:
+        name = "_scaled_dot_product_efficient_attention"
+        library.impl(name, self.forward, "CPU")
+        library.impl(f"{name}_backward", self.backward, "CPU")
+
+    @staticmethod
+    def weights(q: Tensor, k: Tensor, dropout: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities `[B, H, T, S]`, and the factors of dropout."""
+        p = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+        generator = torch.Generator().manual_seed(int(seed))
+        return p, torch.empty_like(p).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, dropout: float
+    ) -> tuple[Tensor, ...]:
+        seed = torch.randint(2**62, (1,))
+        p, factors = self.weights(q, k, dropout, seed)
+        return p * factors @ v, torch.zeros(q.shape[:3]), seed, torch.zeros_like(seed)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor | None, ...]:
+        _, _, _, seed, _, dropout, *_ = more
+        p, factors = self.weights(q, k, dropout, seed)
+        dp = grad @ v.transpose(-1, -2) * factors
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        return ds @ k, ds.transpose(-1, -2) @ q, (p * factors).transpose(-1, -2) @ grad, None
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **more: Any) -> Tensor:
+        """Takes the place of torch's function; nothing is masked here."""
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        out: Tensor = kernel(q, k, v, None, True, dropout_p)[0]
+        return out
+
+
+def test_a_kernel_that_drops_draws_again_when_a_layer_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If its results were kept, the masks behind it in a layer would be drawn in its place."""
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", DrawingKernel.attend)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        DrawingKernel(library)
+        wanted, found = hub_gradients("bert", {}), hub_gradients("bert", KINDS["selective"])
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
 def test_runs_of_layers_are_for_decoders() -> None:
     with pytest.raises(
         WrongInput,
