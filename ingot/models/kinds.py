@@ -4,7 +4,7 @@ a folder and listing the tensors to export work the same for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.progress import say
-from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
+from ingot.config.models.content import CHANGED, LABELS, QUANTIZE, read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, kind_of, model_config
+from ingot.config.models.types import HFKind
 from ingot.config.models.weights import has_hash, model_hash
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config
 from ingot.models.hf import folder as folders
-from ingot.models.hf.config import read_hf_config
+from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.loading import hf_weights, load_hf_model
-from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq
+from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq, TextReader
 from ingot.models.hf.tensor_names import (
     LORA_LEAVES,
     expert_pieces,
@@ -44,9 +45,11 @@ def kind_of_folder(folder: Path) -> ModelKind:
     """The kind of the model in a folder; for an adapter, the kind of its merged model."""
     if not is_adapter(folder):
         return kind_of(model_config(folder))
-    return (
-        "encoder" if class_count(folder) is not None else kind_of(model_config(base_folder(folder)))
-    )
+    if class_count(folder) is not None:
+        return "encoder"
+    if (read_lineage(folder) or {}).get("objective") == "mlm":
+        return "masked"
+    return kind_of(model_config(base_folder(folder)))
 
 
 def base_folder(adapter: Path) -> Path:
@@ -81,24 +84,10 @@ def open_model(
     """
     if is_adapter(folder):
         return _with_adapter(folder, device, dtype, check=check)
-    return _opened(folder, {}, device, dtype, check=check)
-
-
-def _opened(
-    folder: Path,
-    changed: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    check: bool,
-) -> AnyModel:
-    """The model in `folder` with these values of its configuration changed."""
-    config = overridden(model_config(folder), changed)
+    config = model_config(folder)
     kind = kind_of(config)
     if kind == "decoder":
-        return folders.load_model(
-            folder, device=device, dtype=dtype, overrides=changed, check=check
-        )
+        return folders.load_model(folder, device=device, dtype=dtype, check=check)
     return load_hf_model(
         read_hf_config(config, kind, str(folder), unproved=True),
         folder,
@@ -112,7 +101,7 @@ def _opened(
 def _with_adapter(
     adapter: Path, device: torch.device, dtype: torch.dtype | None, *, check: bool
 ) -> AnyModel:
-    base, classes = base_folder(adapter), class_count(adapter)
+    base, kind = base_folder(adapter), kind_of_folder(adapter)
     if check:
         _check_base(adapter, base)
     about = read_lineage(adapter) or {}
@@ -123,24 +112,53 @@ def _with_adapter(
             " is, it is another model (`ingot verify export` tells how far off)"
         )
     model: AnyModel
-    if classes is None or kind_of(model_config(base)) == "encoder":
-        # The head is the adapter's, so that it does not matter what the base's was for.
-        head = {} if classes is None else {"problem_type": None}
-        model = _opened(base, {**changed, **head}, device, None, check=check)
+    if kind == "decoder":
+        model = folders.load_model(base, device=device, overrides=changed, check=check)
     else:
-        # The base has no classifier: the adapter brings the head, and PEFT's layout does not store
-        # the names of its classes. A score of ours is read where a text ends, whatever the base
-        # pads with.
-        values = overridden(model_config(base), changed)
-        scores = about.get("objective") == "reward"
-        if scores and values.get("pad_token_id") is None:
-            values["pad_token_id"] = 0
-        labels = [str(label) for label in range(classes)]
-        config = read_hf_config(values, "encoder", str(base), labels=labels, unproved=True)
-        config = replace(config, reads_last_place=scores)
-        model = load_hf_model(config, base, device=device, dtype=torch.float32, seed=0, check=check)
+        config = _adapted_config(adapter, base, kind, about)
+        held = read_adapter_config(adapter).heads
+        seed = 0 if held else None  # of what the base lacks and the adapter brings
+        model = load_hf_model(
+            config, base, device=device, dtype=torch.float32, seed=seed, check=check
+        )
+        _check_drawn(model, adapter, base, held)
     load_adapter(model, adapter, merge=True, check=check)
     return model.to(dtype or torch.float32).eval()
+
+
+def _adapted_config(adapter: Path, base: Path, kind: HFKind, about: Mapping[str, Any]) -> HFConfig:
+    """The configuration of a base with its adapter. The head of a classifier is the adapter's, so
+    that it does not matter what the base's was for, or whether it has one; `ingot.json` names its
+    classes, for which PEFT's layout has no place.
+    """
+    given = model_config(base)
+    values = overridden(given, about.get(CHANGED) or {})
+    classes = class_count(adapter)
+    if classes is None:
+        return read_hf_config(values, kind, str(base), unproved=True)
+    # A score of ours is read where a text ends, whatever the base pads with.
+    scores = about.get("objective") == "reward"
+    if scores and values.get("pad_token_id") is None:
+        values["pad_token_id"] = 0
+    labels = about.get(LABELS) or ()
+    if not labels and kind_of(given) != "encoder":
+        labels = [str(label) for label in range(classes)]
+    values["problem_type"] = None
+    config = read_hf_config(values, kind, str(base), labels=labels, unproved=True)
+    return replace(config, reads_last_place=scores)
+
+
+def _check_drawn(model: HFModel, adapter: Path, base: Path, held: Sequence[str]) -> None:
+    """Refuse an adapter that was trained beside modules that were drawn at random, and does not
+    hold them: what they were then is nowhere.
+    """
+    drawn = model.drawn if isinstance(model, TextReader) else ()
+    lost = [name for name in drawn if not any(name.endswith(head) for head in held)]
+    if lost:
+        raise WrongInput(
+            f"{adapter}: neither it nor {base} has {', '.join(lost)}, which was drawn at random in"
+            " its training; take the merged model of that run, or train the adapter again"
+        )
 
 
 def _check_base(adapter: Path, base: Path) -> None:

@@ -26,7 +26,7 @@ from ingot.config.sections.mlm import MLMSettings
 from ingot.models.hf.config import HFConfig, read_hf_config
 from ingot.models.hf.content import ALL, Share
 from ingot.models.hf.folder import load_weights
-from ingot.models.hf.loading import init_hf_model, load_hf_model
+from ingot.models.hf.loading import find_drawn, init_hf_model, load_hf_model
 from ingot.models.kinds import AnyModel
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -155,7 +155,12 @@ def create_model(spec: ModelSpec, seed: int, *, planned: bool = False) -> AnyMod
             return Decoder(spec.config)
     if planned:
         with (meta := torch.device("meta")):
-            return init_hf_model(spec.config, seed, meta)
+            model = init_hf_model(spec.config, seed, meta)
+        # What the folder lacks is trained whole beside an adapter. One on the hub may be planned
+        # before its weights are here.
+        if spec.folder is not None and not spec.random and any(spec.folder.glob("*.safetensors")):
+            find_drawn(model, spec.folder)
+        return model
     host = torch.device("cpu")
     if spec.folder is None or spec.random:
         return init_hf_model(spec.config, seed, host)

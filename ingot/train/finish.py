@@ -19,7 +19,7 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
-from ingot.config.models.content import CHANGED, CONTENT, FILES, LINEAGE, file_digests
+from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, LINEAGE, file_digests
 from ingot.config.models.source import model_config
 from ingot.config.models.weights import weight_files
 from ingot.models.adapters.lora import add_lora, lora_layers
@@ -27,6 +27,7 @@ from ingot.models.adapters.peft import save_adapter
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.adapters.quantized import round_base, rounded_tensors
 from ingot.models.hf.folder import named_tensors
+from ingot.models.hf.models import Encoder
 from ingot.models.hf.tensor_names import LORA_LEAVES
 from ingot.models.kinds import AnyModel, model_shapes
 from ingot.models.native.decoder import Decoder
@@ -108,6 +109,7 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
             **({CHANGED: changed} if changed else {}),
+            **({LABELS: list(model.config.labels)} if isinstance(model, Encoder) else {}),
             "parameters": made["parameters"],
         }
         write_atomic(

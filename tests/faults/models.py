@@ -965,4 +965,20 @@ FAULTS = [
         "of a tensor in two files another one is read than the index names",
         "tests/models/hf/test_folder.py",
     ),
+    Fault(
+        "drawn-beside-an-adapter-and-frozen",
+        "ingot/models/adapters/lora.py",
+        "(*beside, *drawn)",
+        "beside",
+        "what a base lacks stays random noise beside an adapter, and is not in its file",
+        "tests/models/adapters/test_peft.py",
+    ),
+    Fault(
+        "classes-named-by-the-base",
+        "ingot/models/kinds.py",
+        "labels = about.get(LABELS) or ()",
+        "labels: Sequence[str] = ()",
+        "the adapter of a classifier answers with the names of its base's classes",
+        "tests/train/test_chain.py",
+    ),
 ]

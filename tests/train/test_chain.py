@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.models.hf.models import Encoder
 from ingot.models.kinds import open_model
 from ingot.pipeline.steps import step_named
 from ingot.train.trainer import train
+from tests.objectives.ways import make_ready, recipe_of
 from tests.small import small_recipe
+from tests.tolerances import LOGITS_FP32
 
 
 def continued(root: Path, first: Recipe, **knobs: Any) -> Recipe:
@@ -117,6 +121,53 @@ def test_an_adapter_goes_on_beside_the_model_that_it_was_trained_with(root: Path
     with pytest.raises(WrongInput, match=r"with model\.config\.rope_theta=500\.0, and the recipe"):
         train(recipe(base, adapter))
     train(recipe(base, adapter, rope_theta=500.0))
+
+
+def test_the_adapter_of_a_classifier_is_its_merged_model(tmp_path: Path) -> None:
+    """With the pooler that a masked language model lacks, and the names of its own classes beside
+    a base that has others.
+    """
+    root = make_ready(tmp_path, ["mlm"])
+    cpu = torch.device("cpu")
+
+    def trained(name: str, base: Path, labels: Sequence[str]) -> Recipe:
+        recipe = recipe_of(
+            root,
+            "classify",
+            name=name,
+            model__source=str(base),
+            model__config=None,
+            model__lora={"rank": 2},
+            tokenizer__source=None,
+            tokenizer__vocab_size=None,
+            objective__labels=list(labels),
+            train__steps=1,
+            precision__export="fp32",
+        )
+        ingest(recipe)
+        prepare(recipe)
+        train(recipe)
+        merged, adapted = (
+            open_model(folder, device=cpu)
+            for folder in (recipe.folder.model, recipe.folder.adapter)
+        )
+        assert isinstance(merged, Encoder)
+        assert isinstance(adapted, Encoder)
+        assert merged.config.labels == adapted.config.labels == tuple(labels)
+        tokens = torch.arange(20).view(2, 10) + 7
+        one, other = (
+            model.logits(tokens, torch.arange(10).expand(2, 10)) for model in (merged, adapted)
+        )
+        torch.testing.assert_close(one, other, atol=LOGITS_FP32, rtol=0)
+        return recipe
+
+    masked = recipe_of(root, "mlm", train__steps=1)
+    train(masked)
+    first = trained("first", masked.folder.model, ["cold", "hot"])
+    lines = (root / "labelled.jsonl").read_text()
+    renamed = lines.replace('"hot"', '"warm"').replace('"cold"', '"cool"')
+    (root / "labelled.jsonl").write_text(renamed)
+    trained("second", first.folder.model, ["cool", "warm"])
 
 
 def test_a_run_that_has_no_model_yet_is_named(root: Path) -> None:

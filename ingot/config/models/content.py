@@ -28,6 +28,8 @@ QUANTIZE = "quantize"
 """The key in `ingot.json` of what an adapter was trained beside, and what it was merged into."""
 CHANGED = "changed_config"
 """The key in `ingot.json` of an adapter for what `model.config` changed of its base."""
+LABELS = "labels"
+"""The key in `ingot.json` of an adapter for the names of its classes, in their order."""
 IGNORED = ("chat_template", "base_model_name_or_path")
 """Settings that may change without changing the model: the template has its own check and knob
 (`any_template`), and an adapter's base may move.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.models.adapters.layer import LoRASize
-from ingot.models.adapters.lora import head_modules, hf_module, linear_layers
+from ingot.models.adapters.lora import head_modules, hf_module, is_within, linear_layers
 from ingot.models.hf.tensor_names import LORA_A, LORA_B, PEFT_MAGNITUDE, stored_parts, to_peft
 from ingot.models.native.decoder import Decoder
 
@@ -123,7 +123,7 @@ def short_targets(model: nn.Module, layers: Collection[str]) -> list[str]:
     called = {
         name
         for name in (*modules, *stored_modules(model))
-        if name.rpartition(".")[2] in tails and name.split(".")[0] not in heads
+        if name.rpartition(".")[2] in tails and not is_within(name, heads)
     }
     return tails if called == set(layers) else sorted(layers)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ingot.base.errors import WrongInput
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.layer import LoRALinear, LoRASize, LoRAState
-from ingot.models.hf.models import MaskedLM
+from ingot.models.hf.models import MaskedLM, TextReader
 from ingot.models.hf.tensor_names import (
     LINEAR_FROM_META,
     LORA_A,
@@ -39,8 +39,8 @@ _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past it
 
 
 def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
-    """Adapt the layers named by `knobs.targets` and freeze everything else but a classification
-    head; the model's outputs do not change yet.
+    """Adapt the layers named by `knobs.targets` and freeze everything else but
+    `head_modules`; the model's outputs do not change yet.
 
     On a model on `meta` the new matrices are on `meta` as well: call `init_adapter` once they are
     allocated.
@@ -68,7 +68,7 @@ def add_lora(model: nn.Module, knobs: Lora, seed: int) -> None:
 
 
 def attach_lora(model: nn.Module, sizes: Mapping[str, LoRASize], state: LoRAState) -> None:
-    """Adapt exactly these layers, and freeze everything but them and a classification head."""
+    """Adapt exactly these layers, and freeze everything but them and `head_modules`."""
     inner = hf_module(model)
     if lora_layers(model):
         raise ValueError("this model has an adapter already")
@@ -121,23 +121,29 @@ def lora_state(model: nn.Module) -> LoRAState | None:
 
 
 def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """The modules of a classifier outside its pretrained trunk: randomly initialised, so they are
-    trained whole (except one that a PEFT folder adapts instead). Empty for other models.
+    """The modules that are trained whole (except one that a PEFT folder adapts instead): those of a
+    classifier outside its pretrained trunk, and whatever else was drawn at random, since the
+    folder that training starts from lacks it. Empty for other models.
     """
-    inner = hf_module(model)
-    if not type(inner).__name__.endswith("ForSequenceClassification"):
-        return ()
-    trunk = getattr(inner, "base_model_prefix", "")
-    beside = {
-        name: module
-        for name, module in inner.named_children()
-        if name != trunk and next(module.parameters(), None) is not None
-    }
+    inner, drawn = hf_module(model), model.drawn if isinstance(model, TextReader) else ()
+    beside: list[str] = []
+    if type(inner).__name__.endswith("ForSequenceClassification"):
+        trunk = getattr(inner, "base_model_prefix", "")
+        beside = [
+            name
+            for name, module in inner.named_children()
+            if name != trunk and next(module.parameters(), None) is not None
+        ]
     return tuple(
         name
-        for name, module in beside.items()
-        if not any(isinstance(part, LoRALinear) for part in module.modules())
+        for name in dict.fromkeys((*beside, *drawn))
+        if not any(isinstance(part, LoRALinear) for part in inner.get_submodule(name).modules())
     )
+
+
+def is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether `name` is that of one of the modules, or of a part of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[str]:
@@ -151,9 +157,7 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
     return [
         name
         for name, module in inner.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.split(".")[0] not in kept
-        and module is not projection
+        if isinstance(module, nn.Linear) and not is_within(name, kept) and module is not projection
     ]
 
 
@@ -220,15 +224,15 @@ def _linear(inner: nn.Module, name: str) -> nn.Linear:
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters trained under LoRA, by the model's own names: the low-rank matrices, DoRA's
-    changes of magnitudes, and a classifier's head.
+    changes of magnitudes, and `head_modules`.
     """
     prefix = "" if hf_module(model) is model else "inner."
     names = {f"{prefix}{layer}.{matrix}" for layer in lora_layers(model) for matrix in LORA_LEAVES}
-    heads = tuple(f"{prefix}{head}." for head in head_modules(model))
+    heads = [prefix + head for head in head_modules(model)]
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if name in names or (heads and name.startswith(heads))
+        if name in names or is_within(name, heads)
     }
 
 

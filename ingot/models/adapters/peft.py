@@ -122,8 +122,9 @@ def save_adapter(
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
+    # Copies, since a head may hold one tensor under two names, which a file has twice.
     tensors = {
-        key: tensor.detach().cpu().contiguous()
+        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, tensor in product_tensors(model, products, heads).items()
     }
     with atomic_folder(folder) as partial:
@@ -255,9 +256,7 @@ def _fits(pattern: str, name: str, path: Path) -> bool:
 
 
 def _heads(model: nn.Module, config: AdapterConfig, path: Path) -> tuple[str, ...]:
-    """The modules that the adapter holds whole. Only a classifier's head is trained that
-    way here.
-    """
+    """The modules that the adapter holds whole. Only `head_modules` are trained that way here."""
     here, there = head_modules(model), [name for name, _ in hf_module(model).named_modules()]
     held: set[str] = set()
     for wanted in config.heads:

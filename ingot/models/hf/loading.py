@@ -19,7 +19,7 @@ from ingot.config.models.source import CONFIG
 from ingot.config.models.types import HFKind
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.folder import stored_shapes, stored_tensors
-from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq
+from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq, TextReader
 from ingot.models.hf.tensor_names import current_name
 
 GENERATION = "generation_config.json"
@@ -100,8 +100,8 @@ def load_hf_model(
     """The model in `folder`, its weights in `dtype`; buffers stay in float32.
 
     A pretrained encoder has no head for our classes yet, and some have none for masked tokens: it
-    is initialised from `seed`, and a line is printed. `seed` None makes that an error. `check`
-    False accepts changes since the export.
+    is initialised from `seed`, a line is printed, and the model knows it (`drawn`). `seed` None
+    makes that an error. `check` False accepts changes since the export.
 
     Raises:
         WrongInput: damaged files, tensors that do not fit (all are named, and nothing is loaded),
@@ -109,18 +109,7 @@ def load_hf_model(
     """
     model = init_hf_model(config, seed or 0, torch.device("cpu"))
     places = _places(model)
-    found = stored_shapes(folder)
-    # Older folders also contain computed buffers, such as BERT's position ids.
-    names = places.keys() | {name for name, _ in model.inner.named_buffers()}
-    ours = {stored: current_name(stored, model.inner.base_model_prefix, names) for stored in found}
-    fresh, unused = _check(
-        model,
-        {name: tuple(tensor.shape) for name, tensor in places.items()},
-        found,
-        ours,
-        folder,
-        may_draw=seed is not None,
-    )
+    ours, fresh, unused = _compare(model, folder, may_draw=seed is not None)
     loaded: dict[int, str] = {}
     with torch.no_grad():
         for stored, tensor in stored_tensors(folder, check=check):
@@ -147,6 +136,13 @@ def load_hf_model(
     return model.to(device)
 
 
+def find_drawn(model: HFModel, folder: Path) -> None:
+    """Let a model without contents know which of its modules the folder lacks. Raises WrongInput as
+    `load_hf_model` does.
+    """
+    _compare(model, folder, may_draw=True)
+
+
 def hf_weights(model: HFModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors to export, under transformers' names: tied ones once, under the name that
     transformers ties the others to, which models with another head have too; computed ones not at
@@ -170,6 +166,23 @@ def _places(model: HFModel) -> dict[str, Tensor]:
     named: dict[str, Tensor] = dict(model.inner.named_parameters(remove_duplicate=False))
     kept = model.inner.state_dict(keep_vars=True)
     return named | {name: tensor for name, tensor in kept.items() if name not in named}
+
+
+def _compare(
+    model: HFModel, folder: Path, *, may_draw: bool
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """The names in the folder with those of the model, the names of parameters to initialise, and
+    unused names in the folder.
+    """
+    places, found = _places(model), stored_shapes(folder)
+    # Older folders also contain computed buffers, such as BERT's position ids.
+    names = places.keys() | {name for name, _ in model.inner.named_buffers()}
+    ours = {stored: current_name(stored, model.inner.base_model_prefix, names) for stored in found}
+    shapes = {name: tuple(tensor.shape) for name, tensor in places.items()}
+    fresh, unused = _check(model, shapes, found, ours, folder, may_draw=may_draw)
+    if isinstance(model, TextReader):
+        model.drawn = tuple(dict.fromkeys(_part(model, name) for name in fresh))
+    return ours, fresh, unused
 
 
 def _check(
@@ -231,9 +244,14 @@ def _new_head(model: HFModel, name: str, have: set[str]) -> bool:
     """
     if model.config.kind == "seq2seq":
         return False
-    prefix = f"{model.inner.base_model_prefix}."
-    part = name.split(".")[0] if not name.startswith(prefix) else f"{prefix}pooler"
+    part = _part(model, name)
     return name.startswith(f"{part}.") and not any(other.startswith(f"{part}.") for other in have)
+
+
+def _part(model: HFModel, name: str) -> str:
+    """The module that a pretrained encoder may lack with this tensor."""
+    prefix = f"{model.inner.base_model_prefix}."
+    return name.split(".")[0] if not name.startswith(prefix) else f"{prefix}pooler"
 
 
 def _other_head(model: HFModel, name: str) -> bool:

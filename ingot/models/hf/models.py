@@ -124,6 +124,9 @@ class Seq2Seq(nn.Module):
 class TextReader(nn.Module):
     """What reads texts and writes none: a classifier or a masked language model."""
 
+    drawn: tuple[str, ...] = ()
+    """The modules of `inner` that its folder lacked: their weights are random until trained."""
+
     def __init__(self, config: HFConfig, inner: nn.Module) -> None:
         super().__init__()
         self.config = config

@@ -11,6 +11,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import model_folder
+from ingot.config.models.content import LABELS, read_lineage
 from ingot.config.models.source import model_config
 from ingot.config.sections.rewards import ClassifierReward
 from ingot.models.adapters.peft import class_count
@@ -98,6 +99,7 @@ def labels_of(settings: ClassifierReward) -> list[str]:
     """The names of the model's classes, in the order of its scores."""
     folder = model_folder(Path(settings.model))
     if is_adapter(folder):
-        return [str(number) for number in range(class_count(folder) or 0)]
+        named: list[str] | None = (read_lineage(folder) or {}).get(LABELS)
+        return named or [str(number) for number in range(class_count(folder) or 0)]
     given = model_config(folder).get("id2label") or {}
     return [str(given[number]) for number in sorted(given, key=int)]

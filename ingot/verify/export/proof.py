@@ -18,6 +18,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.columns.manifest import prefix_of, prepared_for
 from ingot.models.adapters.lora import adapter_tensors
 from ingot.models.adapters.peft import load_adapter
+from ingot.models.adapters.peft_config import read_adapter_config
 from ingot.models.device import pick_device
 from ingot.models.hf.config import HFConfig
 from ingot.models.native.decoder import Decoder
@@ -301,12 +302,14 @@ def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
             "the base is drawn at random, so there is no folder that PEFT could open it from",
         )
     changed, labels = changed_config(export.plan), labels_of(model_spec)
+    adapter = export.recipe.folder.adapter
     try:
-        model = open_adapter(
-            open_transformers(model_spec.folder, model_spec.kind, labels=labels, changed=changed),
-            export.recipe.folder.adapter,
+        held = read_adapter_config(adapter).heads
+        base = open_transformers(
+            model_spec.folder, model_spec.kind, labels=labels, changed=changed, held=held
         )
-    except CannotOpen as error:
+        model = open_adapter(base, adapter)
+    except (CannotOpen, WrongInput) as error:
         return Check(what, False, f"{error}; {REPAIR}")
     if model is None:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")

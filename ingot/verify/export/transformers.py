@@ -24,6 +24,7 @@ from ingot.data.columns.manifest import PreparedData
 from ingot.data.documents.chats import from_chat
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
+from ingot.models.adapters.lora import is_within
 from ingot.models.hf.config import AUTO
 from ingot.tokenizers.chats.chat import Chat
 from ingot.tokenizers.chats.encode import encode_trained
@@ -120,9 +121,11 @@ def open_transformers(
     *,
     labels: Sequence[str] = (),
     changed: Mapping[str, Any] | None = None,
+    held: Sequence[str] = (),
 ) -> TransformersModel:
     """Open the model in `folder` in float32 on the CPU, with the values in `changed` of its
-    configuration. `labels`: the classes of a head that need not be in the folder.
+    configuration. `held`: modules that an adapter has, so that they need not be in the folder;
+    `labels`: the classes of such a head.
 
     Raises:
         NotOpened: transformers refuses it, or would fill what it does not find there with random
@@ -147,10 +150,11 @@ def open_transformers(
         )
     except Exception as error:  # each architecture fails in its own way
         raise CannotOpen(f"transformers does not open {folder} ({_one_line(error)})") from None
-    wrong = [f"{name} is missing" for name in sorted(about["missing_keys"])] + [
-        f"{name} has no place" for name in sorted(about["unexpected_keys"])
-    ]
-    if wrong and not labels:
+    missing = [name for name in sorted(about["missing_keys"]) if not is_within(name, held)]
+    surplus = [] if held else sorted(about["unexpected_keys"])
+    wrong = [f"{name} is missing" for name in missing]
+    wrong += [f"{name} has no place" for name in surplus]
+    if wrong:
         raise CannotOpen(
             f"transformers does not find in {folder} what its config.json describes:"
             f" {'; '.join(wrong[:MAX_NAMED])}{_more(wrong)}"

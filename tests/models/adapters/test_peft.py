@@ -16,12 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
+from ingot.config.models.types import HFKind
 from ingot.config.sections.lora import Lora
 from ingot.models import kinds
-from ingot.models.adapters.lora import adapter_parameters, add_lora, lora_layers
+from ingot.models.adapters.lora import adapter_parameters, add_lora, head_modules, lora_layers
 from ingot.models.adapters.peft import CONFIG, WEIGHTS, class_count, load_adapter, save_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import load_model
+from ingot.models.hf.loading import hf_weights, init_hf_model, load_hf_model
+from ingot.models.hf.models import TextReader
+from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.decoder import Decoder
 from tests import tolerances
 from tests.models.adapters.test_lora import (
@@ -33,7 +38,7 @@ from tests.models.adapters.test_lora import (
     negative_log_likelihood,
     relative,
 )
-from tests.models.hf.tiny import ALL, CPU, LABELS, WHOLE, drawn
+from tests.models.hf.tiny import ALL, CPU, ENCODERS, LABELS, WHOLE, drawn
 from tests.models.tiny import CASES, make_reference
 
 EVERY = {"rank": 4, "alpha": 6.0, "targets": "all-linear"}
@@ -395,6 +400,62 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
         WrongInput, match=r"is \[4, 64\], \[4, 128\] is wanted.*give the adapter with its own base"
     ):
         load_adapter(wider, folder)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A BERT that has neither a head nor the pooler under a classifier's."""
+    model = init_hf_model(read_hf_config(ENCODERS["bert"], "masked", "bert"), 3, CPU)
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    kept = {name: one for name, one in hf_weights(model) if name.startswith("bert.")}
+    save_weights(kept, folder)
+    values = {**ENCODERS["bert"], "architectures": ["BertModel"]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+DRAWN = {"encoder": ("classifier", "bert.pooler"), "masked": ("cls",)}
+
+
+@pytest.mark.parametrize("kind", ["encoder", "masked"])
+def test_what_a_base_lacks_is_trained_and_written(kind: HFKind, bare: Path, tmp_path: Path) -> None:
+    """It was drawn at random: frozen, it would be noise, and drawn again another one."""
+    from peft import PeftModel
+
+    config = read_hf_config(ENCODERS["bert"], kind, "bert", LABELS if kind == "encoder" else ())
+    model = load_hf_model(config, bare, device=CPU, dtype=torch.float32, seed=5)
+    add_lora(model, Lora(rank=2), 0)
+    assert head_modules(model) == DRAWN[kind]
+    assert not any(name.startswith(DRAWN[kind]) for name in lora_layers(model))
+    stir(model)
+    save_adapter(model, tmp_path / "adapter", base=str(bare), kind=kind)
+    objective = {"encoder": "classify", "masked": "mlm"}[kind]
+    (tmp_path / "adapter" / "ingot.json").write_text(json.dumps({"objective": objective}))
+    opened = kinds.open_model(tmp_path / "adapter", device=CPU)
+    assert isinstance(opened, TextReader)
+    assert opened.config.kind == kinds.kind_of_folder(tmp_path / "adapter") == kind
+    wanted = their_logits(model.inner.eval(), kind)
+    torch.testing.assert_close(
+        their_logits(opened.inner, kind), wanted, atol=tolerances.LOGITS_FP32, rtol=0
+    )
+    theirs = load_hf_model(config, bare, device=CPU, dtype=torch.float32, seed=7).inner
+    adapted = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(
+        their_logits(adapted, kind), wanted, atol=tolerances.LOGITS_FP32, rtol=0
+    )
+
+
+def test_an_adapter_without_what_was_drawn_beside_it_is_refused(bare: Path, tmp_path: Path) -> None:
+    config = read_hf_config(ENCODERS["bert"], "encoder", "bert", LABELS)
+    model = load_hf_model(config, bare, device=CPU, dtype=torch.float32, seed=5)
+    add_lora(model, Lora(rank=2), 0)
+    save_adapter(model, tmp_path / "adapter", base=str(bare), kind="encoder")
+    edit_config(tmp_path / "adapter", modules_to_save=["classifier"])
+    with pytest.raises(
+        WrongInput, match=r"neither it nor \S+bare has bert\.pooler, which was drawn"
+    ):
+        kinds.open_model(tmp_path / "adapter", device=CPU)
 
 
 def test_torn_and_missing_files_are_named(tmp_path: Path) -> None:
