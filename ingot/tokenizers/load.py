@@ -10,7 +10,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.models.content import check_files
+from ingot.config.models.content import check_files, read_lineage
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import convert_model, gpt2_json
 from ingot.tokenizers.settings import (
@@ -36,8 +36,9 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     from (`Tokenizer.save`); then `tokenizer.model` or `spiece.model` (tiktoken ranks or
     SentencePiece, by content), then GPT-2's `vocab.json` and `merges.txt`.
 
-    EOS and padding that only the model's `generation_config.json` names are taken from there. BOS
-    is not: a library that knows none adds none.
+    EOS and padding that only the model's `generation_config.json` names are taken from there, but
+    not in a folder that was exported here: its tokenizer is the one that the model was trained
+    with. BOS is not: a library that knows none adds none.
 
     Raises:
         WrongInput: there is no tokenizer in `source`, it cannot be read, or, with `check`, it lies
@@ -64,7 +65,8 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     else:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
-    missing = _tokens_from_model(folder, tokenizer)
+    exported = (read_lineage(folder) or {}).get("tokenizer") == tokenizer.identity()
+    missing = {} if exported else _tokens_from_model(folder, tokenizer)
     return (
         tokenizer
         if not missing

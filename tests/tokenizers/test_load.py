@@ -53,6 +53,16 @@ def test_eos_that_only_the_model_names(tmp_path: Path) -> None:
     )
 
 
+def test_an_exported_folder_has_the_tokenizer_of_its_training(tmp_path: Path) -> None:
+    """Though its model was trained from one that names tokens which that does not."""
+    tokenizer = load_tokenizer(write(tmp_path, bpe_files(eos_token=None, pad_token=None)))
+    beside = {
+        "generation_config.json": '{"eos_token_id": 301, "pad_token_id": 2}',
+        "ingot.json": json.dumps({"tokenizer": tokenizer.identity()}),
+    }
+    assert load_tokenizer(write(tmp_path, beside)).identity() == tokenizer.identity()
+
+
 def test_special_tokens_map(tmp_path: Path) -> None:
     files = bpe_files(eos_token=None) | {
         "special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}}'
