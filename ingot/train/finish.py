@@ -71,7 +71,10 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, train_state, step)
     about = lineage(plan, step)
-    generation = source_generation(plan.model_spec.folder)
+    # A model drawn at random may have another vocabulary than its source, whose token ids would
+    # then be those of other tokens.
+    spec = plan.model_spec
+    generation = None if spec.random else source_generation(spec.folder)
     made = export_model(
         model,
         plan.tokenizer,

@@ -13,15 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import WrongInput
+from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.models.hf.models import Encoder
 from ingot.models.kinds import open_model
 from ingot.pipeline.steps import step_named
+from ingot.tokenizers.load import load_tokenizer
 from ingot.train.trainer import train
 from tests.objectives.ways import make_ready, recipe_of
-from tests.small import small_recipe
+from tests.small import TINY_MODEL, small_recipe
 from tests.tolerances import LOGITS_FP32
 
 
@@ -121,6 +123,25 @@ def test_an_adapter_goes_on_beside_the_model_that_it_was_trained_with(root: Path
     with pytest.raises(WrongInput, match=r"with model\.config\.rope_theta=500\.0, and the recipe"):
         train(recipe(base, adapter))
     train(recipe(base, adapter, rope_theta=500.0))
+
+
+def test_a_model_drawn_at_random_stops_at_the_tokens_of_its_own_vocabulary(root: Path) -> None:
+    """Not at what has their numbers in the folder that its shape is from."""
+    base = root / "base"
+    base.mkdir()
+    others = {"bos_token_id": 311, "eos_token_id": [101, 312], "pad_token_id": 313}
+    values = {**preset("llama-3m"), **TINY_MODEL}
+    (base / "config.json").write_text(json.dumps({**values, "vocab_size": 4000, **others}))
+    (base / "generation_config.json").write_text(json.dumps(others))
+    recipe = small_recipe(
+        root, model__source=str(base), model__init="random", model__config=None, train__steps=1
+    )
+    train(recipe)
+    special = load_tokenizer(recipe.folder.tokenizer).special
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((recipe.folder.model / name).read_text())
+        for token in ("bos", "eos", "pad"):
+            assert written.get(f"{token}_token_id") == getattr(special, token), name
 
 
 def test_the_adapter_of_a_classifier_is_its_merged_model(tmp_path: Path) -> None:
