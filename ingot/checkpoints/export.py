@@ -225,7 +225,9 @@ def copy_model(
             f" {model.config.vocab_size}; put the model's own there"
         )
     if export_type is None:
-        export_type = "bf16" if stored in ("bfloat16", "float16") else "fp32"
+        # float16 has more digits than bf16: only in float32 is every one of its numbers the same.
+        rounded = encode is not None and stored == "float16"
+        export_type = "bf16" if stored == "bfloat16" or rounded else "fp32"
     lineage = {
         key: value
         for key, value in (read_lineage(source) or {"source": str(source)}).items()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
@@ -95,6 +96,22 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
     copy_model(source, target, export_type=None, overwrite=True)
     copy_model(source, target, export_type=None, overwrite=True)
     assert (target / "config.json").exists()
+
+
+def test_a_copy_of_float16_has_the_same_numbers(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "copy"
+    model = Decoder(DecoderConfig.from_hf(CONFIG))
+    init_weights(model, 0)
+    export_model(model, chatty(), source, export_type="fp32", lineage={})
+    (source / "ingot.json").unlink()
+    file = source / "model.safetensors"
+    save_file({name: one.half() for name, one in load_file(file).items()}, file)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "dtype": "float16"}))
+    made = copy_model(source, target, export_type=None, overwrite=False)
+    assert made["export_type"] == "fp32"
+    before, after = load_file(file), load_file(target / "model.safetensors")
+    assert all(torch.equal(after[name], one.float()) for name, one in before.items())
 
 
 @pytest.fixture

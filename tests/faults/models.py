@@ -981,4 +981,28 @@ FAULTS = [
         "the adapter of a classifier answers with the names of its base's classes",
         "tests/train/test_chain.py",
     ),
+    Fault(
+        "token-ids-of-another-vocabulary",
+        "ingot/train/finish.py",
+        "None if spec.random else source_generation(spec.folder)",
+        "source_generation(spec.folder)",
+        "a model with a vocabulary of its own stops at the numbers of another model's tokens",
+        "tests/train/test_chain.py",
+    ),
+    Fault(
+        "exported-tokenizer-with-more-tokens",
+        "ingot/tokenizers/load.py",
+        "missing = {} if exported else _tokens_from_model(folder, tokenizer)",
+        "missing = _tokens_from_model(folder, tokenizer)",
+        "the tokenizer beside an exported model is another one than that of its training",
+        "tests/tokenizers/test_load.py",
+    ),
+    Fault(
+        "float16-rounded-in-a-copy",
+        "ingot/checkpoints/export.py",
+        'if stored == "bfloat16" or rounded else',
+        'if stored in ("bfloat16", "float16") else',
+        "a copy of a model in float16 is rounded to bf16, though every tensor is said to be checked",
+        "tests/checkpoints/test_export.py",
+    ),
 ]
