@@ -119,9 +119,9 @@ def gpt2_json(
         raise WrongInput(
             f"{where}: vocab.json and merges.txt do not fit together ({error}); fetch both again"
         ) from None
-    added = added_tokens(config) or (
-        [AddedVocabulary(ids[GPT2], GPT2, True)] if GPT2 in ids else []
-    )
+    added = added_tokens(config)
+    if GPT2 in ids and all(token.content != GPT2 for token in added):
+        added = [AddedVocabulary(ids[GPT2], GPT2, True), *added]
     prefix = bool(config.get("add_prefix_space"))
     text = _tokenizer_json(
         {"type": "BPE", "vocab": ids, "merges": pairs},

@@ -19,13 +19,20 @@ from ingot.tokenizers.settings import (
     MODEL_FILES,
     REFERENCE_KEY,
     Files,
+    added_tokens,
+    listed_tokens,
+    named_tokens,
     read_config,
     text_of,
+    with_added_tokens,
 )
 from ingot.tokenizers.tokenizer import Tokenizer, open_model_backend
 
 CONFIG_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
+ADDED = "added_tokens.json"
+FRAMED_PAIRS = ("bart", "blenderbot", "deberta", "led", "longformer", "mvp", "roberta")
+"""Types of models that have a pair of files as GPT-2 has, and put tokens around a text."""
 
 
 def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
@@ -50,13 +57,15 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     files: dict[str, str | bytes] = {
         name: text for name in CONFIG_FILES if (text := _read_text(folder / name)) is not None
     }
-    config = read_config(files, str(folder))
+    config = with_added_tokens(
+        read_config(files, str(folder)), _read_text(folder / ADDED), str(folder / ADDED)
+    )
     name = name or _authoritative_file(folder, config)
     if name in GPT2:
         files[JSON], settings = gpt2_json(
             _require_text(folder, "vocab.json"),
             _require_text(folder, "merges.txt"),
-            config,
+            {**_class_of_model(folder), **config},
             str(folder),
         )
         files[CONFIG] = _updated_config(files, settings)
@@ -66,12 +75,38 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
     exported = (read_lineage(folder) or {}).get("tokenizer") == tokenizer.identity()
+    if name.endswith(".json") and not exported:
+        _check_added(tokenizer, config, str(source))
     missing = {} if exported else _tokens_from_model(folder, tokenizer)
     return (
         tokenizer
         if not missing
         else Tokenizer(files | {CONFIG: _updated_config(files, missing)}, str(source))
     )
+
+
+def _class_of_model(folder: Path) -> dict[str, str]:
+    """The class of a GPT-2 pair of files whose configuration names none, where the model's type
+    says that it is another than GPT-2's: such put tokens around a text.
+    """
+    kind = _json_or_empty(folder / "config.json").get("model_type")
+    return {"tokenizer_class": f"a {kind} model"} if kind in FRAMED_PAIRS else {}
+
+
+def _check_added(tokenizer: Tokenizer, config: Mapping[str, Any], where: str) -> None:
+    """Refuse a configuration that adds tokens to a tokenizer.json that lacks them: transformers
+    appends them, and here they would be read as pieces of text.
+    """
+    told = [token.content for token in added_tokens(config)] + listed_tokens(config)
+    told += [eos] if (eos := named_tokens(config).get("eos_token")) else []
+    lacking = [text for text in dict.fromkeys(told) if tokenizer.token_id(text) is None]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise WrongInput(
+            f"{where}: the configuration adds {', '.join(lacking[:3])}{more}, which the vocabulary"
+            " lacks; open it with transformers' AutoTokenizer, save_pretrained() it, and give that"
+            " folder"
+        )
 
 
 def _authoritative_file(folder: Path, config: Mapping[str, Any]) -> str:

@@ -96,6 +96,28 @@ class AddedVocabulary:
     special: bool
 
 
+def with_added_tokens(config: dict[str, Any], text: str | None, where: str) -> dict[str, Any]:
+    """The configuration with what `added_tokens.json` adds, in which transformers before 4.34 wrote
+    what it now writes as `added_tokens_decoder`; it does not say which of them are special.
+    """
+    if text is None or config.get("added_tokens_decoder"):
+        return config
+    special = {*named_tokens(config).values(), *listed_tokens(config)}
+    found = {
+        str(index): {"content": content, "special": content in special}
+        for content, index in _json_object(text, where).items()
+    }
+    return {**config, "added_tokens_decoder": found}
+
+
+def listed_tokens(config: Mapping[str, Any]) -> list[str]:
+    """`additional_special_tokens`, as text."""
+    return [
+        token["content"] if isinstance(token, Mapping) else str(token)
+        for token in config.get("additional_special_tokens") or ()
+    ]
+
+
 def added_tokens(config: Mapping[str, Any]) -> list[AddedVocabulary]:
     """`added_tokens_decoder` of a tokenizer_config.json, by id; [] where there is none."""
     found = config.get("added_tokens_decoder")

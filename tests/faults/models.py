@@ -1005,4 +1005,20 @@ FAULTS = [
         "a copy of a model in float16 is rounded to bf16, though every tensor is said to be checked",
         "tests/checkpoints/test_export.py",
     ),
+    Fault(
+        "added-tokens-read-as-text",
+        "ingot/tokenizers/load.py",
+        "_check_added(tokenizer, config, str(source))",
+        "pass",
+        "a token that the vocabulary lacks is read as pieces of text, and no turn ends",
+        "tests/tokenizers/test_load.py",
+    ),
+    Fault(
+        "file-of-added-tokens-unread",
+        "ingot/tokenizers/settings.py",
+        'if text is None or config.get("added_tokens_decoder"):',
+        "if True:",
+        "the tokens of an old folder's added_tokens.json are read as pieces of text",
+        "tests/tokenizers/test_load.py",
+    ),
 ]

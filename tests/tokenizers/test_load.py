@@ -135,6 +135,50 @@ def test_gpt2s_pair(tmp_path: Path) -> None:
     ] == tokenizer.encode(TEXTS[0])
 
 
+def test_tokens_that_a_file_of_its_own_adds(tmp_path: Path) -> None:
+    """As transformers before 4.34 wrote them beside a pair of files."""
+    from transformers import AutoTokenizer
+
+    files = gpt2_files()
+    vocabulary = {**json.loads(files["vocab.json"]), "unused": 2}
+    first = len(vocabulary)
+    files["vocab.json"] = json.dumps(vocabulary)
+    files["added_tokens.json"] = json.dumps({"<|im_start|>": first, "<|im_end|>": first + 1})
+    files["special_tokens_map.json"] = json.dumps({"eos_token": "<|im_end|>"})
+    files["config.json"] = '{"model_type": "gpt2"}'
+    files["tokenizer_config.json"] = '{"tokenizer_class": "GPT2Tokenizer"}'
+    tokenizer = load_tokenizer(write(tmp_path / "pair", files))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "pair")
+    turn = "<|im_start|>a\n"
+    assert tokenizer.encode(turn) == theirs(turn)["input_ids"]
+    assert tokenizer.special.eos == theirs.eos_token_id == first + 1
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").identity() == tokenizer.identity()
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"tokenizer_config.json": '{"additional_special_tokens": ["<|one|>", "<|im_end|>"]}'},
+        {"tokenizer_config.json": '{"added_tokens_decoder": {"999": {"content": "<|one|>"}}}'},
+        {"tokenizer_config.json": '{"eos_token": {"content": "<|one|>"}}'},
+        {"added_tokens.json": '{"<|one|>": 999}', "tokenizer_config.json": "{}"},
+    ],
+)
+def test_tokens_that_a_tokenizer_json_lacks_are_refused(
+    tmp_path: Path, added: dict[str, str]
+) -> None:
+    """They would be read as pieces of text."""
+    with pytest.raises(WrongInput, match=r"adds <\|one\|>, which the vocabulary lacks; open it"):
+        load_tokenizer(write(tmp_path, {**bpe_files(), **added}))
+
+
+def test_the_pair_of_a_model_that_puts_tokens_around_a_text_is_not_gpt2s(tmp_path: Path) -> None:
+    files = {**gpt2_files(), "config.json": '{"model_type": "bart"}'}
+    with pytest.raises(WrongInput, match=r"has a vocab\.json of a bart model, whose way"):
+        load_tokenizer(write(tmp_path, files))
+
+
 def test_tokenizer_json_wins(tmp_path: Path) -> None:
     files = bpe_files()
     write(tmp_path, files)
