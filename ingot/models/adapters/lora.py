@@ -35,6 +35,10 @@ _ATTENTION_ALONE = (
     "; of a mixture of experts attention alone is adapted, since PEFT has one product beside all"
     " experts of a layer (target_parameters) and vLLM one beside each"
 )
+_UNCALLED = ("cls.predictions.dense",)
+"""A layer of MobileBERT's head for masked tokens that is used by its weight alone: a product beside
+it would never be computed.
+"""
 _VOCABULARY = "lm_head"  # never adapted: the head is applied in chunks, past its module
 
 
@@ -148,7 +152,7 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[str]:
     """The linear layers that can be adapted: all but those of the heads, which are by default the
-    vocabulary projection and `head_modules`.
+    vocabulary projection and `head_modules`, and those that are never called.
     """
     kept = {_VOCABULARY, *(head_modules(model) if heads is None else heads)}
     inner = hf_module(model)
@@ -158,6 +162,7 @@ def linear_layers(model: nn.Module, heads: Iterable[str] | None = None) -> list[
         name
         for name, module in inner.named_modules()
         if isinstance(module, nn.Linear) and not is_within(name, kept) and module is not projection
+        if not (isinstance(model, MaskedLM) and name in _UNCALLED)
     ]
 
 

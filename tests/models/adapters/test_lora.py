@@ -27,12 +27,14 @@ from ingot.models.adapters.lora import (
     merged_weights,
     target_layers,
 )
+from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.folder import load_model
-from ingot.models.hf.loading import hf_weights, load_hf_model
+from ingot.models.hf.loading import hf_weights, init_hf_model, load_hf_model
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import LogitsView
 from tests import tolerances
+from tests.models.hf.shrunk import shrunk
 from tests.models.hf.tiny import ALL, ENCODERS, SEQ2SEQ, drawn, in_short
 from tests.models.tiny import CASES, make_reference
 
@@ -185,6 +187,18 @@ def test_heads_are_trained_whole_or_left_alone(name: str) -> None:
     assert [name for name in trained if "lora_" in name] == [
         f"inner.{layer}.lora_{matrix}" for layer in layers for matrix in "AB"
     ]
+
+
+def test_every_adapted_layer_of_mobilebert_learns() -> None:
+    """One of its head for masked tokens is used by its weight alone, and left as it is."""
+    values = shrunk("mobilebert", "masked")
+    model = init_hf_model(read_hf_config(values, "masked", "mobilebert"), 0, CPU)
+    add_lora(model, Lora(rank=2), 0)
+    words = WORDS % values["vocab_size"]
+    model(words, POSITIONS, None, words, negative_log_likelihood).sum().backward()
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert trained
+    assert not [name for name, parameter in trained.items() if parameter.grad is None]
 
 
 @pytest.mark.parametrize("name", ["t5", "bert"])
