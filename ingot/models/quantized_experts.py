@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ingot.base.errors import WrongInput
 from ingot.models.native.experts import Experts
@@ -55,9 +56,11 @@ class ExpertMatrices(nn.Module):
         super().__init__()
         self.count, self.rows, self.columns = shape
         self.quantization = quantization
-        size = quantization.bytes_of(self.rows, self.columns)
+        self._bytes = quantization.bytes_of(self.rows, self.columns)
+        # Filled up, since the bytes of each expert begin with floats, which have to be aligned.
+        width = self._bytes + -self._bytes % torch.float32.itemsize
         self.packed = nn.Parameter(
-            torch.empty(self.count, size, dtype=torch.uint8, device=device), requires_grad=False
+            torch.empty(self.count, width, dtype=torch.uint8, device=device), requires_grad=False
         )
 
     @property
@@ -80,13 +83,15 @@ class ExpertMatrices(nn.Module):
                 f"model.quantize {self.quantization.kind}: {name}, expert {expert}, cannot be"
                 f" quantised, {error}; fetch the model again"
             ) from None
+        data = functional.pad(data, (0, self.packed.shape[1] - self._bytes))
         share = shard_slices(self.packed)[1]
         local_tensor(self.packed)[expert - self.held.start].copy_(data[share])
 
     def unpacked(self, expert: int, dtype: torch.dtype, data: Tensor | None = None) -> Tensor:
         """The matrix of one expert in `dtype`; `data` are the bytes of all, if they are at hand."""
         data = self.packed.detach() if data is None else data
-        return self.quantization.unpack(data[expert], self.rows, self.columns, dtype)
+        own = data[expert, : self._bytes]
+        return self.quantization.unpack(own, self.rows, self.columns, dtype)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `ingot.models.native.experts.grouped_product`."""

@@ -23,6 +23,7 @@ from ingot.models.device import planning_for
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.quantized import PackedMatrix, Quantization, compiled_blocks, packed_matrices
+from ingot.models.quantized_experts import ExpertMatrices
 from ingot.plan.tracing.meter import Meter
 from ingot.plan.tracing.stand_ins import without_contents
 from tests import tolerances
@@ -152,6 +153,17 @@ def test_bytes_of_the_matrices_of_a_model() -> None:
     assert shares["nf4"] == pytest.approx(0.28125)
     assert 0.25 < shares["double"] < 0.26
     assert 0.5 < shares["int8"] < 0.503
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_any_size(kind: str) -> None:
+    """Also where the bytes of one are no whole number of floats, with which the next one begins."""
+    how, weights = KINDS[kind], torch.randn(3, 5, 13)
+    stack = ExpertMatrices((3, 5, 13), how, torch.device("cpu"))
+    for number, weight in enumerate(weights):
+        stack.fill(number, weight, "experts")
+    for number, weight in enumerate(weights):
+        assert torch.equal(stack.unpacked(number, torch.float32), how.rounded(weight))
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
