@@ -176,7 +176,8 @@ def _drops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     if not isinstance(operator, torch._ops.OpOverload):
         return False
     named = dict(zip((one.name for one in operator._schema.arguments), args, strict=False))
-    return (named | dict(kwargs)).get("dropout_p", 0.0) > 0
+    share: float = (named | dict(kwargs)).get("dropout_p", 0.0)
+    return share > 0
 
 
 def _recomputed(kind: type, checkpoint_fn: Checkpoint) -> type:

@@ -98,8 +98,8 @@ FAULTS = [
     Fault(
         "choices-not-kept",
         RECOMPUTE,
-        "return _policy(operator, (*KEPT, CHOOSING))",
-        "return _policy(operator, KEPT)",
+        "else (*KEPT, CHOOSING))",
+        "else KEPT)",
         "selective recomputation chooses experts again, and a near tie flips",
         by=HERE,
     ),
