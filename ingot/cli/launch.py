@@ -18,7 +18,7 @@ from ingot.cli.output import AsJson, print_json
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
     from ingot.config.values import Values
-    from ingot.launch.job import Job, Launcher
+    from ingot.launch.job import Job, JobState, Launcher
     from ingot.launch.job_control import SubmittedJob
     from ingot.launch.places.local import JobExit, LocalLauncher
 
@@ -338,8 +338,7 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
 
     found = [(each, each.state()) for each in _jobs(run, job)]
     running = [each for each, state in found if state in ("running", "queued")]
-    # A place that does not answer now may run its job; a local process that is not found has died.
-    running += [each for each, state in found if state == "unknown" and each.handle.kind != "local"]
+    running += [each for each, state in found if state == "unknown" and _may_run(each, found)]
     if not running:
         states = ", ".join(f"{each.handle.name} {state}" for each, state in found)
         raise Failed(f"nothing runs there: {states}")
@@ -349,6 +348,19 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
         each.cancel()
         say(f"{each.handle.name}: {each.state()}")
     return 0
+
+
+def _may_run(job: SubmittedJob, found: Sequence[tuple[SubmittedJob, JobState]]) -> bool:
+    """Whether a job of which nothing is known may run: a place may not answer now, while a local
+    process that is not found has died. One whose verb was started again since is left alone: its
+    place may be gone for ever.
+    """
+    return job.handle.kind != "local" and not any(
+        other.handle.started > job.handle.started
+        and other.handle.name in (job.handle.name, "run")
+        and (other.handle.kind != "local" or state == "running")
+        for other, state in found
+    )
 
 
 def _of_one(running: list[SubmittedJob]) -> list[SubmittedJob]:

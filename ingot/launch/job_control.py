@@ -119,7 +119,8 @@ class RemoteJob:
         if state not in ("queued", *FINAL_STATES):
             self._launcher.signal(self.handle, signal.SIGTERM)
             deadline = time.monotonic() + STOP_MARGIN_S + self._grace_s
-            while (state := self.state()) not in FINAL_STATES and time.monotonic() < deadline:
+            ended = ("queued", *FINAL_STATES)  # in a queue there is nobody who could save
+            while (state := self.state()) not in ended and time.monotonic() < deadline:
                 time.sleep(self.poll_s)
         if state not in FINAL_STATES:
             self._launcher.cancel(self.handle)

@@ -116,6 +116,30 @@ def test_a_job_that_runs_is_cancelled_before_one_of_which_nothing_is_known(
         cancel([str(tmp_path)])
 
 
+def test_a_place_that_is_gone_for_ever_is_not_waited_for(
+    there: RemoteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same verb was started elsewhere since: on another place, or in a process here."""
+    monkeypatch.setattr(there, "_launcher", place := Place())
+    older = UnreadableJob(Handle("train", "gce", "3", (), 0.5, ""), "of another version")
+    monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: [there, older])
+    assert cancel([str(tmp_path)]) == 0
+    assert place.did == ["SIGTERM"]
+    with pytest.raises(Failed, match="nothing runs there: train cancelled, train unknown"):
+        cancel([str(tmp_path)])
+
+
+def test_a_job_that_is_queued_after_all_is_not_waited_for(
+    there: RemoteJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("queued", deaf=True, fails_at=1)
+    monkeypatch.setattr(there, "_launcher", place)
+    began = time.monotonic()
+    there.cancel()
+    assert place.did == ["SIGTERM", "cancel"]
+    assert time.monotonic() - began < 1.0
+
+
 def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, launch__kind="slurm")
     root = recipe.folder.root

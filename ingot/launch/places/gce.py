@@ -44,6 +44,7 @@ from ingot.launch.rendezvous import (
     EXIT,
     Rendezvous,
     clear_rendezvous,
+    state_by_notes,
     taken_away,
 )
 
@@ -247,7 +248,9 @@ class GceLauncher:
             return "cancelled"
         lost: JobState = "failed" if failed and not taken_away(rendezvous, exits) else "preempted"
         if len(exits) == len(nodes):
-            return lost if failed else "succeeded"
+            if failed and lost == "preempted":
+                return lost
+            return state_by_notes(handle.about["meet"], len(nodes))
         if "machines" not in handle.about:
             return "failed"  # the process that created them died meanwhile
         gone = [

@@ -24,7 +24,6 @@ from ingot.cloud.images import image_of
 from ingot.cloud.instances import resource_name
 from ingot.cloud.prices import time_limit_s, tpu_chips
 from ingot.config.recipe import Recipe
-from ingot.launch.attempt import NON_FAILURE_CODES
 from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places.logs import TpuLog
@@ -46,6 +45,7 @@ from ingot.launch.rendezvous import (
     EXIT,
     MADE,
     Rendezvous,
+    state_by_notes,
     taken_away,
 )
 
@@ -256,10 +256,9 @@ class TpuLauncher:
         if rendezvous.notes(CANCELLED):
             return "cancelled"
         if exits := rendezvous.notes(EXIT):
-            done = all(int(note["code"]) in NON_FAILURE_CODES for note in exits.values())
-            if not done and taken_away(rendezvous, exits):
+            if taken_away(rendezvous, exits):
                 return "preempted"
-            return "succeeded" if done else "failed"
+            return state_by_notes(handle.about["meet"], 1)
         if resource_state in WAITING:
             return "queued"
         if resource_state == "ACTIVE":

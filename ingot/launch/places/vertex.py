@@ -7,13 +7,14 @@ to its creation is lost, it is found by them, so that no start creates two.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 import uuid
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.runfolder import folder_lock
 from ingot.cloud.clients import GoogleClients
@@ -187,17 +188,26 @@ class VertexLauncher:
             return self._store_handle(job, self._create(body))
 
     def status(self, handle: Handle) -> JobState:
-        """See `Launcher`. Of a job that somebody deleted its nodes' notes tell how it ended; if not
-        all left one, it was ended by that.
+        """See `Launcher`. Vertex AI reports nodes that exit with 75 as failed, so their notes
+        decide about failures, and how a job ended that somebody deleted; if not all nodes left one,
+        it was ended by that.
         """
         found = self._get(handle)
         if found is None:
-            place, nodes = handle.about["meet"], int(handle.about["nodes"])
-            left = len(Rendezvous(place).notes(EXIT))
-            return state_by_notes(place, nodes) if left == nodes else "cancelled"
+            return self._by_notes(handle) or "cancelled"
         if found.state == "FAILED" and (found.code == INTERNAL or PREEMPTED.search(found.error)):
             return "preempted"
-        return STATES.get(found.state, "unknown")
+        state = STATES.get(found.state, "unknown")
+        if state == "failed":
+            with contextlib.suppress(IngotError):  # it is over, whatever the bucket answers
+                return self._by_notes(handle) or state
+        return state
+
+    def _by_notes(self, handle: Handle) -> JobState | None:
+        """How the job ended; None if not all of its nodes told."""
+        place, nodes = handle.about["meet"], int(handle.about["nodes"])
+        left = len(Rendezvous(place).notes(EXIT))
+        return state_by_notes(place, nodes) if left == nodes else None
 
     def waited_s(self, handle: Handle) -> float | None:
         """See `QueueLauncher`."""

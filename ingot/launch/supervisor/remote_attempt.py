@@ -81,6 +81,7 @@ class RemoteAttempt:
         self._unsent: list[tuple[int, int | None]] = []
         self._trouble = ""
         self._final_since: float | None = None
+        self._found: AttemptExit | None = None
         self._end: AttemptExit | None = None
         self._log: JobLog | None = None
         self.handle: Handle | None = None
@@ -152,7 +153,9 @@ class RemoteAttempt:
         if state not in FINAL_STATES:
             return None
         self._final_since = self._final_since or time.monotonic()
-        end = self._exit(state, handle.kind)
+        if self._found is None:  # once, since it may say something, and results may be late
+            self._found = self._exit(state, handle.kind)
+        end = self._found
         self._stopped_by_place = self._rendezvous is not None and any(
             "by" in note for note in self._rendezvous.signals(set())
         )

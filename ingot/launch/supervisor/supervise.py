@@ -6,6 +6,7 @@ Works with any `Attempt`, local or remote. It reads heartbeats and commit marker
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -245,6 +246,8 @@ def committed_steps(checkpoints: Path) -> dict[int, FileStamp]:
     """The steps with a valid commit marker, and the version of that marker."""
     found = {}
     for folder in checkpoints.glob("step-*"):
+        if not re.fullmatch(r"step-\d+(\.before)?", folder.name):
+            continue  # a copy that somebody keeps
         stamp, marker = file_stamp(folder / COMMIT), read_marker(folder, COMMIT)
         if stamp is not None and marker is not None:
             found[int(marker["step"])] = stamp

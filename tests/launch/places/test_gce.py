@@ -199,7 +199,7 @@ def test_a_cluster_comes_up_runs_and_is_stopped_when_it_is_done(
     assert run.launcher.status(handle) == "running"
     run.leave(handle, EXIT, n0=0, n1=0)
     assert run.launcher.status(handle) == "running"
-    run.leave(handle, EXIT, n2=75)
+    run.leave(handle, EXIT, n2=0)
     assert run.launcher.status(handle) == "succeeded"
     assert cloud.names() == []
     assert run.launcher.status(handle) == "succeeded"
@@ -238,7 +238,7 @@ def test_a_machine_that_is_taken_away_is_told_of_and_the_rest_goes(
         ({"n0": 143, "n1": 143, "n2": -15}, None, "preempted"),
         ({"n0": 143}, None, "preempted"),
         ({"n0": 143}, signal.SIGUSR2, "preempted"),  # for its stacks
-        ({"n0": 143, "n1": 143, "n2": 143}, signal.SIGTERM, "failed"),
+        ({"n0": 143, "n1": 143, "n2": 143}, signal.SIGTERM, "cancelled"),
         ({"n0": 143, "n1": 1}, None, "failed"),
         ({"n0": -9}, None, "failed"),
     ],
@@ -263,6 +263,29 @@ def test_ranks_that_their_machine_asked_to_stop_while_they_loaded_did_not_fail(
     if len(codes) == 1:  # the others were ended as they had lost it
         for node in (1, 2):
             Rendezvous(handle.about["meet"]).leave(node, EXIT, rank=0, code=-9, **{ENDED_BY: "0"})
+    assert run.launcher.status(handle) == state
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked", "state"),
+    [
+        ((75, 75, 75), True, "cancelled"),
+        ((75, 75, 75), False, "preempted"),  # its time was over
+        ((75, 1, 75), True, "failed"),  # one failed to save
+        ((0, 0, 0), True, "succeeded"),  # it was done before it heard
+        ((3, 3, 3), False, "succeeded"),
+    ],
+)
+def test_what_stopped_in_good_order_is_told_from_what_is_done(
+    codes: tuple[int, ...], asked: bool, state: str, run: Run, cloud: compute.Compute
+) -> None:
+    handle = run.submit()
+    run.come(handle)
+    if asked:
+        run.launcher.signal(handle, signal.SIGTERM)
+    run.leave(handle, EXIT, **{f"n{node}": code for node, code in enumerate(codes)})
+    assert run.launcher.status(handle) == state
+    assert cloud.names() == []
     assert run.launcher.status(handle) == state
 
 

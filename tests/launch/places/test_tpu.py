@@ -4,6 +4,7 @@ a TPU.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -210,6 +211,33 @@ def test_ranks_that_followed_a_signal_of_their_machine_did_not_fail(
     handle = launcher.submit(job_of(launcher.recipe))
     Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=code)
     assert launcher.status(handle) == told
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "state"),
+    [
+        (75, True, "cancelled"),
+        (143, True, "cancelled"),
+        (75, False, "preempted"),
+        (1, True, "failed"),
+        (0, True, "succeeded"),
+    ],
+)
+def test_what_stopped_in_good_order_is_told_from_what_is_done(
+    code: int,
+    asked: bool,
+    state: str,
+    tmp_path: Path,
+    server: google.Server,
+    service: tpus.Tpus,
+) -> None:
+    launcher = TpuLauncher(recipe_for(tmp_path, server.address))
+    handle = launcher.submit(job_of(launcher.recipe))
+    if asked:
+        launcher.signal(handle, signal.SIGTERM)
+    Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=code)
+    assert launcher.status(handle) == state
+    assert service.states == {}
 
 
 def test_cancel_deletes_it(tmp_path: Path, server: google.Server, service: tpus.Tpus) -> None:

@@ -305,6 +305,42 @@ def test_what_the_place_did_is_told_from_what_the_job_did(
     assert launcher.status(handle) == state
 
 
+@pytest.mark.parametrize(
+    ("codes", "asked", "state"),
+    [
+        ((75, 75, 75), True, "cancelled"),
+        ((75, 75, 75), False, "preempted"),
+        ((143, 143, 143), True, "cancelled"),  # before there was anything to save
+        ((75, 1, 75), True, "failed"),
+        ((75, 75), True, "failed"),  # one was killed
+        ((3, 3, 3), False, "succeeded"),  # a gate that keeps what is live
+    ],
+)
+def test_what_stopped_in_good_order_has_not_failed(
+    codes: tuple[int, ...],
+    asked: bool,
+    state: str,
+    tmp_path: Path,
+    service: vertex_jobs.State,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The service calls every code but 0 a failure."""
+    said = f"The replica workerpool0-0 exited with a non-zero status of {codes[0]}."
+    service.endings = [(STATE.JOB_STATE_FAILED, 3, said)]
+    launcher, handle = launched(tmp_path, service)
+    if asked:
+        launcher.signal(handle, signal.SIGTERM)
+    for node, code in enumerate(codes):
+        Rendezvous(handle.about["meet"]).leave(node, EXIT, rank=node, code=code)
+    assert followed(launcher, handle)[-1] == state
+
+    def no_answer(place: str) -> None:
+        raise Failed("the bucket does not answer")
+
+    monkeypatch.setattr(vertex, "Rendezvous", no_answer)
+    assert launcher.status(handle) == "failed", "it is over"
+
+
 def test_a_lost_answer_makes_no_second_job(tmp_path: Path, service: vertex_jobs.State) -> None:
     service.server.fault("JobService.CreateCustomJob", 503, lose=True)
     _, handle = launched(tmp_path, service)

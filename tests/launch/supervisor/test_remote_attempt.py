@@ -374,11 +374,13 @@ def test_results_are_fetched_until_the_bucket_answers(
         lambda root, mirror: RemoteHeartbeats(root, None),
     )
     attempt, meeting = begin(mirror="gs://bucket/run")
+    meeting.send(signal.SIGTERM)
     for node in range(2):
-        meeting.leave(node, EXIT, rank=2 * node, code=0)
-    place.state = "succeeded"
+        meeting.leave(node, EXIT, rank=2 * node, code=75)
+    place.state = "cancelled"
     wait_until(lambda: attempt.poll() is not None)
-    assert (attempt.poll(), len(tries)) == (AttemptExit(0, 0), 3)
+    assert (attempt.poll(), len(tries)) == (AttemptExit(0, 75), 3)
+    assert capfd.readouterr().err.count("somebody cancelled it") == 1
     monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.RESULTS_TIMEOUT_S", 0.05)
     attempt, _ = begin(mirror="gs://bucket/never")
     place.state = "succeeded"

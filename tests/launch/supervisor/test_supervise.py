@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from ingot.launch.supervisor.supervise import committed_steps, supervise
 from tests.launch import stand_in
 from tests.launch.blocking import wait_until
 from tests.launch.conftest import Made, Supervised
+from tests.markers import changed
 
 
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
@@ -58,6 +60,9 @@ def test_a_killed_rank_is_named_and_training_goes_on_from_the_checkpoint(
     assert restart["attempt"] == 2
     assert restart["cause"] == "rank 1 was ended by SIGKILL at step 13"
     assert 0 <= restart["seconds"] < 1, "the first restart is at once"
+    kept = recipe.folder.checkpoints / "step-00000040-best"
+    shutil.copytree(recipe.folder.checkpoints / "step-00000030", kept)
+    changed(kept, "COMMIT.json", step=40)
     assert sorted(committed_steps(recipe.folder.checkpoints)) == [10, 20, 30]
 
 
