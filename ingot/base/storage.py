@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -67,7 +67,8 @@ def find_files(pattern: str) -> list[str]:
         return sorted(filesystem.unstrip_protocol(name) for name in found)
     is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)
     files: set[str] = set()
-    for name in glob.glob(pattern, recursive=True) if is_glob else [pattern]:
+    escaped = _literal_start(pattern, os.path.exists)
+    for name in glob.glob(escaped, recursive=True) if is_glob else [pattern]:
         if os.path.isdir(name):
             files.update(
                 os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here
@@ -77,12 +78,23 @@ def find_files(pattern: str) -> list[str]:
     return sorted(files)
 
 
+def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:
+    """A glob in which the folders that exist by their very names are no globs."""
+    for place in reversed([at for at, each in enumerate(pattern) if at and each == "/"]):
+        folder = pattern[:place]
+        if glob.has_magic(folder) and exists(folder):
+            return glob.escape(folder) + pattern[place:]
+    return pattern
+
+
 def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
     if not glob.has_magic(root) or filesystem.exists(root):
         return cast("list[str]", filesystem.find(root))
     files: set[str] = set()
     walked: tuple[str, ...] = ()
-    for name, about in sorted(filesystem.glob(root, detail=True).items()):
+    for name, about in sorted(
+        filesystem.glob(_literal_start(root, filesystem.exists), detail=True).items()
+    ):
         if about["type"] != "directory":
             files.add(name)
         elif not name.startswith(walked):  # each walk is a request

@@ -106,9 +106,21 @@ def _prepare(recipe: Recipe) -> Knobs:
     return knobs
 
 
+def _ingest_revision(recipe: Recipe) -> int:
+    """Of records in tables, which a folder may hold as well, nested values are read otherwise."""
+    held_out = recipe.data.validation if isinstance(recipe.data.validation, list) else []
+    sources = [*recipe.data.train, *held_out]
+    plain = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".bz2")
+    tables = any(not one.source.lower().endswith(plain) for one in sources)
+    return 2 if recipe.documents in CHAT_TEMPLATED and tables else 1
+
+
 def _prepare_revision(recipe: Recipe) -> int:
     """Of plain texts, the most by far, nothing has changed."""
-    return 2 if recipe.documents in CHAT_TEMPLATED or recipe.documents == "masked" else 1
+    if recipe.documents in CHAT_TEMPLATED:
+        return 3
+    exact = recipe.documents == "pair" and recipe.data.clean.exact
+    return 2 if recipe.documents == "masked" or exact else 1
 
 
 def _train(recipe: Recipe) -> Knobs:
@@ -278,7 +290,7 @@ def _training_folders(recipe: Recipe) -> list[str]:
 
 
 STEPS = (
-    PipelineStep("ingest", _ingest),
+    PipelineStep("ingest", _ingest, revision=_ingest_revision),
     PipelineStep(
         "prepare", _prepare, _depends_on("ingest"), _prepared_with, revision=_prepare_revision
     ),

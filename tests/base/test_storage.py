@@ -196,7 +196,8 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
     for folder in ("run1", "run[1]"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x").touch()
-    assert find_files(str(tmp_path / "run[1]")) == [str(tmp_path / "run[1]" / "x")]
+    for pattern in ("run[1]", "run[1]/*", "run[1]/[x]"):
+        assert find_files(str(tmp_path / pattern)) == [str(tmp_path / "run[1]" / "x")]
 
 
 def test_object_storage_goes_through_the_same_calls() -> None:
@@ -212,7 +213,8 @@ def test_object_storage_goes_through_the_same_calls() -> None:
         assert find_files(f"memory://stored/{pattern}") == find_files("memory://stored")
     for name in ("run1/x", "run[1]/x"):
         memory.pipe(f"/literal/{name}", b"")
-    assert find_files("memory://literal/run[1]") == ["memory:///literal/run[1]/x"]
+    for pattern in ("run[1]", "run[1]/*"):
+        assert find_files(f"memory://literal/{pattern}") == ["memory:///literal/run[1]/x"]
     with open_read("memory://stored/a.txt") as stream:
         assert stream.read() == b"a.txt"
     assert sha256_file("memory://stored/a.txt") == hashlib.sha256(b"a.txt").hexdigest()

@@ -359,13 +359,32 @@ def test_what_is_hidden_of_texts_is_measured_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "revision"), [("pretrain", 1), ("sft", 2), ("dpo", 2), ("mlm", 2), ("seq2seq", 1)]
+    ("kind", "revision"), [("pretrain", 1), ("sft", 3), ("dpo", 3), ("mlm", 2), ("seq2seq", 1)]
 )
 def test_what_an_earlier_version_prepared_otherwise_is_prepared_again(
     kind: str, revision: int, tmp_path: Path
 ) -> None:
     recipe = small_recipe(tmp_path, objective__kind=kind)
     assert step_named("prepare").revision(recipe) == revision
+    exact = small_recipe(tmp_path, objective__kind=kind, data__clean__exact=True)
+    assert step_named("prepare").revision(exact) == max(revision, 2 if kind == "seq2seq" else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "revision"),
+    [
+        ("sft", "a/*.jsonl", 1),
+        ("sft", "a/b.parquet", 2),
+        ("dpo", "folder", 2),
+        ("sft", "hf:org/set", 2),
+        ("pretrain", "a/b.parquet", 1),
+    ],
+)
+def test_nested_values_of_tables_are_read_again(
+    kind: str, source: str, revision: int, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, objective__kind=kind, data__train=[{"source": source}])
+    assert step_named("ingest").revision(recipe) == revision
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:

@@ -175,7 +175,8 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
     if path.lower().endswith(".zst"):
         return io.BufferedReader(_Frames(stream, _zstd_frame), COMPRESSED_READ_BYTES)
     if path.lower().endswith(".bz2"):
-        return io.BufferedReader(_Frames(stream, bz2.BZ2Decompressor), COMPRESSED_READ_BYTES)
+        frames = _Frames(stream, bz2.BZ2Decompressor, least=1, padding=b"\0 \t\r\n")
+        return io.BufferedReader(frames, COMPRESSED_READ_BYTES)
     return stream
 
 
@@ -188,11 +189,17 @@ class _Frames(io.RawIOBase):
     """Frames of Zstandard, or streams of bzip2, as one stream; `begin` gives a decompressor of one.
     The libraries' own readers take a file for complete that is cut short (Zstandard), or whose next
     stream is damaged where it begins (bzip2); this one refuses it.
+
+    Args:
+        least: how many frames a whole file has.
+        padding: bytes that may stand behind a frame.
     """
 
-    def __init__(self, source: IO[bytes], begin: Callable[[], Any]) -> None:
-        self._source, self._open = source, False
-        self._begin, self._frame = begin, begin()
+    def __init__(
+        self, source: IO[bytes], begin: Callable[[], Any], *, least: int = 0, padding: bytes = b""
+    ) -> None:
+        self._source, self._open, self._padding = source, least > 0, padding
+        self._begin, self._frame, self._ended = begin, begin(), False
         self._ready, self._input = memoryview(b""), b""
 
     def readable(self) -> bool:
@@ -205,11 +212,15 @@ class _Frames(io.RawIOBase):
                 if self._open:
                     raise EOFError("the file ends within a frame")
                 return 0
+            if self._ended and not (chunk := chunk.lstrip(self._padding)):
+                self._input = b""
+                continue
+            self._ended = False
             self._ready = memoryview(self._frame.decompress(chunk))
             self._open = not self._frame.eof
             self._input = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
-                self._frame = self._begin()
+                self._frame, self._ended = self._begin(), bool(self._padding)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size

@@ -284,6 +284,16 @@ def test_a_frame_damaged_where_it_begins_ends_no_file_in_silence(ending: str) ->
     assert cut.reason == "broken compression"
 
 
+def test_padding_behind_a_stream_of_bzip2_is_no_damage_and_nothing_is_no_stream() -> None:
+    """As bunzip2 has it."""
+    stream = bz2.compress(LINES)
+    for padding in (bytes(512), b"\n"):
+        padded = stream + padding
+        assert texts(read(padded, "jsonl", path="a.jsonl.bz2")) == TEXTS
+        assert texts(read(padded + stream, "jsonl", path="a.jsonl.bz2")) == TEXTS * 2
+    assert bad(read(b"", "jsonl", path="a.jsonl.bz2")) == [(1, "broken compression")]
+
+
 def test_frames_with_a_long_window() -> None:
     """As `zstd --long=31` writes; the second frame is opened anew."""
     long = zstandard.ZstdCompressionParameters(window_log=31, strategy=1, hash_log=6, chain_log=6)
