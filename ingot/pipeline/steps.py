@@ -259,13 +259,25 @@ def _named_by_rewards(place: Any) -> list[str]:
     return [local for reward in rewards for name in reward.files for local in _local(name)]
 
 
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """What a model folder holds of a tokenizer. Not its weights: to train these anew changes no
+    ids.
+    """
+    config = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json"
+    models = "tokenizer.model spiece.model vocab.json merges.txt vocab.txt chat_template.jinja"
+    names = [*config.split(), *models.split()]
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
 def _prepared_with(recipe: Recipe) -> list[str]:
-    """The tokenizer's folder or file, that of its template, and the files that training documents
-    are compared with.
+    """The tokenizer's folder or file, or its files beside the model, that of its template, and the
+    files that training documents are compared with.
     """
     template = recipe.tokenizer.template
+    of_model = [] if recipe.tokenizer.source is not None else _local(recipe.model.source)
     return [
         *_local(recipe.tokenizer.source),
+        *(str(file) for folder in of_model for file in _tokenizer_files(Path(folder))),
         *(_local(template) if template not in TEMPLATES.kinds() else []),
         *_without_scheme(recipe.data.clean.against),
     ]

@@ -44,6 +44,17 @@ def why_unfamiliar(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> str | 
     )
 
 
+def check_own(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
+    """Raises WrongInput if the tokenizer of the columns was that of `model.source`, where another
+    one lies by now.
+    """
+    if recipe.tokenizer.source is None and (strange := why_read_otherwise(tokenizer, folder)):
+        raise WrongInput(
+            f"model.source {recipe.model.source} {strange}: it has another tokenizer than when the"
+            " data was prepared; run `ingot prepare`"
+        )
+
+
 def why_read_otherwise(tokenizer: Tokenizer, folder: Path) -> str | None:
     """What is wrong with giving ids of this tokenizer to the model in `folder`; None: nothing that
     can be seen. Special tokens may differ: a base model has not met those of its chats.

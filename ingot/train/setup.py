@@ -44,6 +44,7 @@ from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
 from ingot.tokenizers.chats.templates import with_template
+from ingot.tokenizers.familiar import check_own
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.optim.optimizers import check_groups
@@ -190,6 +191,8 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)
     _check_tokenizer(recipe, prepared, tokenizer)
+    if mesh.is_main and model_spec.folder is not None and not model_spec.random:
+        check_own(recipe, tokenizer, model_spec.folder)
     hiding = hiding_of(recipe, tokenizer)
     rows = _open_split(recipe, "train", hiding)
     holds_out = recipe.data.holds_out

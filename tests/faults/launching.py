@@ -295,7 +295,7 @@ FAULTS = [
     Fault(
         "unknown-is-not-running",
         "ingot/cli/launch.py",
-        'if state == "unknown" and each.handle.kind != "local"]',
+        'if state == "unknown" and _may_run(each, found)]',
         "if False]",
         "a job is said not to run, and goes on, since its place did not answer once",
         "tests/launch/test_job_control.py",

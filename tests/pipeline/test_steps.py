@@ -352,6 +352,15 @@ def test_files_that_a_recipe_names_are_watched(tmp_path: Path) -> None:
     assert step_named("evaluate").folders(own) == named
 
 
+def test_the_tokenizer_beside_the_model_is_watched_and_not_its_weights(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).touch()
+    own = step_named("prepare").folders(_recipe(f"model.source={tmp_path}"))
+    assert own == [str(tmp_path / name) for name in ("tokenizer.json", "chat_template.jinja")]
+    other = _recipe(f"model.source={tmp_path}", "tokenizer.source=train")
+    assert step_named("prepare").folders(other) == []
+
+
 def test_what_is_hidden_of_texts_is_measured_anew() -> None:
     masked = ("objective.kind=mlm", "evaluate.model=some/folder")
     more = _recipe(*masked, "objective.mlm_probability=0.4")

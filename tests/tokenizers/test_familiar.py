@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.plan.checks.recipe import judge_tokenizer
-from ingot.tokenizers.familiar import why_unfamiliar
+from ingot.tokenizers.familiar import check_own, why_unfamiliar
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.small import small_recipe
 from tests.tokenizers.small import bpe_files, unigram_files
@@ -40,6 +41,18 @@ def test_ids_that_stand_for_other_text_are_told(tmp_path: Path) -> None:
     assert "of its ids stand for other text there; leave it empty" in told
     assert [one.message for one in judge_tokenizer(recipe, random=False)] == [told]
     assert not list(judge_tokenizer(recipe, random=True))
+
+
+def test_a_model_that_was_given_another_tokenizer_since_is_refused(tmp_path: Path) -> None:
+    """As by training it anew under its path; a base that met fewer special tokens is none."""
+    before = saved(tmp_path / "before", bpe_files(pad_token="<|pad|>"))
+    saved(tmp_path / "model", bpe_files())
+    own = recipe_of(tmp_path / "model", None)
+    check_own(own, before, tmp_path / "model")
+    saved(tmp_path / "model", unigram_files())
+    with pytest.raises(WrongInput, match="another tokenizer than when the data was prepared; run"):
+        check_own(own, before, tmp_path / "model")
+    check_own(recipe_of(tmp_path / "model", tmp_path / "before"), before, tmp_path / "model")
 
 
 def test_a_copy_with_more_special_tokens_is_the_same(tmp_path: Path) -> None:

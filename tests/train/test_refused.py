@@ -109,6 +109,28 @@ def test_a_teacher_must_speak_the_students_language(root: Path, tmp_path: Path) 
     )
 
 
+def test_a_model_must_read_the_ids_that_were_prepared_with_its_tokenizer(root: Path) -> None:
+    base = teacher(root, "base")
+    recipe = small_recipe(
+        root,
+        name="onward",
+        model__source=str(base),
+        model__config=None,
+        tokenizer__source=None,
+        tokenizer__vocab_size=None,
+    )
+    ingest(recipe)
+    prepare(recipe)
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted((one for one in vocab if one.isalpha()), key=len)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "another tokenizer than when the data was prepared; run `ingot prepare`" in refused(
+        recipe
+    )
+
+
 def test_a_student_from_nothing_takes_the_teachers_vocabulary(root: Path) -> None:
     """Teachers are padded beyond their tokenizer now and then; a student drawn for them is as
     wide.
