@@ -790,4 +790,12 @@ FAULTS = [
         "a request that Slurm carries out late makes a second job, which ends the training",
         "tests/launch/places/test_slurm_script.py",
     ),
+    Fault(
+        "refusal-revives-a-request",
+        "ingot/launch/places/slurm.py",
+        "                write_atomic(rendezvous / CURRENT, NO_REQUEST)\n",
+        "                (rendezvous / CURRENT).unlink()\n",
+        "a request that Slurm carries out late works unwatched, after another was refused",
+        "tests/launch/places/test_slurm_script.py",
+    ),
 ]

@@ -54,9 +54,9 @@ TOKEN = "slurm.token"
 """A file in a start's rendezvous, present from before submission until the job's number is known:
 holds the handle without a number, and the comment by which the job is found.
 """
-CURRENT = "slurm.current"
-"""A file beside it with the comment of the only submission whose job may work: a request whose
-answer was lost may be carried out when another has long taken its place.
+CURRENT, NO_REQUEST = "slurm.current", "none"
+"""A file beside it with the comment of the only submission whose job may work, or `NO_REQUEST`: a
+request whose answer was lost may be carried out when another has long taken its place, or none.
 """
 OWN_OPTIONS = (
     *("job-name", "output", "error", "chdir", "nodes", "ntasks", "ntasks-per-node", "signal"),
@@ -266,7 +266,8 @@ class SlurmLauncher:
             except IngotError:
                 remove_secrets(rendezvous)
                 (rendezvous / TOKEN).unlink()
-                (rendezvous / CURRENT).unlink()
+                # An earlier request of ours, without an answer, may be carried out still.
+                write_atomic(rendezvous / CURRENT, NO_REQUEST)
                 raise
             time.sleep(RETRY_S)
             try:
@@ -310,7 +311,7 @@ class SlurmLauncher:
             if number is not None:
                 self._store_numbered(unnumbered, number)
             else:
-                write_atomic(path.parent / CURRENT, "none")  # it may be carried out still
+                write_atomic(path.parent / CURRENT, NO_REQUEST)  # it may be carried out still
                 remove_secrets(path.parent)
                 path.unlink()
 

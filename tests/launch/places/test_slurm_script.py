@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ingot.base.errors import Failed
 from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places import slurm
@@ -138,9 +139,9 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     assert SECRET not in repr(environ) + Path(command[-2]).read_text()
 
 
-@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("second", ["answered", "refused", "without an answer"])
 def test_a_request_that_is_carried_out_after_it_was_given_up_does_not_work_beside_its_successor(
-    answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy controller carries requests out long after sbatch gave them up; two jobs would meet at
     one place, and the second would end the first.
@@ -156,8 +157,10 @@ def test_a_request_that_is_carried_out_after_it_was_given_up_does_not_work_besid
         if command[0] == "squeue":
             return ""
         requests.append(command)
-        if answered and len(requests) == 2:
+        if second == "answered" and len(requests) == 2:
             return "77\n"
+        if second == "refused" and len(requests) == 2:
+            raise Failed("sbatch: error: Job violates accounting/QOS policy (job submit limit)")
         raise NoAnswer("sbatch: Socket timed out on send/recv operation")
 
     monkeypatch.setattr(cluster, "run_command", ask)
@@ -175,9 +178,13 @@ def test_a_request_that_is_carried_out_after_it_was_given_up_does_not_work_besid
             (tmp_path / "works").unlink(missing_ok=True)
         return found
 
-    if answered:
+    if second == "answered":
         assert launcher.submit(job).id == "77"
         assert works() == [False, True]
+    elif second == "refused":
+        with pytest.raises(Failed, match="submit limit"):
+            launcher.submit(job)
+        assert works() == [False, False]
     else:
         with pytest.raises(NoAnswer, match="is unknown"):
             launcher.submit(job)
