@@ -285,6 +285,43 @@ def test_a_small_model_can_be_in_the_layout_of_the_whole(own: dict[str, Any]) ->
     check_layout(asked.parallel, asked.processes, small, SEQ_LEN)
 
 
+@pytest.mark.parametrize(
+    ("own", "sizes"),
+    [
+        ({"tensor": 3}, {"intermediate_size": 1536}),
+        ({"tensor": 2, "shard": 3}, {"hidden_size": 576}),
+        ({"tensor": 2, "shard": 3}, {"vocab_size": 24_000}),
+        ({"shard": 6, "expert": 6}, {"n_routed_experts": 60}),
+        ({"tensor": 5, "expert": 5}, {"n_routed_experts": 60, "moe_intermediate_size": 20}),
+    ],
+    ids=str,
+)
+def test_odd_ranks_share_a_small_model_if_they_can_share_the_whole(
+    own: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    undivided = {
+        **PRESETS["llama-3m"],
+        **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
+        "num_attention_heads": 30,
+        "num_key_value_heads": 30,
+    }
+    if "expert" in own:
+        undivided |= {
+            "model_type": "glm4_moe",
+            "n_routed_experts": 64,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+        }
+    asked = layout(**own)
+    divided = {**undivided, **sizes}
+    for whole in (divided, small_decoder(divided, SEQ_LEN, asked.parallel)):
+        check_layout(asked.parallel, asked.processes, whole, 240)
+    for whole in (undivided, small_decoder(undivided, SEQ_LEN, asked.parallel)):
+        with pytest.raises(WrongInput, match="divide"):
+            check_layout(asked.parallel, asked.processes, whole, 240)
+
+
 def test_nothing_is_proved_of_a_layout_that_was_not_tried(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -422,6 +459,7 @@ def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]
         "verify layout small",
         [LayoutResult(layout(context=2), reason="no", possible=False)],
         Path("layout.json"),
+        own=False,
     )
     assert verbs._compared(proof, as_json=False) == EXIT_FAILED
     assert "not one of these layouts can be" in capsys.readouterr().out
@@ -432,5 +470,6 @@ def test_layouts_that_cannot_be_prove_nothing(capsys: pytest.CaptureFixture[str]
             LayoutResult(layout(shard=4), reason="rank 0 of 4 died"),
         ],
         Path("layout.json"),
+        own=False,
     )
     assert verbs._compared(failed, as_json=False) == EXIT_FAILED

@@ -97,15 +97,18 @@ def small_decoder(
     whole one can.
     """
     config = DecoderConfig.from_hf(values)
-    layers = max(LAYERS, int(own.pipeline) * own.virtual)
-    shared = int(own.tensor) * (int(own.context) if own.context_by == "ulysses" else 1)
+    layers, tensor = max(LAYERS, int(own.pipeline) * own.virtual), int(own.tensor)
+    shared = tensor * (int(own.context) if own.context_by == "ulysses" else 1)
+    # The embedding of a tensor rank is sharded by its rows or its columns, ours by its columns.
+    rows, rest = divmod(config.vocab_size, tensor)
+    spread = config.hidden_size if rest else math.lcm(config.hidden_size, rows)
     kv_heads = config.num_key_value_heads
     if kv_heads > _MOST_KV_HEADS:
         kv_heads = math.gcd(kv_heads, math.lcm(_MOST_KV_HEADS, shared))
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": _WIDTH,
-        "intermediate_size": _FEED_FORWARD,
+        "hidden_size": _shared_as(spread, _WIDTH, int(own.shard) if tensor > 1 else 1),
+        "intermediate_size": _shared_as(config.intermediate_size, _FEED_FORWARD, tensor),
         "num_hidden_layers": layers,
         "head_dim": _HEAD,
         "num_key_value_heads": kv_heads,
@@ -118,7 +121,7 @@ def small_decoder(
         ),
     }
     if config.experts is not None:
-        sizes |= _small_experts(values, config.experts, dense=not all(config.sparse))
+        sizes |= _small_experts(values, config.experts, own, dense=not all(config.sparse))
     windows = [window for window in config.windows if window is not None]
     if windows:
         sizes["sliding_window"] = max(2, min(*windows, seq_len // 3))
@@ -143,17 +146,24 @@ def small_decoder(
     return overridden(values, sizes)
 
 
+def _shared_as(whole: int, small: int, ranks: int) -> int:
+    """A multiple of `small` that these ranks share evenly if they so share `whole`."""
+    return math.lcm(small, math.gcd(whole, ranks))
+
+
 def _small_experts(
-    values: Mapping[str, Any], experts: ExpertsConfig, *, dense: bool
+    values: Mapping[str, Any], experts: ExpertsConfig, own: Parallel, *, dense: bool
 ) -> dict[str, Any]:
-    """At most `_EXPERTS` of them, and one dense layer where there are any."""
+    """At most `_EXPERTS` of them, more only for `own`, and one dense layer where there are any."""
     keys = family_of(values).experts
     assert keys is not None
     named = [key for key in keys.count if values.get(key) is not None] or keys.count[:1]
-    sizes: dict[str, Any] = dict.fromkeys(named, min(experts.count, _EXPERTS))
+    count = _shared_as(experts.count, min(experts.count, _EXPERTS), own.expert)
+    sizes: dict[str, Any] = dict.fromkeys(named, count)
     sizes["num_experts_per_tok"] = min(experts.chosen, _EXPERTS // 2)
     if keys.width != "intermediate_size":
-        sizes[keys.width] = min(experts.width, _EXPERT_WIDTH)
+        width = min(experts.width, _EXPERT_WIDTH)
+        sizes[keys.width] = _shared_as(experts.width, width, int(own.tensor))
     if keys.dense_until is not None:
         sizes[keys.dense_until] = int(dense)
     elif dense:
