@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ingot.base.errors import WrongInput
-from ingot.config.documents import with_numbers
+from ingot.config.documents import Exponent, with_numbers
 from ingot.config.doors import Door, load_dotted
 
 Positive = Annotated[int, Field(gt=0)]
@@ -50,15 +50,18 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans for other types: Pydantic would read `steps: yes` as one step."""
-        if isinstance(value, bool) and bool not in _types(
-            cls.model_fields[info.field_name or ""].annotation
-        ):
+    def _read_by_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse booleans for other types, since Pydantic would read `steps: yes` as one step; make
+        numbers of `1e3` where the knob takes numbers, be it whole ones or texts beside them.
+        """
+        if not isinstance(value, (bool, Exponent, list, dict)):
+            return value
+        types = _types(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in types:
             raise ValueError(
                 f"is {str(value).lower()}, which this knob does not take; write a value of its type"
             )
-        return value
+        return with_numbers(value) if types & {int, float} else value
 
 
 class KindSettings(Section):

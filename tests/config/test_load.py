@@ -505,6 +505,58 @@ def test_numbers_of_free_settings_are_numbers_and_texts_stay_texts(tmp_path: Pat
     assert load_recipe([again], environ={}, dotenv=None) == recipe
 
 
+@pytest.mark.parametrize(
+    ("knob", "text", "value"),
+    [
+        ("train.steps", "1e3", 1000),
+        ("train.tokens", "1e9", 10**9),
+        ("train.evaluate_every", "1e3", 1000),
+        ("train.optimizer.betas", "[9e-1, 99e-2]", (0.9, 0.99)),
+        ("train.optimizer.lr", "1e-5", 1e-5),
+        ("launch.slurm.time", "1e3", 1000.0),
+        ("gate.floor", "1e-1", 0.1),
+        ("gate.floor", "'1e-1'", "1e-1"),
+        ("gate.floor", "bigram", "bigram"),
+        ("data.skip", "[[1e3, 1e1]]", [(1000, 10)]),
+    ],
+)
+def test_an_exponent_is_a_number_for_each_knob_that_takes_numbers(
+    knob: str, text: str, value: object, tmp_path: Path
+) -> None:
+    """Else a floor of 1e-1 would be the name of a baseline."""
+    path = tmp_path / "r.yaml"
+    path.write_text("name: a\ndata: {train: [{source: x}]}\n", encoding="utf-8")
+    found: Any = load_recipe([path], [f"{knob}={text}"], environ={}, dotenv=None)
+    for name in knob.split("."):
+        found = getattr(found, name)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["1.5e0", "1e-1", "1e999"])
+def test_an_exponent_that_is_no_whole_number_is_no_number_of_steps(
+    text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("name: a\ndata: {train: [{source: x}]}\n", encoding="utf-8")
+    with pytest.raises(WrongInput, match=r"train\.steps"):
+        load_recipe([path], [f"train.steps={text}"], environ={}, dotenv=None)
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", ".inf", "{1: 2}", "!!set {a, b}"])
+def test_what_a_resolved_recipe_would_hold_otherwise_is_no_argument_of_a_reward(
+    value: str, tmp_path: Path
+) -> None:
+    """Nodes read the resolved one: there infinity would be nothing, and a date a text."""
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "name: a\ndata: {train: [{source: x}]}\nobjective: {kind: grpo, rewards:"
+        f" [{{kind: python, function: 'm:f', arguments: {{given: {value}}}}}]}}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(WrongInput, match=r"arguments\.given"):
+        load_recipe([path], environ={}, dotenv=None)
+
+
 def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:
     recipe = load(
         tmp_path,

@@ -798,4 +798,12 @@ FAULTS = [
         "a request that Slurm carries out late works unwatched, after another was refused",
         "tests/launch/places/test_slurm_script.py",
     ),
+    Fault(
+        "exponent-is-a-name",
+        "ingot/config/section.py",
+        "        return with_numbers(value) if types & {int, float} else value\n",
+        "        return value\n",
+        "a gate's floor of 1e-1 is the name of a baseline, and no floor",
+        "tests/config/test_load.py",
+    ),
 ]

@@ -207,7 +207,7 @@ class PythonReward(RewardSettings):
     number.
     """
     arguments: FreeValues = {}
-    """Further arguments by name."""
+    """Further arguments by name: what JSON can hold, so that it is the same on every machine."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
     """How often it is tried again on a sample where its process died."""
 
