@@ -806,4 +806,12 @@ FAULTS = [
         "a gate's floor of 1e-1 is the name of a baseline, and no floor",
         "tests/config/test_load.py",
     ),
+    Fault(
+        "notes-of-an-earlier-tpu",
+        "ingot/launch/places/tpu.py",
+        '            clear_rendezvous(job.rendezvous or "")\n',
+        "",
+        "a TPU that has only begun has succeeded, as the bucket says of an earlier one",
+        "tests/launch/places/test_tpu.py",
+    ),
 ]

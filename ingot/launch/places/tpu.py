@@ -45,6 +45,7 @@ from ingot.launch.rendezvous import (
     EXIT,
     MADE,
     Rendezvous,
+    clear_rendezvous,
     state_by_notes,
     taken_away,
 )
@@ -154,6 +155,7 @@ class TpuLauncher:
                 tpus.delete(self.google, known.about["zone"], known.id)
             if reason := self.busy(job):
                 raise Failed(reason)
+            clear_rendezvous(job.rendezvous or "")
             say(
                 "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs"
                 " torch_tpu"

@@ -19,7 +19,15 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places import tpu
 from ingot.launch.places.tpu import TpuLauncher
-from ingot.launch.rendezvous import ARRIVED, BOOT, EXIT, MADE, Rendezvous, clear_rendezvous
+from ingot.launch.rendezvous import (
+    ARRIVED,
+    BOOT,
+    CANCELLED,
+    EXIT,
+    MADE,
+    Rendezvous,
+    clear_rendezvous,
+)
 from tests import gcs, golden
 from tests.fakes import google, tpus
 from tests.fakes.vm import Machine
@@ -104,6 +112,20 @@ def test_a_tpu_is_asked_for_and_is_stopped_when_the_job_is_over(
     Rendezvous(handle.about["meet"]).leave(0, EXIT, rank=0, code=0)
     assert launcher.status(handle) == "succeeded"
     assert service.states == {}
+
+
+@pytest.mark.parametrize("note", [EXIT, CANCELLED, ARRIVED, MADE])
+def test_notes_of_an_earlier_start_of_the_same_number_say_nothing_of_this_one(
+    tmp_path: Path, server: google.Server, service: tpus.Tpus, note: str
+) -> None:
+    """As one of another computer, or of a run folder that is gone, leaves them in the bucket."""
+    launcher = TpuLauncher(recipe_for(tmp_path, server.address))
+    job = job_of(launcher.recipe)
+    Rendezvous(job.rendezvous or "").leave(0, note, rank=0, code=0, t_wall=0.0)
+    handle = launcher.submit(job)
+    service.states[handle.id] = "ACTIVE"
+    assert [launcher.status(handle), launcher.status(handle)] == ["queued", "queued"]
+    assert service.states == {handle.id: "ACTIVE"}
 
 
 @pytest.mark.parametrize(
