@@ -26,6 +26,8 @@ GCLOUD = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 MACHINE, DISK_GB, MOST_DISK_GB = "E2_HIGHCPU_8", 100, 4000
 GOING_ON = ("STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING")
 TIMEOUT_S, QUEUE_S = 7200, 3600
+OVER_S = QUEUE_S + TIMEOUT_S + 600.0
+"""Seconds after which a build has ended by its own limits, whether the service says so or not."""
 POLL_S = 5.0
 LOG_LINES = 20
 """Log lines shown when a build failed."""
@@ -282,14 +284,16 @@ def _submit(google: GoogleClients, message: Any, mark: str) -> str:
 
 def _follow(google: GoogleClients, name: str) -> Any:
     """Poll the build until it ends, reporting each step as it begins and ends. While the service
-    does not answer, the build goes on.
+    does not answer, the build goes on. Raises Failed if no answer comes until it must be over.
     """
     client, progress = google.client("builds"), _Progress()
-    last_error = ""
+    last_error, over = "", time.monotonic() + OVER_S
     while True:
         try:
             now = call_api(client.get_build, "look at the build", request={"name": name})
         except Failed as error:
+            if time.monotonic() > over:
+                raise
             if (told := short(error.__cause__)) != last_error:
                 say(f"warning: could not look at the build ({told}); it goes on")
             last_error = told

@@ -233,6 +233,17 @@ def test_a_service_that_is_away_while_a_build_is_followed_ends_no_build(
     assert capsys.readouterr().err.count(warning) == 1
 
 
+def test_a_service_that_stays_away_is_not_waited_for_when_the_build_must_be_over(
+    service: fake.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    google = google_of(service)
+    monkeypatch.setattr(builds, "OVER_S", 0.0)
+    monkeypatch.setattr(clients, "PATIENCE_S", 0.0)
+    service.server.fault("CloudBuild.GetBuild", 503)
+    with pytest.raises(Failed, match="could not look at the build: on purpose"):
+        builds.run_build(google, wish_of(google))
+
+
 def test_an_error_within_the_service_is_asked_again(service: fake.State) -> None:
     google = google_of(service)
     service.server.fault("CloudBuild.ListBuilds", 500)

@@ -777,8 +777,8 @@ FAULTS = [
     Fault(
         "silence-ends-a-build",
         "ingot/cloud/builds.py",
-        "        except Failed as error:\n            if (told",
-        "        except KeyError as error:\n            if (told",
+        "        except Failed as error:\n            if time.monotonic() > over",
+        "        except KeyError as error:\n            if time.monotonic() > over",
         "a service that does not answer for a minute ends the build that was paid for",
         "tests/cloud/test_builds.py",
     ),
