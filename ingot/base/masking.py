@@ -11,11 +11,18 @@ _SECRET = re.compile(
     (?!(?:env|secret):|null|true|false|~|[|>\[{])(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s,}][^,}\n]*)""",
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
+_ADDRESS = re.compile(r"\w://[^\s'\"]+")
+_QUERY = re.compile(
+    r"""(?P<key>[?&][^=&\s]*(?:passw|secret|credential|key|token|sig|auth)[^=&\s]*=)
+    [^&\s,}\]\#]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
 _LOGIN = re.compile(r"(?P<scheme>\w://)[^\s/@]+@")
 
 
 def masked(recipe: str) -> str:
-    """The YAML of a recipe without what looks like a secret: values of keys with such a name, and
-    logins in addresses. References to secrets (`env:`, `secret:`) stay.
+    """The YAML of a recipe without what looks like a secret: values of keys with such a name, in
+    addresses too, and their logins. References to secrets (`env:`, `secret:`) stay.
     """
-    return _LOGIN.sub(rf"\g<scheme>{MASK}@", _SECRET.sub(rf"\g<key>'{MASK}'", recipe))
+    text = _LOGIN.sub(rf"\g<scheme>{MASK}@", _SECRET.sub(rf"\g<key>'{MASK}'", recipe))
+    return _ADDRESS.sub(lambda found: _QUERY.sub(rf"\g<key>{MASK}", found[0]), text)

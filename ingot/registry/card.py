@@ -30,8 +30,15 @@ PIPELINES = {
 }
 BUILT_IN_LICENSES = {"builtin:stdlib": "psf-2.0"}
 _KEPT = ("objective", "model", "train", "data", "precision", "checkpoint", "seed")
-_PLACES = ("source", "adapter", "teacher", "start_from", "checkpoint")
-"""Knobs that name a folder or a name on the hub."""
+_PLACES = (
+    *("source", "adapter", "teacher", "reference", "start_from", "checkpoint"),
+    *("function", "model", "file"),
+)
+"""Knobs that name a folder, a file or a name on the hub."""
+_TEXTS = ("pattern", "after", "prefix", "labels", "name", "field", "group")
+"""Knobs whose value may look like a path and is none."""
+_PATHS = ("/", "~/", "./", "../", "file://")
+"""How a path begins in a knob that only its owner knows, such as a function's arguments."""
 _OWN_LINES = ("data.train.weight", "model.source", "model.revision", "seed")
 
 
@@ -207,9 +214,9 @@ def _without_paths(name: str, value: Any) -> Any:
         return {key: _without_paths(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_paths(name, item) for item in value]
-    if isinstance(value, str) and (name in _PLACES or value.startswith(("/", "~/"))):
-        return shown_source(value)
-    return value
+    if not isinstance(value, str) or name in _TEXTS:
+        return value
+    return shown_source(value) if name in _PLACES or value.startswith(_PATHS) else value
 
 
 def _lineage(facts: CardFacts) -> str:
@@ -245,6 +252,7 @@ def _license(facts: CardFacts) -> str:
 
 def shown_source(source: str) -> str:
     """A source as others may read it: of a path its last part, of an address no login."""
+    source = source.removeprefix("file://")
     if "://" in source or re.match(r"[a-z][a-z0-9_]*:", source):
         return re.sub(r"(?<=://)[^/@]+@", "", source)
     return Path(source).name

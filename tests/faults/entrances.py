@@ -335,4 +335,20 @@ FAULTS = [
         "of a training that was interrupted the page tells the last attempt's time",
         "tests/report/test_page.py",
     ),
+    Fault(
+        "keys-in-addresses-on-the-card",
+        "ingot/base/masking.py",
+        '_QUERY.sub(rf"\\g<key>{MASK}", found[0])',
+        "found[0]",
+        "the key in a reward's address stands on the card that everybody reads",
+        "tests/registry/test_push.py",
+    ),
+    Fault(
+        "a-pattern-is-a-path",
+        "ingot/registry/card.py",
+        "if not isinstance(value, str) or name in _TEXTS:",
+        "if not isinstance(value, str):",
+        "the card tells another pattern than the one that rewarded the model",
+        "tests/registry/test_push.py",
+    ),
 ]

@@ -24,6 +24,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.config.models.content import content_record
 from ingot.config.sections.deployment import MetricGate
 from ingot.models.hf.tensorfile import TensorSpec, write_tensors
+from ingot.registry.card import shown_source
 from ingot.registry.decision import GATE, decision_record
 from ingot.registry.gate import GateDecision, Verdict
 from ingot.registry.hub import PushOptions, PushPlan, plan_push, push
@@ -195,8 +196,15 @@ def test_the_card_tells_what_the_run_recorded(run: RunFolder) -> None:
 
 def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) -> None:
     reward = {"kind": "http", "url": "https://me:hunter2@rewards.org/score", "api_key": "sk-1234"}
+    asked = {"kind": "http", "url": "https://rewards.org/score?n=2&api_key=sk-5678&v=1"}
+    code = {"kind": "python", "function": "../me/secret/rew.py:score", "arguments": {"w": "./me/w"}}
+    judge = {"kind": "model", "model": "../me/runs/rm"}
+    text = {"kind": "regex", "pattern": "/think/yes", "name": "slash"}
     knobs = {
-        "objective": {"kind": "distill", "teacher": "/home/me/teacher", "rewards": [reward]},
+        "objective": {
+            **{"kind": "distill", "teacher": "/home/me/teacher", "reference": "me/runs/dpo"},
+            "rewards": [reward, asked, code, judge, text],
+        },
         "model": {"source": "hf:org/base", "lora": {"adapter": "/home/me/adapter", "rank": 8}},
         "train.start_from": "/home/me/runs/earlier",
         "data.judge": {"file": "/home/me/schema.json"},
@@ -213,11 +221,16 @@ def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) ->
     }
     (run.model / "ingot.json").write_text(json.dumps(made))
     card = planned(run).card
-    for hidden in ("hunter2", "sk-1234", "/home/me"):
+    for hidden in ("hunter2", "sk-1234", "sk-5678", "/home/me", "me/"):
         assert hidden not in card
     method = yaml.safe_load(card.split("```")[1].removeprefix("yaml"))
     assert method["objective"]["rewards"][0]["url"].endswith("@rewards.org/score")
+    assert method["objective"]["rewards"][1]["url"].endswith("?n=2&api_key=(hidden)&v=1")
+    assert method["objective"]["rewards"][2]["function"] == "rew.py:score"
+    assert method["objective"]["rewards"][3]["model"] == "rm"
+    assert method["objective"]["rewards"][4] == text, "a pattern is no path"
     assert method["objective"]["teacher"] == "teacher"
+    assert shown_source("file:///home/me/data.jsonl") == "data.jsonl"
     assert method["model"] == {"source": "hf:org/base", "lora": {"adapter": "adapter", "rank": 8}}
     assert method["train"] == {"start_from": "earlier"}
     for lineage in ("7eac", "step-00001000", "trained on from earlier at step 1,000"):
