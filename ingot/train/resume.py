@@ -66,10 +66,8 @@ def find_start(
     """
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
-        before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
-        for part in (WEIGHTS_OF, REWARDS_AS):
-            if not any(key.startswith(part) for key in before):  # of an earlier version
-                now = {key: value for key, value in now.items() if not key.startswith(part)}
+        before = _so_far(found.commit["identity"], found)
+        now = _so_far(_as_known_to(found.commit["identity"], identity), found)
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if all(_may_differ(key, before, now, allow) for key in differ):
             if differ:
@@ -80,12 +78,11 @@ def find_start(
             set_damaged_aside(found)
             return found
         if not found.commit["finished"]:
-            raise _refused(run, found, dict(identity), differ)
+            raise _refused(run, found, identity, differ)
     if found is not None:
-        say(
-            "the recipe changed since the last training"
-            f" ({'; '.join(changes(found.commit['identity'], dict(identity)))})"
-        )
+        before = found.commit["identity"]
+        changed = "; ".join(changes(before, _as_known_to(before, identity)))
+        say(f"the recipe changed since the last training ({changed})")
     place = _place_of(run, identity)
     if fresh or not committed(place / "checkpoints"):
         before_anew()
@@ -93,6 +90,23 @@ def find_start(
         return None
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity)
+
+
+LOOKED_AT = (REWARDS_AS, WEIGHTS_OF)
+"""Parts of an identity that earlier versions did not look at, those that came last first."""
+
+
+def _as_known_to(before: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any]:
+    """`identity` without the parts of which `before`, of an earlier version, has nothing."""
+    known = dict(identity)
+    for part in LOOKED_AT:
+        if not any(key.startswith(part) for key in before):
+            known = _without(part, known)
+    return known
+
+
+def _without(part: str, identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if not key.startswith(part)}
 
 
 def _may_differ(
@@ -117,11 +131,11 @@ def _check_optimizer(run: RunFolder, before: Mapping[str, Any], now: Mapping[str
 
 
 def _refused(
-    run: RunFolder, found: CommittedCheckpoint, identity: dict[str, Any], differ: list[str]
+    run: RunFolder, found: CommittedCheckpoint, identity: Mapping[str, Any], differ: list[str]
 ) -> WrongInput:
     """The error for a changed recipe: what changed, and the ways to continue."""
     before = found.commit["identity"]
-    changed = "; ".join(changes(before, identity))
+    changed = "; ".join(changes(before, _as_known_to(before, identity)))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
     way = (
         f"go on with the change by resume.allow=[{','.join(meant)}]"
@@ -180,12 +194,24 @@ def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpo
     say(f"this recipe was trained before: {place} is brought back")
     found = newest_valid(run.checkpoints)
     if found is not None:
+        known = _as_known_to(found.commit["identity"], identity)
+        if unseen := [key for key in identity if key not in known]:
+            say(f"note: an earlier version trained it, which did not record {', '.join(unseen)}")
         set_damaged_aside(found)
     return found
 
 
 def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
-    return earlier(run) / fingerprint(dict(identity))
+    """Where the training of this identity is set aside, under its own name or that which an
+    earlier version gave it.
+    """
+    known = dict(identity)
+    names = [fingerprint(known)]
+    for part in LOOKED_AT:
+        known = _without(part, known)
+        names.append(fingerprint(known))
+    places = [earlier(run) / name for name in names]
+    return next((place for place in places if place.exists()), places[0])
 
 
 def earlier(run: RunFolder) -> Path:

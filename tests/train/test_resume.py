@@ -21,7 +21,12 @@ from ingot.checkpoints.store import (
     retain,
     step_folder,
 )
-from ingot.config.identity import training_identity, weights_identity
+from ingot.config.identity import (
+    REWARDS_AS,
+    WEIGHTS_OF,
+    training_identity,
+    weights_identity,
+)
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -54,12 +59,7 @@ def test_a_damaged_checkpoint_is_set_aside_by_the_training_that_goes_on(
     run = RunFolder(tmp_path)
 
     def save(step: int) -> Path:
-        folder = step_folder(run.checkpoints, step)
-        folder.mkdir(parents=True)
-        (folder / "weights").write_bytes(bytes(9))
-        about = {"step": step, "identity": identity([]), "finished": False}
-        write_marker(folder, COMMIT, about, [entry_of(folder, "weights")])
-        return folder
+        return saved(run, step, identity([]), finished=False)
 
     save(10)
     flip_bit(save(30) / "weights", 3)
@@ -76,6 +76,16 @@ def test_a_damaged_checkpoint_is_set_aside_by_the_training_that_goes_on(
     save(40)
     assert retain(run.checkpoints, 2) == ["step-00000040", "step-00000020"]
     assert sorted(os.listdir(run.checkpoints)) == ["step-00000020", "step-00000040"]
+
+
+def saved(run: RunFolder, step: int, known: dict[str, Any], *, finished: bool) -> Path:
+    """A checkpoint of a training with the identity `known`."""
+    folder = step_folder(run.checkpoints, step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes(9))
+    about = {"step": step, "identity": known, "finished": finished}
+    write_marker(folder, COMMIT, about, [entry_of(folder, "weights")])
+    return folder
 
 
 def identity(skipped: Spans, **knobs: Any) -> dict[str, Any]:
@@ -166,6 +176,27 @@ def test_a_reward_that_was_edited_meanwhile_is_another_one(
         start(monkeypatch, before, now)
     assert start(monkeypatch, before, now, ("objective.rewards",)) is not None
     assert start(monkeypatch, plain, now) is not None, "of a version that did not look"
+
+
+@pytest.mark.parametrize("weights", [{}, {f"{WEIGHTS_OF}model.source": "w"}])
+def test_what_an_earlier_version_set_aside_is_brought_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: dict[str, str]
+) -> None:
+    """It did not look at the files of rewards, nor once at weights, and named the folder without
+    them: the training would be paid for again.
+    """
+    run = RunFolder(tmp_path)
+    looked_at = {f"{WEIGHTS_OF}model.source": "w", f"{REWARDS_AS}rew.py": "r"}
+    old = identity([], **weights)
+    saved(run, 2, old, finished=True)
+    resume.set_aside(run, old)
+    saved(run, 3, identity([], new=1, **weights), finished=True)
+    found = resume.find_start(run, identity([], **looked_at), fresh=False)
+    assert found is not None
+    assert found.step == 2
+    told = capsys.readouterr().err
+    assert "the recipe changed since the last training (new 1 -> not set)" in told
+    assert f"did not record {', '.join(key for key in looked_at if key not in old)}" in told
 
 
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
