@@ -351,4 +351,12 @@ FAULTS = [
         "the card tells another pattern than the one that rewarded the model",
         "tests/registry/test_push.py",
     ),
+    Fault(
+        "figures-of-an-earlier-version-stay",
+        "ingot/pipeline/steps.py",
+        '(given or recipe.documents == "chat") else 1',
+        "False else 1",
+        "a value of bits per byte that is told otherwise now is called unchanged",
+        "tests/pipeline/test_steps.py",
+    ),
 ]

@@ -396,6 +396,23 @@ def test_nested_values_of_tables_are_read_again(
     assert step_named("ingest").revision(recipe) == revision
 
 
+@pytest.mark.parametrize(
+    ("knobs", "revision"),
+    [
+        (["tokenizer.source=train"], 1),
+        (["tokenizer.source=some/folder"], 2),
+        (["objective.kind=sft"], 2),
+        (["objective.kind=sft", "evaluate.tasks=[{kind: preference}]"], 1),
+        (["objective.kind=dpo"], 1),
+    ],
+)
+def test_what_an_earlier_version_measured_otherwise_is_measured_again(
+    knobs: list[str], revision: int
+) -> None:
+    """The gate would compare the figures of one set with those of another for ever."""
+    assert step_named("evaluate").revision(_recipe(*knobs)) == revision
+
+
 def test_fingerprints_can_be_made_of_all_of_them() -> None:
     for step in STEPS:
         assert canonical_json(step.knobs(_recipe()))
