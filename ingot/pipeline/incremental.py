@@ -224,9 +224,15 @@ def step_inputs(
     if step.verb in stamps:
         stands = last is not None and _data_stands(step, recipe, last, reads)
         known = last.knobs.get("outside") if last is not None and stands else None
-        reads["outside"] = _or_as_read(step, partial(stamps[step.verb], recipe), known)
+        outside = _or_as_read(step, partial(stamps[step.verb], recipe), known)
+        if last is None or "outside" in last.knobs or not _is_empty(outside):
+            reads["outside"] = outside  # of an earlier version the record has none
     reads |= {"ingot": ingot.__version__, "revision": step.revision(recipe)}
     return _as_stored(reads)
+
+
+def _is_empty(outside: Any) -> bool:
+    return isinstance(outside, dict) and all(value is None for value in outside.values())
 
 
 def _as_stored(reads: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +292,7 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
             found.append(f"{key.removeprefix('from ')} made something else")
         elif key == "folders":
             found += [
-                f"{folder} changed"
+                _stamp_change(folder, (old.get(key) or {}).get(folder))
                 for folder in new.get(key) or {}
                 if (old.get(key) or {}).get(folder) != new[key][folder]
             ]
@@ -298,7 +304,14 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     return found or ["its record is of another version"]
 
 
+def _stamp_change(name: str, old: Any) -> str:
+    """An earlier version did not watch all that is watched now: nobody knows whether it changed."""
+    return f"{name} changed" if old is not None else f"its record says nothing of {name}"
+
+
 def _describe_stamp_change(old: Any, new: Any) -> list[str]:
+    if old is None and isinstance(new, dict):
+        return [_stamp_change(key, None) for key in sorted(new)]
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             f"{key} changed"

@@ -359,4 +359,12 @@ FAULTS = [
         "a value of bits per byte that is told otherwise now is called unchanged",
         "tests/pipeline/test_steps.py",
     ),
+    Fault(
+        "not-watched-is-a-change",
+        "ingot/pipeline/incremental.py",
+        'return f"{name} changed" if old is not None else',
+        'return f"{name} changed" if True else',
+        "a file that nobody touched is told to have changed",
+        "tests/pipeline/test_steps.py",
+    ),
 ]

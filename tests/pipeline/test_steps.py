@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.markers import canonical_json
+from ingot.base.markers import canonical_json, fingerprint
+from ingot.base.reports import PipelineStepRecord
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.serving import SERVER_ARGUMENTS, container_of
+from ingot.pipeline.incremental import describe_changes, step_inputs
 from ingot.pipeline.steps import DEPLOY, STEPS, step_named, upstream_steps
 from tests.small import small_recipe
 
@@ -411,6 +413,25 @@ def test_what_an_earlier_version_measured_otherwise_is_measured_again(
 ) -> None:
     """The gate would compare the figures of one set with those of another for ever."""
     assert step_named("evaluate").revision(_recipe(*knobs)) == revision
+
+
+def test_what_an_earlier_version_did_not_watch_is_not_told_as_a_change(tmp_path: Path) -> None:
+    """Nobody touched the template, and nothing is live, as nothing was."""
+    template = tmp_path / "chat.jinja"
+    template.touch()
+    recipe = _recipe("objective.kind=sft", f"tokenizer.template={template}", f"output={tmp_path}")
+    prepare, register = step_named("prepare"), step_named("register")
+    now = step_inputs(prepare, recipe, {})
+    old = {key: value for key, value in now.items() if key != "folders"}
+    assert describe_changes(old, now) == [f"its record says nothing of {template}"]
+    assert describe_changes({**old, "folders": {str(template): "other"}}, now) == [
+        f"{template} changed"
+    ]
+    old = step_inputs(register, recipe, {})
+    last = PipelineStepRecord("register", fingerprint(old), "", 1.0, "", "", old)
+    assert step_inputs(register, recipe, {"register": lambda _: {"live": None}}, last) == old
+    now = step_inputs(register, recipe, {"register": lambda _: {"live": 3}}, last)
+    assert describe_changes(old, now) == ["its record says nothing of live"]
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:
