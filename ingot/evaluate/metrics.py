@@ -152,7 +152,8 @@ def loss_metrics(
     Args:
         document_bytes: bytes of each document that are predicted, in the order of rows.
         documents: identity of the held-out documents. Bits per byte are comparable on the same
-            documents with any tokenizer, the other two only with the same tokenizer.
+            documents with any tokenizer, the other two only with the same tokenizer. Of chats that
+            were cut they hold the tokenizer already, which decides what is left.
         whole: whether each document is predicted from its beginning; if not, bits per byte too are
             comparable only with the same tokenizer, which decides what its first token holds.
 

@@ -21,6 +21,11 @@ _MEASURE_LIVE = (
     "measure the live model on this set too (`ingot evaluate`, then `ingot register`, both with"
     " evaluate.model=ITS FOLDER), then `ingot evaluate` and `ingot gate` for this one"
 )
+_OF_ANOTHER_TOKENIZER = (
+    "the live model has another tokenizer, and cannot be measured on data prepared with this one:"
+    " let gate.metric be one that does not depend on it, such as of a task `choice` or `reward`, or"
+    " make this model live by `ingot deploy NAME --version NUMBER`"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,9 @@ def _compare_metric(
             " better; remove gate.direction"
         )
     old = None if live is None else live.metrics.get(key)
-    better, reason = _is_better(key, new, old, live is None, rule.margin)
+    same = live is None or live.tokenizer_hash == candidate.tokenizer_hash
+    way = _MEASURE_LIVE if same else _OF_ANOTHER_TOKENIZER
+    better, reason = _is_better(key, new, old, live is None, rule.margin, way)
     if rule.floor is not None and math.isfinite(new.value):
         reaches, floor = _reaches_floor(key, candidate, rule.floor)
         better, reason = better and reaches, f"{reason}; {floor}"
@@ -143,9 +150,11 @@ def _compare_metric(
 
 
 def _is_better(
-    key: str, new: Metric, old: Metric | None, first: bool, margin: float
+    key: str, new: Metric, old: Metric | None, first: bool, margin: float, way: str
 ) -> tuple[bool, str]:
-    """Whether this metric favours the new model, and the reason."""
+    """Whether this metric favours the new model, and the reason; `way` says what to do where they
+    cannot be compared.
+    """
     if not math.isfinite(new.value):
         return (
             False,
@@ -157,20 +166,20 @@ def _is_better(
     if first:
         return True, f"{key} is {_format(new.value)}"
     if old is None:
-        return False, f"the live model's report has no metric {key}; {_MEASURE_LIVE}"
+        return False, f"the live model's report has no metric {key}; {way}"
     if old.set_fingerprint != new.set_fingerprint or old.direction != new.direction:
         if old.set_fingerprint == new.set_fingerprint:
             ways = f"{new.direction} is better, in the live model's report {old.direction}"
-            return False, f"{key} was measured another way ({ways}); {_MEASURE_LIVE}"
+            return False, f"{key} was measured another way ({ways}); {way}"
         return (
             False,
             (
                 f"{key} was measured on another evaluation set ({new.set_fingerprint}, live"
-                f" {old.set_fingerprint}); {_MEASURE_LIVE}"
+                f" {old.set_fingerprint}); {way}"
             ),
         )
     if not math.isfinite(old.value):
-        return False, f"{key} of the live model is {old.value}; {_MEASURE_LIVE}"
+        return False, f"{key} of the live model is {old.value}; {way}"
     # Decimal arithmetic on the written numbers, so that 0.3 is better than 0.2 by exactly 0.1.
     gain = Decimal(repr(new.value)) - Decimal(repr(old.value))
     gain = -gain if new.direction == "lower" else gain

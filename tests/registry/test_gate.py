@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -320,6 +321,20 @@ def test_the_live_model_itself_may_stay() -> None:
     assert decide(same, same, MetricGate(override="keep")).decision == "keep"
     other_tokenizer = EvaluationReport("same", "other", low(2.5))
     assert decide(same, other_tokenizer, MetricGate()).decision == "keep"
+
+
+@pytest.mark.parametrize("old", [low(2.5, "set2"), high(0.3)])
+def test_of_another_tokenizer_no_step_is_named_that_would_be_refused(
+    old: dict[str, Metric],
+) -> None:
+    """`ingot evaluate` measures no model on data that another tokenizer prepared."""
+    live = report("old", old)
+    found = decide(report("new", low(2.4)), live, MetricGate())
+    assert (found.decision, "evaluate.model=ITS FOLDER" in found.reason) == ("keep", True)
+    found = decide(report("new", low(2.4)), replace(live, tokenizer_hash="other"), MetricGate())
+    assert (found.decision, "evaluate.model" in found.reason) == ("keep", False)
+    assert "the live model has another tokenizer" in found.reason
+    assert "by `ingot deploy NAME --version NUMBER`" in found.reason
 
 
 def test_an_empty_list_of_metrics_would_deploy_anything_and_is_no_rule() -> None:
