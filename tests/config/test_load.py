@@ -167,7 +167,7 @@ BAD = {
         ),
     ),
     "a reward in the place of the mean": (
-        "evaluate:\n  tasks: [{kind: reward, rewards: [{kind: exact, name: mean}]}]",
+        "evaluate:\n  tasks: [{kind: reward, rewards: [{kind: exact, name: mean}, {kind: numeric}]}]",
         (
             "r.yaml:6: evaluate.tasks, reward: a reward is called mean, as another metric of the"
             " task is; give it another `name`"

@@ -107,6 +107,14 @@ def test_a_model_is_measured_on_items_of_its_own_without_documents() -> None:
         recipe(data={"train": []})
 
 
+def test_rewards_take_no_name_of_the_tasks_metrics_where_each_has_a_metric() -> None:
+    """One alone has none; and those of a training that is under way cannot be called otherwise."""
+    one = {"kind": "exact", "name": "finished"}
+    assert recipe(objective={"kind": "grpo", "rewards": [one]}).tasks
+    with pytest.raises(ValidationError, match="or give the task `rewards` of its own, so named"):
+        recipe(objective={"kind": "grpo", "rewards": [one, {"kind": "numeric"}]})
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [("1", 1), (None, "None"), (["a, b"], ["a", "b"]), (0.1, 0.1 + 1e-16)]
 )

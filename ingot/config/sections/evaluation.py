@@ -241,10 +241,15 @@ class RewardTask(TaskSettings):
                 }
             )
         labels = [reward.label for reward in task.rewards]
+        if len(labels) < 2:
+            return task  # a single reward has no metric beside the mean
         if taken := [name for name in self.own_names if name in labels]:
+            way = "give it another `name`"
+            if not self.rewards:  # one in the objective would make another training
+                way += ", or give the task `rewards` of its own, so named"
             raise ValueError(
                 f"evaluate.tasks, {self.name}: a reward is called {taken[0]}, as another metric of"
-                " the task is; give it another `name`"
+                f" the task is; {way}"
             )
         return task
 
