@@ -268,7 +268,7 @@ FAULTS = [
     Fault(
         "failed-rewards-are-a-figure",
         "ingot/evaluate/tasks/reward.py",
-        "if count > MOST_FAILED * len(samples):",
+        "if count == len(samples) or unjudged > MOST_FAILED * len(samples):",
         "if False:",
         "a reward that fails on every answer is a mean of 0, on which a gate deploys",
         "tests/evaluate/tasks/test_reward.py",
@@ -280,5 +280,13 @@ FAULTS = [
         "            if not isinstance(value, StandIn | type)\n",
         "an answer passes by giving a variable of the tests another value while they run",
         VERDICTS,
+    ),
+    Fault(
+        "down-beside-a-mixture",
+        "ingot/evaluate/tasks/reward.py",
+        "if count == len(samples) or unjudged >",
+        "if unjudged >",
+        "a server that is down beside rewards of a mixture is a part of the mean",
+        "tests/evaluate/tasks/test_reward.py",
     ),
 ]

@@ -30,8 +30,8 @@ from ingot.tokenizers.chats.said import answer_frame
 MAX_TOKENS = 256
 """Tokens of an answer where neither the task nor the objective says."""
 MOST_FAILED = 0.5
-"""If a reward fails on a larger share of the answers, their mean says more of its `on_failure` than
-of the model, and there is none.
+"""If a reward fails on a larger share of the answers, and no other one that has no value for some
+judges these, their mean says more of `on_failure` than of the model, and there is none.
 """
 
 
@@ -88,10 +88,16 @@ class OpenRewardTask:
     def _scores(self, samples: Sequence[Sample]) -> RewardScores:
         with build_rewards(self.task.rewards) as rewards:
             scores = rewards(samples)
+        # Rewards that fail on some answers may each judge a part of a mixture. One that judges all
+        # of them does not stand in for another.
+        unjudged = sum(
+            all(scores.each[label][number] is None for label in scores.reasons)
+            for number in range(len(samples))
+        )
         for label, reason in scores.reasons.items():
             count = scores.failures[label]
             failed = f"reward {label} failed on {count:,} of {len(samples):,} answers: {reason}"
-            if count > MOST_FAILED * len(samples):
+            if count == len(samples) or unjudged > MOST_FAILED * len(samples):
                 raise NotJudged(f"{self.task.name}: {failed}; mend it, and evaluate again")
             say(f"warning: {self.task.name}: {failed}")
         return scores

@@ -88,11 +88,15 @@ ON_NUMBERS = {"kind": "numeric", "name": "number", "tolerance": 0.0, "on_failure
 
 
 def measured_where_numbers_are(
-    recipe: Recipe, numbers: int, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    numbers: int,
+    capsys: pytest.CaptureFixture[str],
+    *others: dict[str, Any],
 ) -> tuple[TaskResult, str]:
     """Of six answers so many have a number as their reference; and what was said of the rest."""
+    rewards = [ON_NUMBERS, {"kind": "exact"}, *others]
     task = RewardTask.model_validate(
-        {"kind": "reward", "rewards": [ON_NUMBERS, {"kind": "exact"}], "max_tokens": 4, "limit": 6}
+        {"kind": "reward", "rewards": rewards, "max_tokens": 4, "limit": 6}
     )
     with running_mesh() as mesh:
         subject = subject_in(recipe.folder.model, recipe, mesh)
@@ -111,6 +115,33 @@ def test_a_reward_that_fails_on_most_answers_gives_no_figure(
     """Else a server that is down is a mean of 0, by which a gate decides."""
     with pytest.raises(NotJudged, match=re.escape("number failed on 4 of 6 answers: the referen")):
         measured_where_numbers_are(recipe, 2, capsys)
+
+
+def test_rewards_may_each_judge_a_part_of_a_mixture(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that judges nothing, such as a server that is down, is no part of it."""
+    file = tmp_path / "part.py"
+    file.write_text(
+        "from ingot.rewards.protocol import RewardFailed\n"
+        "def words(sample):\n"
+        "    if sample.reference.isdigit():\n"
+        "        raise RewardFailed('a number')\n"
+        "    return 1.0\n"
+        "def nothing(sample):\n"
+        "    raise RewardFailed('down')\n",
+        encoding="utf-8",
+    )
+    words, nothing = (
+        {"kind": "python", "function": f"{file}:{name}", "name": name}
+        for name in ("words", "nothing")
+    )
+    found, said = measured_where_numbers_are(recipe, 2, capsys, words)
+    assert "number failed on 4 of 6" in said
+    assert "words failed on 2 of 6" in said
+    assert found.metrics["reward/words"].n == 4
+    with pytest.raises(NotJudged, match=re.escape("nothing failed on 6 of 6 answers: ")):
+        measured_where_numbers_are(recipe, 2, capsys, words, nothing)
 
 
 def test_where_a_reward_fails_on_some_answers_that_is_told(
