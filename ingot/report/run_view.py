@@ -180,11 +180,14 @@ class RunView:
 
     @property
     def training_s(self) -> float | None:
-        """Seconds of the finished training with all its attempts; its record has the last one's."""
+        """Seconds of the finished training with all its attempts, without the time between them
+        when nobody trained; its record has the last one's.
+        """
         record = self.record("train")
         if record is None:
             return None
-        return max(record.seconds, self.goodput.wall_s if self.goodput else 0.0)
+        spent = self.goodput.wall_s - self.goodput.seconds["down"] if self.goodput else 0.0
+        return max(record.seconds, spent)
 
     @property
     def saved_step(self) -> int | None:
@@ -272,7 +275,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         recipe=recipe,
         evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
-        gate=read_or_note(run.reports / "gate.json", _read_json),
+        gate=None if "gate" in earlier else read_or_note(run.reports / "gate.json", _read_json),
         answer=None
         if "serve" in earlier
         else read_or_note(run.reports / "predict.json", _read_json),

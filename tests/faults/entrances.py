@@ -330,8 +330,8 @@ FAULTS = [
     Fault(
         "time-of-the-last-attempt",
         "ingot/report/run_view.py",
-        "max(record.seconds, self.goodput.wall_s if self.goodput else 0.0)",
-        "record.seconds",
+        "return max(record.seconds, spent)",
+        "return record.seconds",
         "of a training that was interrupted the page tells the last attempt's time",
         "tests/report/test_page.py",
     ),
@@ -374,5 +374,21 @@ FAULTS = [
         "way = _MEASURE_LIVE",
         "a model with another tokenizer is kept with a step to take that is refused",
         "tests/registry/test_gate.py",
+    ),
+    Fault(
+        "training-while-nobody-trained",
+        "ingot/report/run_view.py",
+        'self.goodput.wall_s - self.goodput.seconds["down"] if',
+        "self.goodput.wall_s if",
+        "the hours that a killed training waited to be started again are told as training",
+        "tests/report/test_page.py",
+    ),
+    Fault(
+        "gate-of-an-earlier-evaluation",
+        "ingot/report/run_view.py",
+        'if "gate" in earlier',
+        "if False",
+        "the page tells what the gate decided about numbers that were measured again",
+        "tests/report/test_page.py",
     ),
 ]
