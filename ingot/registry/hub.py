@@ -35,7 +35,8 @@ _NOT_SENT = (CARD, "evaluate.json")
 @dataclass(frozen=True)
 class PushOptions:
     """What is pushed and how. `license` of the model and `data_licenses` by source are as the user
-    states them; `despite_gate` pushes a model that the gate refused.
+    states them; `despite_gate` pushes a model that the gate refused, or decided about when it had
+    other numbers.
     """
 
     adapter: bool = False
@@ -73,7 +74,7 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
     Raises:
         WrongInput: `target` is no name on the hub; the run has no model or adapter, or one that is
             not as it was exported; its records or report are of another model; the gate refused it,
-            or decided about other numbers of it.
+            or decided about other numbers of it, and `despite_gate` is not set.
     """
     name = target.removeprefix("hf:")
     if not target.startswith("hf:") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
@@ -81,7 +82,7 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
     folder = run.adapter if options.adapter else run.model
     made = _exported(run, folder, options)
     evaluation = _evaluation(run, made["model_hash"])
-    gate = _gate(run, made["model_hash"], evaluation)
+    gate = _gate(run, made["model_hash"], evaluation, options)
     if gate is not None and gate[0] != "deploy" and not options.despite_gate:
         raise WrongInput(
             f"{run.root}: the gate says {gate[0]} ({gate[1]}); --despite-gate pushes it all the"
@@ -163,16 +164,19 @@ def _evaluation(run: RunFolder, model_hash: str) -> EvaluationReport | None:
 
 
 def _gate(
-    run: RunFolder, model_hash: str, evaluation: EvaluationReport | None
+    run: RunFolder, model_hash: str, evaluation: EvaluationReport | None, options: PushOptions
 ) -> tuple[str, str] | None:
-    """Decision and reason, if the gate decided about this model."""
+    """Decision and reason, if the gate decided about this model and these numbers of it."""
     path = run.reports / GATE
     decided = read_decision(path)
     if decided is None or decided["candidate"].get("model_hash") != model_hash:
         return None
     if evaluation is not None and not is_about(decided, evaluation):
+        if options.despite_gate:
+            return None
         raise WrongInput(
-            f"{path} is about an earlier evaluation of this model; run `ingot gate` again"
+            f"{path} is about an earlier evaluation of this model; run `ingot gate` again, or push"
+            " it all the same with --despite-gate"
         )
     return str(decided["decision"]), str(decided["reason"])
 

@@ -298,6 +298,8 @@ def test_a_refused_model_goes_when_asked_and_another_decision_is_not_its_own(
 ) -> None:
     decide(run, "keep")
     assert "The gate decided to keep it" in planned(run, despite_gate=True).card
+    evaluate_anew(run)
+    assert "The gate decided" not in planned(run, despite_gate=True).card, "not about these numbers"
     decide(run, "keep", "another")
     assert "The gate decided" not in planned(run).card
 
