@@ -108,7 +108,9 @@ def baselines(
         )
         tokenizer = load_tokenizer(recipe.folder.tokenizer)
         scored = float(document_bytes(held_out, tokenizer, total).sum())
-        found["bigram"] = _bigram(training, held_out, prepared.vocab_size) / math.log(2) / scored
+        if scored:
+            nats = _bigram(training, held_out, prepared.vocab_size)
+            found["bigram"] = nats / math.log(2) / scored
     return found
 
 

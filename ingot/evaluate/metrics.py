@@ -188,12 +188,12 @@ def sum_metrics(
     whole: bool = True,
 ) -> dict[str, Metric]:
     """The same from sums over each unit of resampling: nats, targets and their bytes, all [N].
-    `size` None: without bits per byte.
+    `size` None: without bits per byte, as where they hold no bytes, but ends of texts alone.
 
     Raises:
         WrongInput: there are no targets.
     """
-    if not targets.sum() or (size is not None and not size.sum()):
+    if not targets.sum():
         raise WrongInput(
             "the held-out documents have nothing to predict; set data.validation to more documents"
         )
@@ -207,7 +207,7 @@ def sum_metrics(
         f"{task}/loss": metric(loss, interval, same_tokens),
         f"{task}/perplexity": metric(_exp_or_inf(loss), mapped(interval, _exp_or_inf), same_tokens),
     }
-    if size is not None:
+    if size is not None and size.sum():
         bits = nll / math.log(2)
         per_byte = float(bits.sum() / size.sum())
         on = documents if whole else same_tokens
