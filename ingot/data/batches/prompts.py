@@ -49,9 +49,7 @@ class PromptReader:
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer) -> None:
         self._rows, self._tokenizer = rows, tokenizer
-        self._form = tokenizer.chat_format
-        self._frame = answer_frame(self._form)
-        self._opening = turn_format(self._form).prompt.rstrip()
+        self._opening = turn_format(tokenizer.chat_format).prompt.rstrip()
 
     def prompts(self, numbers: Sequence[int]) -> list[Prompt]:
         """Raises WrongInput if the answer of a chat does not begin with a token of its own."""
@@ -79,10 +77,8 @@ class PromptReader:
                 " whose assistant turns begin with a token of their own"
             )
         answer = tokens[begin : int(trained[-1]) + 1]
-        written = self._tokenizer.decode(answer, skip_special=self._frame is None)
-        reference = written if self._frame is None else self._frame.content(written)
         asked, alone = asked_in(self._tokenizer, ids)
-        return Prompt(row, ids, asked, reference or None, alone)
+        return Prompt(row, ids, asked, said_in(self._tokenizer, answer), alone)
 
 
 def asked_in(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[str, bool]:
@@ -93,6 +89,13 @@ def asked_in(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[str, bool]:
     asked = last_user_turn(tokenizer.chat_format, shown)
     alone = tokenizer.encode_chat([{"role": "user", "content": asked}]) == list(prompt)
     return asked, alone
+
+
+def said_in(tokenizer: Tokenizer, answer: np.ndarray) -> str | None:
+    """What an answer says, of its ids that are trained; None if it says nothing."""
+    frame = answer_frame(tokenizer.chat_format)
+    written = tokenizer.decode(answer, skip_special=frame is None)
+    return (written if frame is None else frame.content(written)) or None
 
 
 def references_identity(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, str]:

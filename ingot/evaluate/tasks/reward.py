@@ -15,7 +15,7 @@ from ingot.base.progress import say
 from ingot.base.reports import Metric
 from ingot.config.identity import rewards_identity
 from ingot.config.sections.evaluation import RewardTask
-from ingot.data.batches.prompts import asked_in
+from ingot.data.batches.prompts import asked_in, said_in
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
 from ingot.evaluate.generation import generate_finished
@@ -25,7 +25,7 @@ from ingot.models.generation.request import Request
 from ingot.rewards.build import build_rewards, check_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 from ingot.tokenizers.chats.chat import is_trained
-from ingot.tokenizers.chats.said import answer_frame
+from ingot.tokenizers.chats.encode import encode_trained
 
 MAX_TOKENS = 256
 """Tokens of an answer where neither the task nor the objective says."""
@@ -192,9 +192,9 @@ def _item(knob: str, place: str, stored: str, info: EvalModelInfo) -> RewardItem
     before = messages[:last]
     if not any(one["role"] == "user" for one in before):
         raise WrongInput(f"{knob}: {place} asks nothing before an answer; leave it out")
-    reference, frame = str(messages[last]["content"]), answer_frame(info.tokenizer.chat_format)
-    if frame is not None:  # training does not see white space and thoughts inside of a content
-        reference = frame.content(reference)
-    ids = info.tokenizer.encode_chat(before, chat.tools)
-    asked, alone = asked_in(info.tokenizer, ids)
-    return RewardItem(place, ids, asked, reference or None, alone)
+    tokenizer = info.tokenizer
+    found = encode_trained(tokenizer, [chat.until(last + 1)], tokenizer.encode_batch, [last])
+    reference = said_in(tokenizer, found.ids[found.mask != 0])
+    ids = tokenizer.encode_chat(before, chat.tools)
+    asked, alone = asked_in(tokenizer, ids)
+    return RewardItem(place, ids, asked, reference, alone)

@@ -14,7 +14,7 @@ from ingot.tokenizers.chats.chat import Messages
 from ingot.tokenizers.chats.render import ChatFormat, any_of_pattern, render
 from ingot.tokenizers.chats.spans import ANSWER, QUESTION, turn_format
 
-SYSTEM, THOUGHT = "\U0010fff2", "\U0010fff3"
+SYSTEM, THOUGHT, RESULT = "\U0010fff2", "\U0010fff3", "\U0010fff4"
 THOUGHTS = ("reasoning_content", "thinking")
 """Keys of a message that templates read a thought from."""
 Named = tuple[tuple[str, str], ...]
@@ -33,8 +33,8 @@ class AnswerFrame:
         """What is said in an answer, from the end of the generation prompt on, special tokens
         included; the content alone, as data have it, gives the same.
         """
-        found = (pattern.match(text) for pattern in self.before)
-        text = next((text[one.end() :] for one in found if one), text)
+        for pattern in self.before:  # an empty thought may stand before one in the content
+            text = pattern.sub("", text, count=1)
         return (any_of_pattern(self.special).sub("", text) if self.special else text).strip()
 
 
@@ -46,10 +46,10 @@ def answer_frame(form: ChatFormat) -> AnswerFrame | None:
     is_widened = after != after.lstrip() and turn_format(form).end is not None
     if not (before or thought or is_widened):
         return None
-    patterns = [re.compile(rf"\s*{re.escape(before.strip())}")] if before.strip() else []
+    patterns = [re.compile(rf"\A\s*{re.escape(before.strip())}")] if before.strip() else []
     if thought is not None:
         opens, closes = (re.escape(one.strip()) for one in thought)
-        patterns.append(re.compile(rf"\s*{opens}.*?{closes}", re.DOTALL))
+        patterns.append(re.compile(rf"\A\s*{opens}.*?{closes}", re.DOTALL))
     return AnswerFrame(tuple(patterns), special)
 
 
@@ -93,37 +93,79 @@ def last_user_turn(form: ChatFormat, prompt: str) -> str:
     into that turn is left out where something marks it, and else is a part of the turn.
     """
     named = tuple(sorted(form.named.items()))
-    before, after = _around_user(form.template, named)
-    body = prompt.removesuffix(after)
-    place = body.rfind(before) if before and len(body) < len(prompt) else -1
+    before, closes, after = _around_user(form.template, named)
+    if not closes.strip() and any(one in after for one in form.special):
+        closes = after
+    place = _user_turn(prompt, before, _before_result(form.template, named, before))
     if place < 0:
         return prompt
-    turn = body[place + len(before) :]
+    turn = prompt[place:]
+    if closes.strip() and closes in turn:  # calls and what tools answered may follow
+        turn = turn.partition(closes)[0]
+    elif after and turn.endswith(after):
+        turn = turn.removesuffix(after)
+    else:
+        return prompt
     opens, closes = _around_system(form.template, named, before)
     return (
         turn.partition(closes)[2] if opens and closes in turn and turn.startswith(opens) else turn
     )
 
 
+def _user_turn(text: str, before: str, result: str) -> int:
+    """Where the last user turn begins behind the marker `before`, negative if nowhere; a turn that
+    begins with `result` is a tool's.
+    """
+    place = text.rfind(before) if before else -1
+    while result and place >= 0 and text.startswith(result, place + len(before)):
+        place = text.rfind(before, 0, place)
+    return place + len(before) if place >= 0 else -1
+
+
 @functools.lru_cache(maxsize=16)
-def _around_user(template: str, named: Named) -> tuple[str, str]:
-    """What stands before every user turn, and after the last one: found where the first and a later
-    question agree.
+def _around_user(template: str, named: Named) -> tuple[str, str, str]:
+    """What stands before every user turn, found where the first and a later question agree; what
+    closes one, and what follows the last one, the generation prompt included.
     """
     question: Messages = [{"role": "user", "content": QUESTION}]
     first = render(template, question, dict(named), generation_prompt=True)
     before, _, after = first.partition(QUESTION)
+    alone = render(template, question, dict(named), generation_prompt=False)
+    closes = after[: _same_beginning(alone.partition(QUESTION)[2], after)]
     try:
         talk = [*question, {"role": "assistant", "content": ANSWER}, *question]
         later = render(template, talk, dict(named), generation_prompt=True)
     except WrongInput:
-        return before, after
+        return before, closes, after
     between = later.partition(ANSWER)[2].partition(QUESTION)[0]
-    pairs = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(before[::-1], between[::-1], strict=False)
-    )
-    same = sum(1 for _ in pairs)
-    return before[len(before) - same :] or before, after
+    same = _same_beginning(before[::-1], between[::-1])
+    return before[len(before) - same :] or before, closes, after
+
+
+def _same_beginning(one: str, other: str) -> int:
+    """How many characters two texts share from their beginning on."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@functools.lru_cache(maxsize=16)
+def _before_result(template: str, named: Named, before_user: str) -> str:
+    """What begins a tool's answer that the template writes as a user turn; empty where it does not,
+    or nothing tells it from what the user says.
+    """
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    chat: Messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": RESULT},
+    ]
+    try:
+        text = render(template, chat, dict(named), generation_prompt=False)
+    except WrongInput:
+        return ""
+    between, found, _ = text.partition(QUESTION)[2].partition(RESULT)
+    opens = between.rpartition(before_user)[2] if found and before_user in between else ""
+    return opens if opens.strip() else ""
 
 
 @functools.lru_cache(maxsize=16)

@@ -37,9 +37,25 @@ QUESTION, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", 
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = ANSWER | {"reasoning_content": "easy", "thinking": "easy"}
 TOLD = ("1 + 1?", "2", True)
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}],
+}
+CALLED = [QUESTION, CALL, {"role": "tool", "content": "two"}, ANSWER]
+RESULTS = (
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen's: what a tool answers is a turn of the user."""
+SAID_CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def made(root: Path, template: str, *chats: list[dict[str, str]]) -> Recipe:
+def made(root: Path, template: str, *chats: list[dict[str, Any]]) -> Recipe:
     """Chats prepared for a training on rewards, all of them for evaluation as well."""
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (root / "chats.jsonl").write_text(lines)
@@ -96,10 +112,14 @@ def told(one: Prompt | RewardItem) -> tuple[str, str | None, bool]:
         (THINKING, [QUESTION, THOUGHT], TOLD),
         (CHANNELS, [QUESTION, ANSWER], TOLD),
         (CHANNELS, [QUESTION, THOUGHT], TOLD),
+        ("hermes", CALLED, (*TOLD[:2], False)),
+        (RESULTS, CALLED, (*TOLD[:2], False)),
+        ("hermes", [QUESTION, CALL], (TOLD[0], SAID_CALL, True)),
+        (THINKING, [QUESTION, ANSWER | {"content": "<think>hm</think> 2"}], TOLD),
     ],
 )
 def test_rewards_are_told_what_was_said(
-    template: str, chat: list[dict[str, str]], expected: tuple[str, str, bool], tmp_path: Path
+    template: str, chat: list[dict[str, Any]], expected: tuple[str, str, bool], tmp_path: Path
 ) -> None:
     recipe = made(tmp_path, template, chat)
     (prompt,), (item,) = trained(recipe), measured(recipe)
