@@ -59,6 +59,10 @@ WEIGHTS_OF = "the weights of "
 """Before the knob that names them, in the keys of `weights_identity`."""
 REWARDS_AS = "objective.rewards: what stands in "
 """Before the path of a file, in those of `rewards_identity`."""
+EPOCHS_COUNT = "train.epochs counts"
+REFERENCES_TOLD = "objective.rewards: references are told"
+SINCE = (EPOCHS_COUNT, REFERENCES_TOLD)
+"""Keys of the identity of a checkpoint that stand for what earlier versions did otherwise."""
 ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
 """Where training starts from; included only if set."""
 
@@ -103,8 +107,6 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         chosen.update(recipe.select(("train.skip.spike",)))
     if (experts := recipe.train.experts) != RouterSettings():
         chosen["train.experts"] = experts.model_dump()
-    if recipe.objective.samples_per_row != recipe.objective.answers_per_row and _of_epochs(recipe):
-        chosen["train.epochs counts"] = "prompts"  # earlier versions counted steps of new ones
     average = recipe.train.average
     if average is not None and average.kind == "ema":
         chosen["train.average.decay"] = average.decay
@@ -124,6 +126,16 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     )
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
     return chosen | packages_of((*kinds, *rewards))
+
+
+def epochs_identity(recipe: Recipe) -> dict[str, str]:
+    """What is in the identity of a checkpoint where epochs decide how long it goes on and a pass
+    over the prompts is not one over the answers, which earlier versions took for one. It is no knob
+    of the step: what they finished is not done again.
+    """
+    if recipe.objective.samples_per_row == recipe.objective.answers_per_row:
+        return {}
+    return {EPOCHS_COUNT: "prompts"} if _of_epochs(recipe) else {}
 
 
 def _of_epochs(recipe: Recipe) -> bool:
@@ -180,7 +192,6 @@ def _weights_fingerprint(folder: Path) -> str:
 CALLED = {
     "data": "the prepared data",
     "tokenizer": "the tokenizer",
-    "references": "what rewards are told of reference answers",
 }
 """What is in an identity without being a knob, in words."""
 SOURCE_WEIGHTS = "data.train.weight"

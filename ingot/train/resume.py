@@ -32,7 +32,7 @@ from ingot.checkpoints.store import (
     newest_valid,
     set_damaged_aside,
 )
-from ingot.config.identity import MAY_CHANGE, REWARDS_AS, STOPPING, WEIGHTS_OF, changes
+from ingot.config.identity import MAY_CHANGE, REWARDS_AS, SINCE, STOPPING, WEIGHTS_OF, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
@@ -66,9 +66,10 @@ def find_start(
     """
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
-        before = _so_far(found.commit["identity"], found)
-        now = _so_far(_as_known_to(found.commit["identity"], identity), found)
+        before, now = _compared(found, identity)
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if was_finished_otherwise(found, identity, allow):
+            differ = []
         if all(_may_differ(key, before, now, allow) for key in differ):
             if differ:
                 _check_optimizer(run, before, now)
@@ -107,6 +108,31 @@ def _as_known_to(before: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
 
 def _without(part: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in identity.items() if not key.startswith(part)}
+
+
+def was_finished_otherwise(
+    found: CommittedCheckpoint, identity: Mapping[str, Any], allow: Collection[str]
+) -> bool:
+    """Whether an earlier version finished this very training, and only counted or told otherwise:
+    it stays finished, unless `allow` says to go on.
+    """
+    before, now = _compared(found, identity)
+    new = [key for key in now.keys() - before.keys() if key in SINCE]
+    if (
+        not found.commit["finished"]
+        or not new
+        or any(_may_differ(k, before, now, allow) for k in new)
+    ):
+        return False
+    return {key: value for key, value in now.items() if key not in new} == before
+
+
+def _compared(
+    found: CommittedCheckpoint, identity: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is compared of the identity of a checkpoint and that of now."""
+    before = found.commit["identity"]
+    return _so_far(before, found), _so_far(_as_known_to(before, identity), found)
 
 
 def _may_differ(
@@ -207,7 +233,7 @@ def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
     """
     known = dict(identity)
     names = [fingerprint(known)]
-    for part in LOOKED_AT:
+    for part in (*SINCE, *LOOKED_AT):
         known = _without(part, known)
         names.append(fingerprint(known))
     places = [earlier(run) / name for name in names]

@@ -14,7 +14,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.degrees import Degrees
-from ingot.config.identity import training_identity, weights_identity
+from ingot.config.identity import epochs_identity, training_identity, weights_identity
 from ingot.config.models.source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -208,6 +208,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         "precision.compute": compute,
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
+        **epochs_identity(recipe),
         **references_identity(recipe, tokenizer),
     }
     if isinstance(optimizer := recipe.train.optimizer, Muon):

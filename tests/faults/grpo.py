@@ -263,9 +263,9 @@ FAULTS = [
     ),
     Fault(
         "goes-on-with-a-longer-epoch",
-        "ingot/config/identity.py",
-        'chosen["train.epochs counts"] = "prompts"',
-        "pass",
+        "ingot/train/setup.py",
+        "        **epochs_identity(recipe),\n",
+        "",
         "a training that an earlier version began goes on with more steps and another schedule",
         by="tests/train/rollout/test_rollout.py",
     ),
@@ -292,5 +292,13 @@ FAULTS = [
         'str(messages[last]["content"]) or None',
         "evaluation tells rewards another reference than training where an answer is a call",
         by="tests/data/batches/test_prompts.py",
+    ),
+    Fault(
+        "trained-again-by-another-count",
+        "ingot/train/trainer.py",
+        "            setup = replace(setup, last=start.step)\n",
+        "            pass\n",
+        "a training that an earlier version finished is trained on, for several times its steps",
+        by="tests/train/rollout/test_rollout.py",
     ),
 ]

@@ -23,6 +23,7 @@ from ingot.checkpoints.store import (
 )
 from ingot.config.identity import (
     REWARDS_AS,
+    SINCE,
     WEIGHTS_OF,
     training_identity,
     weights_identity,
@@ -197,6 +198,23 @@ def test_what_an_earlier_version_set_aside_is_brought_back(
     told = capsys.readouterr().err
     assert "the recipe changed since the last training (new 1 -> not set)" in told
     assert f"did not record {', '.join(key for key in looked_at if key not in old)}" in told
+
+
+@pytest.mark.parametrize("key", SINCE)
+def test_what_earlier_versions_did_otherwise_is_asked_of_unfinished_trainings_alone(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = identity([]) | {"train.optimizer": {"kind": "adamw"}}
+    now = plain | {key: "another way"}
+    knob = key.partition(" ")[0].rstrip(":")
+    with pytest.raises(WrongInput, match=rf"by resume\.allow=\[{knob}\]"):
+        start(monkeypatch, plain, now)
+    assert start(monkeypatch, plain, now, (knob,)) is not None
+    done = CommittedCheckpoint(Path("step"), 10, {"identity": plain, "finished": True})
+    assert resume.was_finished_otherwise(done, now, ())
+    assert not resume.was_finished_otherwise(done, now, (knob,)), "it is to go on"
+    assert not resume.was_finished_otherwise(done, now | {"seed": 1}, ())
+    assert not resume.was_finished_otherwise(done, plain, ())
 
 
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}

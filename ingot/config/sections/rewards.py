@@ -59,6 +59,11 @@ class RewardSettings(KindSettings):
         return False
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether its value may depend on the reference, needed or not."""
+        return True
+
+    @property
     def files(self) -> list[str]:
         """The files and model folders that decide about its value beside its knobs."""
         return []
@@ -166,6 +171,10 @@ class RegexReward(RewardSettings):
     def needs_reference(self) -> bool:
         return self.group is not None
 
+    @property
+    def reads_reference(self) -> bool:
+        return self.needs_reference
+
 
 class JsonSchemaReward(RewardSettings):
     """1 if the answer is JSON that a JSON Schema allows, else 0; needs `ingot[json-schema]`."""
@@ -186,6 +195,10 @@ class JsonSchemaReward(RewardSettings):
     @property
     def needs_reference(self) -> bool:
         return self.file is None
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.needs_reference
 
     @property
     def files(self) -> list[str]:
@@ -269,6 +282,10 @@ class ClassifierReward(RewardSettings):
     """Texts that are classified together."""
 
     @property
+    def reads_reference(self) -> bool:
+        return False
+
+    @property
     def files(self) -> list[str]:
         return [self.model]
 
@@ -289,6 +306,10 @@ class LengthReward(RewardSettings):
     """The most that have the value 1; empty: no limit."""
     margin: Annotated[int, Field(ge=0)] = 0
     """Over so many fewer or more the value falls in a straight line to 0."""
+
+    @property
+    def reads_reference(self) -> bool:
+        return False
 
 
 class CodeReward(RewardSettings):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ingot.base.errors import WrongInput
+from ingot.config.identity import REFERENCES_TOLD
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.shape import total_steps
@@ -99,12 +100,20 @@ def said_in(tokenizer: Tokenizer, answer: np.ndarray) -> str | None:
 
 
 def references_identity(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, str]:
-    """What is in the identity of a training on rewards where the template writes something around
-    an answer, which earlier versions told rewards as a part of it.
+    """What is in the identity of a training whose rewards read references, where the template
+    writes something around an answer, which earlier versions told rewards as a part of it.
     """
-    if not recipe.objective.samples_answers or answer_frame(tokenizer.chat_format) is None:
+    settings = recipe.objective
+    if not isinstance(settings, GRPOSettings) or not any(
+        reward.reads_reference for reward in settings.rewards
+    ):
         return {}
-    return {"references": "without what the chat template writes around them"}
+    if answer_frame(tokenizer.chat_format) is None:
+        return {}
+    return {
+        REFERENCES_TOLD: "without what the chat template writes around them, which earlier versions"
+        " included"
+    }
 
 
 def check_prompts(

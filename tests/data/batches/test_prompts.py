@@ -5,11 +5,13 @@ and the same in training as in evaluation.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ingot.config.identity import REFERENCES_TOLD
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.batches.prompts import Prompt, PromptReader
@@ -55,7 +57,12 @@ RESULTS = (
 SAID_CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def made(root: Path, template: str, *chats: list[dict[str, Any]]) -> Recipe:
+def made(
+    root: Path,
+    template: str,
+    *chats: list[dict[str, Any]],
+    rewards: Sequence[dict[str, Any]] = ({"kind": "exact"},),
+) -> Recipe:
     """Chats prepared for a training on rewards, all of them for evaluation as well."""
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (root / "chats.jsonl").write_text(lines)
@@ -68,7 +75,7 @@ def made(root: Path, template: str, *chats: list[dict[str, Any]]) -> Recipe:
     sources = [{"source": str(root / "chats.jsonl")}]
     recipe = small_recipe(
         root,
-        objective={**OBJECTIVE, "group": 2, "rewards": [{"kind": "exact"}]},
+        objective={**OBJECTIVE, "group": 2, "rewards": list(rewards)},
         data__train=sources,
         data__validation=sources,
         data__validation__fraction=None,
@@ -137,12 +144,21 @@ def test_a_chat_is_one_prompt(tmp_path: Path) -> None:
     assert [one.prompt for one in measured(recipe)] == [one.ids for one in trained(recipe)]
 
 
-def test_a_training_told_otherwise_is_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "reward", "differs"),
+    [
+        ("mistral", {"kind": "exact"}, True),
+        ("chatml", {"kind": "exact"}, False),
+        ("mistral", {"kind": "length", "most": 9}, False),
+        ("mistral", {"kind": "regex", "pattern": "2"}, False),
+    ],
+)
+def test_a_training_told_otherwise_is_another_one(
+    template: str, reward: dict[str, Any], differs: bool, tmp_path: Path
+) -> None:
     """An earlier version told rewards what the template writes around a reference, too: that
     training does not go on with other rewards in silence, and one without a difference goes on.
     """
-    for name, differs in (("mistral", True), ("chatml", False)):
-        (tmp_path / name).mkdir()
-        recipe = made(tmp_path / name, name, [QUESTION, ANSWER])
-        with running_mesh() as mesh:
-            assert ("references" in make_setup(recipe, mesh).identity) == differs
+    recipe = made(tmp_path, template, [QUESTION, ANSWER], rewards=[reward])
+    with running_mesh() as mesh:
+        assert (REFERENCES_TOLD in make_setup(recipe, mesh).identity) == differs
