@@ -57,15 +57,16 @@ def check_own(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
 
 def why_read_otherwise(tokenizer: Tokenizer, folder: Path) -> str | None:
     """What is wrong with giving ids of this tokenizer to the model in `folder`; None: nothing that
-    can be seen. Special tokens may differ: a base model has not met those of its chats.
+    can be seen. Added tokens, special or not, may differ: a base model has not met those of its
+    chats, which may be reserved entries of its own by another name.
     """
     try:
         theirs = load_tokenizer(folder, check=False)
     except WrongInput:
         return None
-    special = {*tokenizer.special_ids.values(), *theirs.special_ids.values()}
+    added = {one.token_id(text) for one in (tokenizer, theirs) for text in one.special_texts}
     for one in _compared(tokenizer, theirs):
-        if one not in special and (read := _text(theirs, one)) != (meant := _text(tokenizer, one)):
+        if one not in added and (read := _text(theirs, one)) != (meant := _text(tokenizer, one)):
             return f"reads the id {one:,} as {read!r}, which stands for {meant!r} in the data"
     return None
 

@@ -10,7 +10,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.plan.checks.recipe import judge_tokenizer
-from ingot.tokenizers.familiar import check_own, why_unfamiliar
+from ingot.tokenizers.familiar import check_own, why_read_otherwise, why_unfamiliar
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.small import small_recipe
 from tests.tokenizers.small import bpe_files, unigram_files
@@ -61,6 +61,24 @@ def test_a_copy_with_more_special_tokens_is_the_same(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path / "model", tmp_path / "copy")
     assert why_unfamiliar(recipe, copy, tmp_path / "model") is None
     assert not list(judge_tokenizer(recipe, random=False))
+
+
+def test_a_reserved_entry_by_another_name_is_read_alike(tmp_path: Path) -> None:
+    """As fine-tunes do with `<unused0>`, which need not be marked as special."""
+
+    def with_entry(name: str) -> Tokenizer:
+        files = bpe_files()
+        described = json.loads(files["tokenizer.json"])
+        entry = described["added_tokens"][-1] | {"content": name, "special": False}
+        index = max(described["model"]["vocab"].values()) + 1
+        described["added_tokens"].append(entry | {"id": index})
+        return saved(tmp_path / name[1:-1], files | {"tokenizer.json": json.dumps(described)})
+
+    with_entry("<unused0>")
+    renamed = with_entry("<think>")
+    assert why_read_otherwise(renamed, tmp_path / "unused0") is None
+    saved(tmp_path / "other", unigram_files())
+    assert "stands for" in str(why_read_otherwise(renamed, tmp_path / "other"))
 
 
 @pytest.mark.parametrize(("source", "told"), [("train", True), (None, False)])
