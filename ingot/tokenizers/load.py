@@ -31,6 +31,8 @@ from ingot.tokenizers.tokenizer import Tokenizer, open_model_backend
 CONFIG_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 JSON, GPT2 = "tokenizer.json", ("vocab.json", "merges.txt")
 ADDED = "added_tokens.json"
+PREPARED = "prepared.json"
+"""Lies beside a tokenizer that `prepare` has kept, as it was read then."""
 FRAMED_PAIRS = ("bart", "blenderbot", "deberta", "led", "longformer", "mvp", "roberta")
 """Types of models that have a pair of files as GPT-2 has, and put tokens around a text."""
 
@@ -75,7 +77,7 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
     exported = (read_lineage(folder) or {}).get("tokenizer") == tokenizer.identity()
-    if name.endswith(".json") and not exported:
+    if name.endswith(".json") and not exported and not (folder / PREPARED).exists():
         _check_added(tokenizer, config, str(source))
     missing = {} if exported else _tokens_from_model(folder, tokenizer)
     return (

@@ -32,7 +32,7 @@ def verify_data(recipe: Recipe) -> Proof:
     folder = recipe.folder
     groups = [
         ("raw documents", folder.raw, raw.MANIFEST, "ingot ingest"),
-        ("tokenizer", folder.tokenizer, vocabulary.MARKER, "ingot prepare"),
+        ("tokenizer", folder.tokenizer, vocabulary.PREPARED, "ingot prepare"),
         ("columns", folder.columns, manifest.MANIFEST, "ingot prepare"),
     ]
     size = sum(

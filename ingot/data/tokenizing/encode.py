@@ -33,7 +33,7 @@ from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
-from ingot.tokenizers.chats.chat import Messages, is_trained
+from ingot.tokenizers.chats.chat import MARKS, Chat, Messages, is_trained
 from ingot.tokenizers.chats.encode import encode_chats, encode_trained, is_split_exact
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -117,6 +117,7 @@ def encode_records(
     digest, hashes = _hashed(text.encode() for text in texts)
     counts, rendered = np.ones(len(texts), np.int64), 0
     if documents == "chat":
+        digest += _hashed(text.encode() for text in _untrained(texts))[0]
         made, size, counts, rendered = _chats(tokenizer, encode_batch, texts, whole)
     else:
         made, size = _ENCODE[documents](tokenizer, encode_batch, texts, prefix)
@@ -147,6 +148,8 @@ def _chats(
     tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str], whole: bool
 ) -> tuple[list[tuple[npt.NDArray[Any], Lengths]], int, Lengths, int]:
     chats = [from_chat(text) for text in texts]
+    if whole:
+        chats = [_through_trained(chat) for chat in chats]
     made, firsts = encode_trained(tokenizer, chats, encode_batch), [0] * len(chats)
     if whole and (made.counts > 1).any():
         firsts = [
@@ -160,6 +163,22 @@ def _chats(
     ]
     said = sum(_spoken(chat.messages[first:]) for chat, first in zip(chats, firsts, strict=True))
     return columns, said, made.counts, made.rendered
+
+
+def _through_trained(chat: Chat) -> Chat:
+    """The chat without answers behind the last one that is trained, which nothing asks for."""
+    answers = [number for number, one in enumerate(chat.messages) if one["role"] == "assistant"]
+    trained = [number for number in answers if is_trained(chat.messages[number])]
+    return chat.until(trained[-1] + 1) if trained and trained[-1] < answers[-1] else chat
+
+
+def _untrained(texts: Iterable[str]) -> Iterator[str]:
+    """Chats of which an answer is not trained: loss is measured on others than without its mark."""
+    for text in texts:
+        if any(f'"{mark}"' in text for mark in MARKS):
+            answers = (one for one in from_chat(text).messages if one["role"] == "assistant")
+            if not all(map(is_trained, answers)):
+                yield f"untrained {text}"
 
 
 def _last_answer(messages: Messages) -> int:

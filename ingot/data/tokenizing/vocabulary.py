@@ -27,10 +27,8 @@ from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 from ingot.tokenizers.bpe import TRAINER, train_bpe
 from ingot.tokenizers.chats.templates import find_template, for_recipe, required_tokens
-from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.load import PREPARED, load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
-
-MARKER = "prepared.json"
 
 
 def provide_tokenizer(
@@ -119,7 +117,7 @@ def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
 
 
 def _is_current(folder: Path, inputs: str) -> bool:
-    marker = read_marker(folder, MARKER)
+    marker = read_marker(folder, PREPARED)
     return (
         marker is not None
         and marker.get("inputs") == inputs
@@ -131,7 +129,9 @@ def _save(folder: Path, tokenizer: Tokenizer, inputs: str) -> None:
     with atomic_folder(folder) as partial:
         tokenizer.save(partial)
         entries = [entry_of(partial, name) for name in sorted(tokenizer.files)]
-        write_marker(partial, MARKER, {"inputs": inputs, "identity": tokenizer.identity()}, entries)
+        write_marker(
+            partial, PREPARED, {"inputs": inputs, "identity": tokenizer.identity()}, entries
+        )
 
 
 def _sweep(folder: Path) -> None:

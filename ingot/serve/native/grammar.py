@@ -38,7 +38,7 @@ class Vocabulary:
                 " response_format and tools need; leave them out"
             )
         try:
-            read = llguidance.LLTokenizer(plain, n_vocab=size)
+            read = llguidance.LLTokenizer(_without_prefix(plain), n_vocab=size)
         except ValueError:  # a kind of tokenizer of which llguidance knows no bytes
             raise _unknown_bytes(tokenizer) from None
         special = set(tokenizer.special_ids.values()) | set(ends)
@@ -59,6 +59,18 @@ class Vocabulary:
         with a space where it puts one before each text.
         """
         return self._read.tokenize_str(text)
+
+
+def _without_prefix(plain: str) -> str:
+    """A `tokenizer.json` that puts no space before a text: what llguidance asks for goes on behind
+    other text. It knows of Metaspace's by itself.
+    """
+    values = json.loads(plain)
+    first = values.get("pre_tokenizer") or {}
+    for part in first.get("pretokenizers", [first]):
+        if part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = False
+    return json.dumps(values, ensure_ascii=False)
 
 
 def _unknown_bytes(tokenizer: Tokenizer) -> WrongInput:

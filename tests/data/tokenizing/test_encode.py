@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -13,7 +14,13 @@ from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import ParsedDocument
-from ingot.data.tokenizing.encode import encode_documents, encode_framed, encode_records, identity
+from ingot.data.tokenizing.encode import (
+    TokenRecords,
+    encode_documents,
+    encode_framed,
+    encode_records,
+    identity,
+)
 from ingot.tokenizers.chats.templates import find_template
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.test_prepare_examples import records
@@ -132,3 +139,31 @@ def test_bytes_are_those_of_all_that_an_answer_writes() -> None:
         encode_records("chat", tokenizer, tokenizer.encode_batch, [text]).bytes for text in texts
     ]
     assert sizes == [2, 4, len('{"name":"f","arguments":{"n":"é"}}'.encode()), 0]
+
+
+def test_a_chat_of_which_an_answer_is_not_trained_is_another_set_and_one_prompt() -> None:
+    tokenizer = chatty(find_template("chatml"))
+    turns: list[dict[str, object]] = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "two"},
+    ]
+
+    def records(messages: list[dict[str, object]], *, whole: bool = False) -> TokenRecords:
+        text = json.dumps({"messages": messages})
+        return encode_records("chat", tokenizer, tokenizer.encode_batch, [text], whole=whole)
+
+    marked = [*turns[:3], {**turns[3], "weight": 0}]
+    plain = records(marked)
+    assert plain.digest != hashed(marked), "loss is measured on fewer answers"
+    assert records(turns).digest == hashed(turns)
+    asked, alone = records(marked, whole=True), records(turns[:2], whole=True)
+    assert [asked.columns[name].tolist() for name in asked.columns] == [
+        alone.columns[name].tolist() for name in alone.columns
+    ]
+
+
+def hashed(messages: list[dict[str, object]]) -> int:
+    text = json.dumps({"messages": messages})
+    return int.from_bytes(hashlib.sha256(text.encode()).digest())
