@@ -17,9 +17,8 @@ from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.packing.tables import markers_of
 from ingot.data.raw import store as raw
 from ingot.data.raw.store import open_raw
-from ingot.data.tokenizing import vocabulary
 from ingot.tokenizers.chats.templates import with_recipe_template
-from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.load import PREPARED, load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.data_columns import check_columns, check_rows
 from ingot.verify.proof import Check, Proof, check_of_faults
@@ -32,7 +31,7 @@ def verify_data(recipe: Recipe) -> Proof:
     folder = recipe.folder
     groups = [
         ("raw documents", folder.raw, raw.MANIFEST, "ingot ingest"),
-        ("tokenizer", folder.tokenizer, vocabulary.PREPARED, "ingot prepare"),
+        ("tokenizer", folder.tokenizer, PREPARED, "ingot prepare"),
         ("columns", folder.columns, manifest.MANIFEST, "ingot prepare"),
     ]
     size = sum(

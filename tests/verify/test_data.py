@@ -27,10 +27,9 @@ from ingot.data.columns.manifest import (
 from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.packing.tables import pack
-from ingot.data.tokenizing import vocabulary
 from ingot.data.tokenizing.encode import encode_documents
 from ingot.tokenizers.bpe import train_bpe
-from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.load import PREPARED, load_tokenizer
 from ingot.verify.data import verify_data
 from ingot.verify.proof import Proof
 from tests.data.small import recipe, sentences, write_jsonl
@@ -55,7 +54,7 @@ def prepared(root: Path, *, chats: bool = False) -> Recipe:
     tokenizer.save(made.folder.tokenizer)
     write_marker(
         made.folder.tokenizer,
-        vocabulary.MARKER,
+        PREPARED,
         {},
         [entry_of(made.folder.tokenizer, name) for name in sorted(tokenizer.files)],
     )
@@ -358,7 +357,7 @@ def test_another_tokenizer(whole: Path, root: Path) -> None:
     )
     other.save(folder)
     write_marker(
-        folder, vocabulary.MARKER, {}, [entry_of(folder, name) for name in sorted(other.files)]
+        folder, PREPARED, {}, [entry_of(folder, name) for name in sorted(other.files)]
     )
     told = failed(verified(whole, root))
     assert (
