@@ -54,6 +54,14 @@ RESULTS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """As Qwen's: what a tool answers is a turn of the user."""
+UNCLOSED = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '<|im_start|>' }}"
+    "{% elif message.role == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+)
+"""As DeepSeek's: nothing but the next turn ends one of the user."""
 SAID_CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -121,6 +129,7 @@ def told(one: Prompt | RewardItem) -> tuple[str, str | None, bool]:
         (CHANNELS, [QUESTION, THOUGHT], TOLD),
         ("hermes", CALLED, (*TOLD[:2], False)),
         (RESULTS, CALLED, (*TOLD[:2], False)),
+        (UNCLOSED, CALLED, (*TOLD[:2], False)),
         ("hermes", [QUESTION, CALL], (TOLD[0], SAID_CALL, True)),
         (THINKING, [QUESTION, ANSWER | {"content": "<think>hm</think> 2"}], TOLD),
     ],
