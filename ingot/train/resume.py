@@ -118,11 +118,8 @@ def was_finished_otherwise(
     """
     before, now = _compared(found, identity)
     new = [key for key in now.keys() - before.keys() if key in SINCE]
-    if (
-        not found.commit["finished"]
-        or not new
-        or any(_may_differ(k, before, now, allow) for k in new)
-    ):
+    asked = any(_may_differ(key, before, now, allow) for key in new)
+    if not new or asked or not found.commit["finished"]:
         return False
     return {key: value for key, value in now.items() if key not in new} == before
 

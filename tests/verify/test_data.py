@@ -356,9 +356,7 @@ def test_another_tokenizer(whole: Path, root: Path) -> None:
         f" {identity}; run `ingot prepare`" in told["tokenizer of the recipe"]
     )
     other.save(folder)
-    write_marker(
-        folder, PREPARED, {}, [entry_of(folder, name) for name in sorted(other.files)]
-    )
+    write_marker(folder, PREPARED, {}, [entry_of(folder, name) for name in sorted(other.files)])
     told = failed(verified(whole, root))
     assert (
         f"the columns were made with tokenizer {identity}, {folder} is {other.identity()}"

@@ -21,7 +21,7 @@ from ingot.launch.attempt import StopRequests, follow
 from ingot.launch.handles import find_handle
 from ingot.launch.job import Handle, Job
 from ingot.launch.places import slurm_cluster
-from ingot.launch.places.slurm import SlurmLauncher
+from ingot.launch.places.slurm import NO_REQUEST, SlurmLauncher
 from ingot.launch.run_job import job_of
 from ingot.launch.staging import with_next_rendezvous
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt
@@ -368,7 +368,9 @@ def test_a_refusal_of_sbatch_leaves_nothing_to_ask_about(
     )
     with pytest.raises(Failed, match="sbatch: "):
         launcher.submit(job)
-    assert sorted(path.name for path in Path(job.rendezvous or "").iterdir()) == ["slurm.sh"]
+    left = {path.name: path.read_text() for path in Path(job.rendezvous or "").iterdir()}
+    assert left.keys() == {"slurm.current", "slurm.sh"}
+    assert left["slurm.current"] == NO_REQUEST
 
 
 def test_a_controller_that_does_not_answer_is_no_fault_of_the_recipe(
