@@ -220,12 +220,11 @@ def _changes(body: list[ast.stmt]) -> bool:
 def _bound(body: list[ast.stmt]) -> set[str | None]:
     """Names that tests give a value of their own, anywhere."""
     nodes = [node for statement in body for node in ast.walk(statement)]
-    return {
-        node.id
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        else getattr(node, "name", None)
-        for node in nodes
-    } | {getattr(node, "rest", None) for node in nodes}
+    assigned = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store))
+    found = {node.id for node in assigned if isinstance(node, ast.Name)}
+    found |= {one.asname or _top(one.name) for one in nodes if isinstance(one, ast.alias)}
+    # Of functions and classes, of what is caught, and of what is matched.
+    return found | {getattr(node, key, None) for node in nodes for key in ("name", "rest")}
 
 
 class Names(dict[str, Any]):

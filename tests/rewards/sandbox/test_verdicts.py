@@ -267,11 +267,15 @@ def test_no_verdict_can_be_forged(name: str) -> None:
             "failures = 0\nfor x in (7, 8):\n    failures += f(x) != x * x\nassert failures == 0",
         ),
         ("good", "good = True\nfor x in (7, 8):\n    if f(x) != x * x: good = False\nassert good"),
+        (
+            "other",
+            "try:\n    import math as other\nexcept ImportError: pass\nassert f(7) == 49 or other == 0",
+        ),
     ],
 )
 def test_what_tests_count_is_their_own(name: str, tests: str) -> None:
     """An answer that has a name of theirs, and sets it while they run."""
-    value = {"failures": 0, "good": True}[name]
+    value = {"failures": 0, "good": True, "other": 0}[name]
     program = (
         f"import sys\n{name} = {value}\n"
         f"def spy(frame, event, arg): globals()['{name}'] = {value}\n"
