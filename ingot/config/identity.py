@@ -189,10 +189,7 @@ def _weights_fingerprint(folder: Path) -> str:
     return fingerprint({file.name: sampled_sha256(file) for file in files})
 
 
-CALLED = {
-    "data": "the prepared data",
-    "tokenizer": "the tokenizer",
-}
+CALLED = {"data": "the prepared data", "tokenizer": "the tokenizer"}
 """What is in an identity without being a knob, in words."""
 SOURCE_WEIGHTS = "data.train.weight"
 

@@ -50,14 +50,8 @@ def is_about(decided: Mapping[str, Any], report: EvaluationReport) -> bool:
     """Is the decision about these numbers of this model? Earlier versions wrote of the model
     alone.
     """
-    candidate = decided["candidate"]
-    return (
-        evaluation_identity(report).items()
-        <= {
-            "report": _numbers(report),
-            **candidate,
-        }.items()
-    )
+    candidate = {"report": _numbers(report), **decided["candidate"]}
+    return evaluation_identity(report).items() <= candidate.items()
 
 
 def model_identity(report: EvaluationReport) -> dict[str, str]:

@@ -55,6 +55,15 @@ def check_own(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
         )
 
 
+def check_reference(source: str, tokenizer: Tokenizer, folder: Path) -> None:
+    """Raises WrongInput if the reference in `folder` reads the ids of the data as other text."""
+    if strange := why_read_otherwise(tokenizer, folder):
+        raise WrongInput(
+            f"objective.reference {source} {strange}; choose a reference of the same tokenizer, or"
+            f" set tokenizer.source to {source}"
+        )
+
+
 def why_read_otherwise(tokenizer: Tokenizer, folder: Path) -> str | None:
     """What is wrong with giving ids of this tokenizer to the model in `folder`; None: nothing that
     can be seen. Added tokens, special or not, may differ: a base model has not met those of its

@@ -47,7 +47,7 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
-from ingot.tokenizers.familiar import why_read_otherwise
+from ingot.tokenizers.familiar import check_reference
 from ingot.train.setup import TrainSetup
 
 Floats = npt.NDArray[np.float32]
@@ -132,11 +132,7 @@ def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
             f" {plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference"
             " of the same family"
         )
-    if strange := why_read_otherwise(plan.tokenizer, folder):
-        raise WrongInput(
-            f"objective.reference {source} {strange}; choose a reference of the same tokenizer, or"
-            f" set tokenizer.source to {source}"
-        )
+    check_reference(source, plan.tokenizer, folder)
     return ModelSpec("decoder", config, folder, random=False)
 
 

@@ -44,7 +44,7 @@ from ingot.config.shape import (
 from ingot.config.values import Findings
 from ingot.data.batches.spans import hiding_of
 from ingot.tokenizers.chats.templates import find_template, for_recipe, with_template
-from ingot.tokenizers.familiar import why_read_otherwise
+from ingot.tokenizers.familiar import check_reference
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -198,12 +198,7 @@ def _check_references_tokenizer(recipe: Recipe, source: str) -> None:
     """Raises WrongInput if the reference reads the ids of the data as other text."""
     if recipe.trains_tokenizer or source.startswith("hf:"):  # seen when training starts
         return
-    knob = "objective.reference"
-    if strange := why_read_otherwise(_tokenizer(recipe), named_folder(source, knob)):
-        raise WrongInput(
-            f"{knob} {source} {strange}; choose a reference of the same tokenizer, or set"
-            f" tokenizer.source to {source}"
-        )
+    check_reference(source, _tokenizer(recipe), named_folder(source, "objective.reference"))
 
 
 def check_training(
