@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from ingot.adopt.convert import PROJECTS
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.convert import PROJECTS
 from ingot.config.doors import OBJECTIVES, PLACES
 from ingot.config.knobs import find_knob
 from ingot.config.load import load_recipe

@@ -348,10 +348,10 @@ def adopt(
     """Turn the configuration of another trainer into a recipe: axolotl, LLaMA-Factory, torchtune,
     Megatron's flags and more.
     """
+    from ingot.adopt.convert import adopt as convert
     from ingot.base.errors import EXIT_DONE
     from ingot.base.progress import say
     from ingot.cli.check.recipe import findings
-    from ingot.config.adopt.convert import adopt as convert
 
     adopted = convert(files, findings)
     print(adopted.text, end="")

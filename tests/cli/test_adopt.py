@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ingot.adopt.convert import HEADS, adopt
 from ingot.cli.check.recipe import findings, read_checked
-from ingot.config.adopt.convert import HEADS, adopt
+from tests.adopt.stand_ins import LLAMA, SETS
 from tests.cli.commands import ingot
-from tests.config.adopt.stand_ins import LLAMA, SETS
 
 
 def test_the_recipe_on_stdout_the_notes_on_stderr(tmp_path: Path) -> None:

@@ -772,11 +772,11 @@ FAULTS = [
     ),
     Fault(
         "adopted-without-accumulation",
-        "ingot/config/adopt/tuning.py",
+        "ingot/adopt/tuning.py",
         "    given = sheet.get(keys.batch) * sheet.get(times)\n",
         "    given = sheet.get(keys.batch)\n",
         "an adopted configuration trains on batches that are smaller by its accumulation",
-        "tests/config/adopt/test_tuners.py",
+        "tests/adopt/test_tuners.py",
     ),
     Fault(
         "thoughts-count-for-nothing",

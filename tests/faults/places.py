@@ -655,19 +655,19 @@ FAULTS = [
     ),
     Fault(
         "accumulation-lost",
-        "ingot/config/adopt/classifier.py",
+        "ingot/adopt/classifier.py",
         "batch = rows * processes * nodes * accumulated",
         "batch = rows * processes * nodes",
         "an adopted recipe trains with a smaller batch than the project did",
-        "tests/config/adopt/test_classifier.py",
+        "tests/adopt/test_classifier.py",
     ),
     Fault(
         "start-step-without-checkpoint",
-        "ingot/config/adopt/llama_env.py",
+        "ingot/adopt/llama_env.py",
         "    if dropped:\n",
         "    if not dropped:\n",
         "an adopted training leaves out the steps of a checkpoint that it does not start from",
-        "tests/config/adopt/test_llama_env.py",
+        "tests/adopt/test_llama_env.py",
     ),
     Fault(
         "words-counted-on-sixteen-gpus",

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "base": set(),
     "config": {"base"},
     "cloud": GROUND,
+    "adopt": GROUND,
     "tokenizers": GROUND,
     "data": GROUND | {"tokenizers", "cloud"},
     "models": GROUND,
@@ -87,7 +88,7 @@ WORK = {
     "verify",
     "plan",
 }
-PLACE = {"pipeline", "launch", "registry", "report"}
+PLACE = {"pipeline", "launch", "registry", "report", "adopt"}
 # The one file that may import an optional or heavy library inside a function.
 LAZY_OWNERS = {
     "huggingface_hub": {"ingot.base.hub", "ingot.data.sources.hub"},
@@ -163,7 +164,7 @@ TORCH_FREE = (
     "ingot.cloud.doctor.context",
     "ingot.cloud.builds",
     "ingot.config.serving",
-    "ingot.config.adopt.convert",
+    "ingot.adopt.convert",
     "ingot.report.page",
     "ingot.ui.server",
     "ingot.plan.assemble",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from ingot.adopt.read import File, Form, Given, GivenEntry
 from ingot.base.errors import WrongInput, differing
-from ingot.config.adopt.read import File, Form, Given, GivenEntry
 from ingot.config.values import MISSING, KeyPath, Values, get, one_line, parse_path, set_value
 
 Kind = Literal["missing", "unchecked", "fill", "clash", "changed", "lost", "unknown"]

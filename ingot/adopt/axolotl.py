@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt.axolotl_data import listed, sources_of
-from ingot.config.adopt.grpo import begin_grpo, grpo_rows
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.axolotl_data import listed, sources_of
+from ingot.adopt.grpo import begin_grpo, grpo_rows
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,
@@ -17,7 +16,7 @@ from ingot.config.adopt.table import (
     truth,
     whole,
 )
-from ingot.config.adopt.tuning import (
+from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -29,6 +28,7 @@ from ingot.config.adopt.tuning import (
     rows,
     source,
 )
+from ingot.base.errors import WrongInput
 
 KEYS = TunerKeys(
     batch="micro_batch_size",

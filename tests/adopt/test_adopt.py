@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ingot.adopt.convert import PROJECTS, adopt
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.convert import PROJECTS, adopt
 from tests import golden
-from tests.config.adopt.stand_ins import (
+from tests.adopt.stand_ins import (
     AXOLOTL,
     CLASSIFIER,
     CLOUD,

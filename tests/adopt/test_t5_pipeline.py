@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from tests.config.adopt.stand_ins import T5, T5_OPTIONS, recipe_of
+from tests.adopt.stand_ins import T5, T5_OPTIONS, recipe_of
 
 
 def with_keys(**changes: Any) -> str:

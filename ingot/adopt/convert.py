@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt import (
+from ingot.adopt import (
     axolotl,
     classifier,
     llama_env,
@@ -27,8 +26,9 @@ from ingot.config.adopt import (
     torchtune,
     trl,
 )
-from ingot.config.adopt.read import File, read_file
-from ingot.config.adopt.table import Draft, GivenKeys, Kind, Project, apply
+from ingot.adopt.read import File, read_file
+from ingot.adopt.table import Draft, GivenKeys, Kind, Project, apply
+from ingot.base.errors import WrongInput
 from ingot.config.knobs import all_knobs
 from ingot.config.recipe import Recipe
 from ingot.config.values import Findings, KeyPath, Values, dotted, explain_errors

@@ -6,7 +6,7 @@ The three parts may be in separate files, or in one.
 
 from __future__ import annotations
 
-from ingot.config.adopt.table import (
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     Project,
@@ -15,7 +15,7 @@ from ingot.config.adopt.table import (
     run_name,
     text,
 )
-from ingot.config.adopt.torchtune_keys import (
+from ingot.adopt.torchtune_keys import (
     CLOUD,
     FEWEST,
     MODELS,

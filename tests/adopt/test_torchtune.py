@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from tests.config.adopt.stand_ins import CLOUD, PIPELINE, TORCHTUNE, recipe_of
+from tests.adopt.stand_ins import CLOUD, PIPELINE, TORCHTUNE, recipe_of
 
 
 def test_the_cloud_level(tmp_path: Path) -> None:

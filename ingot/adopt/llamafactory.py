@@ -8,9 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
-from ingot.config.adopt.tuning import (
+from ingot.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
+from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -21,6 +20,7 @@ from ingot.config.adopt.tuning import (
     rows,
     source,
 )
+from ingot.base.errors import WrongInput
 
 KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}

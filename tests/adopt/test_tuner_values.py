@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.adopt.stand_ins import LLAMAFACTORY, recipe_of
+from tests.adopt.stand_ins import LLAMAFACTORY, recipe_of
 
 AXOLOTL = """\
 base_model: org/ash-1b

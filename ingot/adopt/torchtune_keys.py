@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     KeyRow,
     number,
     text,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt.grpo import begin_grpo, grpo_rows
-from ingot.config.adopt.table import (
+from ingot.adopt.grpo import begin_grpo, grpo_rows
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,
@@ -14,7 +13,7 @@ from ingot.config.adopt.table import (
     truth,
     whole,
 )
-from ingot.config.adopt.tuning import (
+from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -24,6 +23,7 @@ from ingot.config.adopt.tuning import (
     rows,
     source,
 )
+from ingot.base.errors import WrongInput
 
 KEYS = TunerKeys(rank="lora_r", targets="lora_target_modules")
 RATES = {"sft": 2e-5, "pretrain": 2e-5, "reward": 1e-4}

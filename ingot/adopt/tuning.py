@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from tests.config.adopt.stand_ins import CONVERSION, MEGATRON, PREPROCESSING, recipe_of
+from tests.adopt.stand_ins import CONVERSION, MEGATRON, PREPROCESSING, recipe_of
 
 LEAST = "--hf-model-id org/base --dataset-dir d"
 

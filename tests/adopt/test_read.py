@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ingot.adopt.read import DEEPEST, MOST_BYTES, MOST_ENTRIES, File, read_file
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import DEEPEST, MOST_BYTES, MOST_ENTRIES, File, read_file
 
 
 def read(folder: Path, text: str | bytes) -> File:

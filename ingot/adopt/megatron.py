@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ingot.config.adopt.megatron_experts import EXPERT_ROWS, build_experts, degree
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.megatron_experts import EXPERT_ROWS, build_experts, degree
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingot.adopt.convert import PROJECTS, adopt
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.adopt.convert import PROJECTS, adopt
-from tests.config.adopt.stand_ins import SETS, load
+from tests.adopt.stand_ins import SETS, load
 
 TOKEN = "hf_" + "Q7rT" * 8
 KEYS = sorted(

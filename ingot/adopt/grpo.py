@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     KeyRow,
@@ -20,6 +19,7 @@ from ingot.config.adopt.table import (
     truth,
     whole,
 )
+from ingot.base.errors import WrongInput
 
 NORMALISED = {
     "grpo": "answers",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ingot.adopt.llama_env import feed_forward
+from ingot.adopt.llama_env_keys import LAYERS
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.llama_env import feed_forward
-from ingot.config.adopt.llama_env_keys import LAYERS
 from ingot.models.hf.tensor_names import LINEAR_FROM_META
-from tests.config.adopt.stand_ins import LLAMA, recipe_of
+from tests.adopt.stand_ins import LLAMA, recipe_of
 
 
 def changed(**values: str) -> str:

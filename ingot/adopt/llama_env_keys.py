@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ingot.config.adopt.read import Given
-from ingot.config.adopt.table import (
+from ingot.adopt.read import Given
+from ingot.adopt.table import (
     KeyRow,
     number,
     texts,

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import File
-from ingot.config.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
-from ingot.config.adopt.tuning import (
+from ingot.adopt.read import File
+from ingot.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
+from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_run,
@@ -18,6 +17,7 @@ from ingot.config.adopt.tuning import (
     rows,
     source,
 )
+from ingot.base.errors import WrongInput
 
 KEYS = TunerKeys()
 SPAN = "mean_noise_span_length"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ingot.config.adopt.llama_env_keys import OWN_FORMAT, ROWS, STAGES, stage_rows
-from ingot.config.adopt.table import (
+from ingot.adopt.llama_env_keys import OWN_FORMAT, ROWS, STAGES, stage_rows
+from ingot.adopt.table import (
     Draft,
     GivenKeys,
     Project,

@@ -10,7 +10,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import ValidationShare
-from tests.config.adopt.stand_ins import AXOLOTL, LLAMAFACTORY, TRL, recipe_of
+from tests.adopt.stand_ins import AXOLOTL, LLAMAFACTORY, TRL, recipe_of
 
 INFO = {
     "elms": {

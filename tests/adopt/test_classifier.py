@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from tests.config.adopt.stand_ins import CLASSIFIER, recipe_of
+from tests.adopt.stand_ins import CLASSIFIER, recipe_of
 
 FLAGS = "--train-data-file a.csv --batch-size 16"
 

@@ -6,10 +6,10 @@ import re
 from pathlib import PurePath
 from typing import Any
 
+from ingot.adopt.read import GivenEntry
+from ingot.adopt.table import Draft, GivenKeys, hub_source
+from ingot.adopt.tuning import named
 from ingot.base.errors import WrongInput
-from ingot.config.adopt.read import GivenEntry
-from ingot.config.adopt.table import Draft, GivenKeys, hub_source
-from ingot.config.adopt.tuning import named
 
 ALPACA: dict[str, dict[str, str]] = {
     "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.config.adopt.convert import Adopted, adopt
+from ingot.adopt.convert import Adopted, adopt
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 
