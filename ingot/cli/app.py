@@ -19,10 +19,11 @@ from ingot.base.lazy import importing
 from ingot.base.progress import outlive_reader
 from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
-from ingot.cli.completion import complete_arguments, completion
+from ingot.cli.completion import completion
 from ingot.cli.guard import guarded, listen_to_signals, split_debug
 from ingot.cli.launch import launch
-from ingot.cli.output import AsJson, Overview
+from ingot.cli.options import Again, AsJson, Recipes
+from ingot.cli.output import Overview
 from ingot.cli.plan import plan
 from ingot.cli.recipes import init, new, recipes
 from ingot.cli.show import adopt, show, ui
@@ -40,15 +41,6 @@ app = typer.Typer(
     epilog="Start with: ingot run quickstart",
 )
 
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RECIPE... KEY=VALUE...",
-        help="Recipe files, or names of ingot's own, and overrides; later ones win.",
-        show_default=False,
-        autocompletion=complete_arguments,
-    ),
-]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE...", help="Settings and overrides.", show_default=False),
@@ -61,7 +53,6 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
 
 
 def main() -> None:
@@ -126,7 +117,7 @@ def _version(asked: bool) -> None:
 @app.command(rich_help_panel=WORK, epilog="Example: ingot run quickstart train.steps=100")
 def run(
     context: typer.Context,
-    arguments: Arguments,
+    arguments: Recipes,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -149,7 +140,7 @@ def run(
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot ingest quickstart")
 def ingest(
-    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
 ) -> int:
     """Read the sources into raw documents (Parquet)."""
     return _step(context, "ingest", arguments, again, as_json)
@@ -160,7 +151,7 @@ def ingest(
     epilog="Example: ingot prepare quickstart tokenizer.vocab_size=8192",
 )
 def prepare(
-    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
 ) -> int:
     """Train or fetch the tokenizer, and turn documents into columns of tokens."""
     return _step(context, "prepare", arguments, again, as_json)
@@ -172,7 +163,7 @@ def prepare(
 )
 def train(
     context: typer.Context,
-    arguments: Arguments,
+    arguments: Recipes,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Start from the first step; old checkpoints are set aside."),
@@ -188,7 +179,7 @@ def train(
     epilog="Example: ingot evaluate quickstart evaluate.model=path/to/model",
 )
 def evaluate(
-    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
 ) -> int:
     """Measure a model folder: a table on stdout, the report on disk."""
     return _step(context, "evaluate", arguments, again, as_json)
@@ -196,7 +187,7 @@ def evaluate(
 
 @app.command(rich_help_panel=WORK, epilog="Example: ingot gate quickstart gate.margin=0.01")
 def gate(
-    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
 ) -> int:
     """Is the model better than the live one? Exit code 0: deploy, 3: keep."""
     return _step(context, "gate", arguments, again, as_json)
@@ -207,7 +198,7 @@ def gate(
     epilog="Example: ingot register quickstart",
 )
 def register(
-    context: typer.Context, arguments: Arguments, again: Again = False, as_json: AsJson = False
+    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
 ) -> int:
     """Keep the model as a new version, and make it live if the gate said so."""
     return _step(context, "register", arguments, again, as_json)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ingot.cli.output import AsJson, print_json
+from ingot.cli.options import AsJson
+from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
     from ingot.base.hub import HubCommit

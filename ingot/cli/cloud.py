@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ingot.base.errors import WrongInput
-from ingot.cli.completion import complete_arguments
+from ingot.cli.options import Recipes
 
 if TYPE_CHECKING:
     from ingot.cloud.images import ImageKind
@@ -139,15 +139,6 @@ def _torch(recipe: Recipe, kind: ImageKind) -> str:
     return CUDA if kind == "train" or accelerators_of(recipe.serve.machine)[1] else NO_CUDA
 
 
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RECIPE... KEY=VALUE...",
-        autocompletion=complete_arguments,
-        help="Recipe files and overrides; later ones win.",
-        show_default=False,
-    ),
-]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the specification and the request, and send nothing."),
@@ -172,7 +163,7 @@ Cancel = Annotated[
 
 
 def submit(
-    arguments: Arguments,
+    arguments: Recipes,
     dry_run: DryRun = False,
     schedule: Schedule = None,
     wait: Wait = True,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ingot.cli.completion import complete_arguments
-from ingot.cli.output import AsJson, print_json
+from ingot.cli.options import Again, AsJson, Recipes, RunOrRecipe
+from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
@@ -30,27 +30,9 @@ launch = typer.Typer(
     ),
 )
 
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RECIPE... KEY=VALUE...",
-        autocompletion=complete_arguments,
-        help="Recipe files and overrides; later ones win.",
-        show_default=False,
-    ),
-]
-RunOrRecipe = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RUN|RECIPE... KEY=VALUE...",
-        help="A run folder, or the recipe that makes it, with its overrides.",
-        show_default=False,
-    ),
-]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Train from the first step; old checkpoints are set aside.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
 ]
@@ -78,7 +60,7 @@ OTHERS = {
 @launch.command(epilog="Example: ingot launch train quickstart launch.detach=true")
 def train(
     context: typer.Context,
-    arguments: Arguments,
+    arguments: Recipes,
     fresh: Fresh = False,
     dry_run: DryRun = False,
     handled: Handled = False,
@@ -96,7 +78,7 @@ def train(
 @launch.command(epilog="Example: ingot launch run quickstart launch.detach=true")
 def run(
     context: typer.Context,
-    arguments: Arguments,
+    arguments: Recipes,
     fresh: Fresh = False,
     dry_run: DryRun = False,
     handled: Handled = False,
@@ -114,7 +96,7 @@ def run(
 def _other(verb: str) -> Callable[..., int]:
     def once(
         context: typer.Context,
-        arguments: Arguments,
+        arguments: Recipes,
         again: Again = False,
         dry_run: DryRun = False,
         handled: Handled = False,

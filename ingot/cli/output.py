@@ -9,14 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from typer.core import TyperGroup
 
 SCHEMA = 1
-
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 def print_json(verb: str, /, **content: Any) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ingot.cli.output import AsJson, print_json
+from ingot.cli.options import AsJson
+from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
     from ingot.config.shipped import ShippedRecipe

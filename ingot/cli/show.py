@@ -9,31 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ingot.base.errors import WrongInput
-from ingot.cli.completion import complete_arguments
-from ingot.cli.output import AsJson, print_json
+from ingot.cli.options import AsJson, Recipes, RunOrRecipe
+from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 show = typer.Typer(no_args_is_help=True, help="Show a recipe, its knobs, data, runs and models.")
-
-Recipes = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RECIPE... KEY=VALUE...",
-        autocompletion=complete_arguments,
-        help="Recipe files and overrides; later ones win.",
-        show_default=False,
-    ),
-]
-RunOrRecipe = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RUN|RECIPE... KEY=VALUE...",
-        help="A run folder, or the recipe that makes it, with its overrides.",
-        show_default=False,
-    ),
-]
 
 
 @show.command(epilog="Example: ingot show config quickstart train.steps=100")

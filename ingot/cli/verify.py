@@ -13,7 +13,7 @@ import typer
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, WrongInput
 from ingot.base.progress import say
 from ingot.cli.completion import complete_arguments
-from ingot.cli.output import AsJson as ResultAsJson
+from ingot.cli.options import AsJson, Recipes
 from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -25,19 +25,9 @@ verify = typer.Typer(
     help="Prove things on your own recipe: tokenizer, data, export, resume, layout.",
 )
 
-Recipes = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RECIPE... KEY=VALUE...",
-        autocompletion=complete_arguments,
-        help="Recipe files and overrides; later ones win.",
-        show_default=False,
-    ),
-]
-
 
 @verify.command(epilog="Example: ingot verify tokenizer quickstart")
-def tokenizer(recipe: Recipes, as_json: ResultAsJson = False) -> int:
+def tokenizer(recipe: Recipes, as_json: AsJson = False) -> int:
     """Fast encoders against the reference on your documents, round trip, special tokens."""
     from ingot.config.load import read_recipe
     from ingot.verify.tokenizer import verify_tokenizer
@@ -46,7 +36,7 @@ def tokenizer(recipe: Recipes, as_json: ResultAsJson = False) -> int:
 
 
 @verify.command(epilog="Example: ingot verify data quickstart")
-def data(recipe: Recipes, as_json: ResultAsJson = False) -> int:
+def data(recipe: Recipes, as_json: AsJson = False) -> int:
     """Every checksum and count of the ingested and prepared data."""
     from ingot.config.load import read_recipe
     from ingot.verify.data import verify_data
@@ -55,7 +45,7 @@ def data(recipe: Recipes, as_json: ResultAsJson = False) -> int:
 
 
 @verify.command(epilog="Example: ingot verify export quickstart")
-def export(recipe: Recipes, as_json: ResultAsJson = False) -> int:
+def export(recipe: Recipes, as_json: AsJson = False) -> int:
     """The exported model of a trained run against its checkpoint, transformers, PEFT and the
     server, token by token.
     """
@@ -66,7 +56,7 @@ def export(recipe: Recipes, as_json: ResultAsJson = False) -> int:
 
 
 @verify.command(epilog="Example: ingot verify resume quickstart")
-def resume(recipe: Recipes, as_json: ResultAsJson = False) -> int:
+def resume(recipe: Recipes, as_json: AsJson = False) -> int:
     """A few steps of the recipe in one go, against the same killed twice and resumed: metrics,
     weights, optimizer, bit for bit.
 
@@ -97,7 +87,7 @@ def layout(
             show_default=False,
         ),
     ] = None,
-    as_json: ResultAsJson = False,
+    as_json: AsJson = False,
 ) -> int:
     """The recipe made small, trained in many layouts on this CPU: losses, gradient norms and
     weights against one process.
@@ -273,7 +263,7 @@ Synthetic = Annotated[
         "--synthetic", help="Made-up rows and random weights: nothing needs to be prepared."
     ),
 ]
-AsJson = Annotated[
+BenchAsJson = Annotated[
     bool, typer.Option("--json", help="Print reports/bench.json rather than a table.")
 ]
 Calibrate = Annotated[
@@ -294,7 +284,7 @@ def bench(
     precision: Formats = None,
     steps: Steps = 4,
     synthetic: Synthetic = False,
-    as_json: AsJson = False,
+    as_json: BenchAsJson = False,
     calibrate: Calibrate = False,
     into: Into = None,
 ) -> int:
