@@ -17,12 +17,9 @@ class CrossEntropy:
     labelled text: the labels decide what counts, the mathematics is the same.
     """
 
-    def __init__(self, name: str = "pretrain") -> None:
-        self.name = name
-
     @classmethod
     def from_settings(cls, settings: ObjectiveSettings, inputs: ObjectiveInputs) -> CrossEntropy:
-        return cls(settings.kind)
+        return cls()
 
     @summed_only
     @by_log_probability

@@ -26,8 +26,6 @@ class Distill:
         teacher: in evaluation mode, with the student's vocabulary, on the student's device.
     """
 
-    name = "distill"
-
     def __init__(self, teacher: Decoder, temperature: float, alpha: float) -> None:
         self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
 

@@ -110,8 +110,6 @@ class GRPO:
             matter of who makes the batches.
     """
 
-    name = "grpo"
-
     def __init__(self, settings: config.GRPOSettings) -> None:
         self._temperature = settings.temperature
         self._least, self._most = 1 - settings.clip, 1 + settings.upper_clip

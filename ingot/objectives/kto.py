@@ -21,8 +21,6 @@ class LogRatio(AnswerObjective):
             training device.
     """
 
-    name = "log_ratio"
-
     def __init__(self, reference: Tensor) -> None:
         self.reference = reference
 
@@ -51,8 +49,6 @@ class KTO(AnswerObjective):
         reference: summed log-probabilities under the reference of both rows of a sample,
             `[rows, 2]`, by row number; on the training device.
     """
-
-    name = "kto"
 
     def __init__(
         self, beta: float, desirable_weight: float, undesirable_weight: float, reference: Tensor

@@ -85,8 +85,6 @@ def summed(
 class AnswerObjective:
     """What losses on whole answers share: they are computed of the log-probability of each."""
 
-    name: str
-
     @by_log_probability
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None) -> Tensor:
         """log p(label) for a chunk of N tokens, `[N]`."""
@@ -142,8 +140,6 @@ class DPO(PairObjective):
         sft_weight: weight of the chosen answer's cross-entropy per token, which is added.
     """
 
-    name = "dpo"
-
     def __init__(
         self,
         beta: float,
@@ -183,8 +179,6 @@ class IPO(PairObjective):
     The rewards that are logged are beta times the gains: their margin is driven to 1/2.
     """
 
-    name = "ipo"
-
     def __init__(self, beta: float, reference: Tensor, *, normalize_length: bool) -> None:
         self.beta, self.reference, self.normalize_length = beta, reference, normalize_length
 
@@ -205,8 +199,6 @@ class SimPO(PairObjective):
     there is no reference.
     """
 
-    name = "simpo"
-
     def __init__(self, settings: config.SimPOSettings, inputs: ObjectiveInputs) -> None:
         self.settings = settings
 
@@ -226,8 +218,6 @@ class ORPO(PairObjective):
 
     odds = p / (1 - p), where p is the geometric mean of the probabilities of an answer's tokens.
     """
-
-    name = "orpo"
 
     def __init__(self, settings: config.ORPOSettings, inputs: ObjectiveInputs) -> None:
         self.beta = settings.beta

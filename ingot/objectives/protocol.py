@@ -56,8 +56,6 @@ class Objective(Protocol):
     rank that shares the row, and are counted once.
     """
 
-    name: str
-
     def targets(self, batch: Batch) -> int:
         """The number of targets in a batch (still on the host): tokens, pairs or documents."""
         ...

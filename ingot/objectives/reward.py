@@ -22,8 +22,6 @@ class RewardModel:
     one row, so there is nothing to sum over them.
     """
 
-    name = "reward"
-
     def __init__(self, settings: config.RewardModelSettings, inputs: ObjectiveInputs) -> None:
         self.margin, self.center = settings.margin, settings.center
 

@@ -159,7 +159,7 @@ def make_hooks(
         Workload.of(setup, mesh),
         mesh,
         gpu=recipe.track.gpu,
-        skipped=commit.get("skipped", 0.0),
+        skipped_before=commit.get("skipped", 0.0),
         remarks=source.remarks if isinstance(source, Rollout) else dict,
     )
     asked = process.any_rank_asked

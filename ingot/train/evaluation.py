@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 from ingot.base.environment import Ranks
@@ -184,6 +184,7 @@ def sample_texts(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[
         return complete_prompts(subject_of(plan, train_state, mesh), plan.recipe.evaluate.prompts)
 
 
+@dataclass
 class EvaluateHook:
     """Evaluates at the recurrence `every`, and ends training when `stopping` has seen no
     improvement `patience` times in a row.
@@ -191,25 +192,15 @@ class EvaluateHook:
     `measure` returns None if it was interrupted.
     """
 
-    def __init__(
-        self,
-        measure: Callable[[], Mapping[str, Measured] | None],
-        every: Recurrence,
-        stopping: BestTracker | None,
-        patience: int,
-        best: BestTracker | None,
-        sinks: Sequence[JsonLines | FailSafeSink],
-        account: TimeAccount,
-    ) -> None:
-        (
-            self.measure,
-            self.every,
-            self.stopping,
-            self.patience,
-            self.best,
-            self.sinks,
-            self.account,
-        ) = (measure, every, stopping, patience, best, sinks, account)
+    measure: Callable[[], Mapping[str, Measured] | None]
+    every: Recurrence
+    stopping: BestTracker | None
+    patience: int
+    best: BestTracker | None
+    sinks: Sequence[JsonLines | FailSafeSink]
+    account: TimeAccount
+
+    def __post_init__(self) -> None:
         self.owes = False
         self.refused: WrongInput | NotJudged | None = None
         """Why the newest evaluation could not be taken; raised by the checkpoint hook, so that the
@@ -291,33 +282,24 @@ class EvaluateHook:
         pass
 
 
+@dataclass
 class SampleHook:
     """Writes completions of the recipe's prompts as text every `every` steps.
 
-    `complete_prompts` is called on rank 0 only, or for a sharded model on all ranks in lockstep. It
-    is skipped if `asked` says that training is to stop.
+    `complete_prompts` is called on rank 0 only, or where the model is `spread` on all ranks in
+    lockstep. It is skipped if `asked` says that training is to stop.
     """
 
-    def __init__(
-        self,
-        complete_prompts: Callable[[], list[dict[str, str]]],
-        every: int | None,
-        sinks: Sequence[JsonLines | FailSafeSink],
-        mesh: Mesh,
-        account: TimeAccount,
-        asked: Callable[[], bool],
-        *,
-        spread: bool = False,
-    ) -> None:
-        self.complete, self.every, self.sinks, self.mesh, self.account, self.asked, self.spread = (
-            complete_prompts,
-            every,
-            sinks,
-            mesh,
-            account,
-            asked,
-            spread,
-        )
+    complete_prompts: Callable[[], list[dict[str, str]]]
+    every: int | None
+    sinks: Sequence[JsonLines | FailSafeSink]
+    mesh: Mesh
+    account: TimeAccount
+    asked: Callable[[], bool]
+    _: KW_ONLY
+    spread: bool = False
+
+    def __post_init__(self) -> None:
         self.owes = False
 
     def after_step(self, info: StepInfo) -> bool:
@@ -333,7 +315,8 @@ class SampleHook:
         if self.owes:
             return
         with self.account.spending("evaluating", "evaluating"):
-            samples = self.complete() if self.spread else self.mesh.from_main(self.complete)
+            complete = self.complete_prompts
+            samples = complete() if self.spread else self.mesh.from_main(complete)
         for sink in self.sinks:
             sink.write(
                 step,

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -50,40 +50,30 @@ class Workload:
         return cls(cost, peak_flops(mesh.device, setup.compute), setup.compute)
 
 
+@dataclass
 class LogHook:
     """Writes metrics to the sinks and shows progress, every `every` steps and at the last one."""
 
-    def __init__(
-        self,
-        sinks: Sequence[JsonLines | FailSafeSink],
-        progress: Progress,
-        every: int,
-        last: int,
-        work: Workload,
-        mesh: Mesh,
-        *,
-        gpu: bool,
-        skipped: float = 0.0,
-        remarks: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        """`skipped`: the number of steps skipped by earlier attempts; `remarks`: what else the line
-        of progress is to say, asked when metrics are written.
-        """
-        self._remarks = remarks
-        self.sinks, self.progress, self.every, self.last, self.work, self.mesh, self.gpu = (
-            sinks,
-            progress,
-            every,
-            last,
-            work,
-            mesh,
-            gpu,
-        )
-        self._skipped = torch.tensor(skipped)
+    sinks: Sequence[JsonLines | FailSafeSink]
+    progress: Progress
+    every: int
+    last: int
+    work: Workload
+    mesh: Mesh
+    _: KW_ONLY
+    gpu: bool
+    """Whether the use of GPUs is asked for, too."""
+    skipped_before: float = 0.0
+    """Steps that earlier attempts skipped."""
+    remarks: Callable[[], Mapping[str, str]] = dict
+    """What else the line of progress is to say, asked when metrics are written."""
+
+    def __post_init__(self) -> None:
+        self._skipped = torch.tensor(self.skipped_before)
         self._forget()
         self._notes: dict[str, str] = {}
         self._shown_at = 0.0
-        self._measured_peak = MeasuredPeak(mesh.device, work.compute)
+        self._measured_peak = MeasuredPeak(self.mesh.device, self.work.compute)
 
     def _forget(self) -> None:
         """Begin to count anew, after a line was written."""
@@ -139,7 +129,7 @@ class LogHook:
             )
         for sink in self.sinks:
             sink.write(info.step, values)
-        self._notes = {"loss": f"{loss:.3f}", **self._remarks(), "tokens/s": f"{rate:,.0f}"}
+        self._notes = {"loss": f"{loss:.3f}", **self.remarks(), "tokens/s": f"{rate:,.0f}"}
         self._forget()
 
     @property

@@ -98,7 +98,7 @@ class HellaSwagTask(TaskSettings):
     same figure as lm-evaluation-harness' acc_norm.
     """
 
-    implementation = "ingot.evaluate.tasks.choice:open_hellaswag"
+    implementation = "ingot.evaluate.tasks.choice:open_choice"
     model_kinds = ("decoder",)
     item_columns = ("ctx_a", "ctx_b", "activity_label", "endings", "label")
     metric_names = ("accuracy", "accuracy_norm")

@@ -79,9 +79,9 @@ def score_item(item: ChoiceItem, sums: Sequence[float]) -> dict[str, Any]:
 
 
 def open_choice(
-    task: ChoiceTask, info: EvalModelInfo, max_documents: int | None = None
+    task: ChoiceTask | HellaSwagTask, info: EvalModelInfo, max_documents: int | None = None
 ) -> OpenChoiceTask:
-    """Read and encode the questions of a source.
+    """Read and encode the questions of a source, or the items of HellaSwag.
 
     Raises:
         WrongInput: no such source, a malformed item, or one longer than the model's positions.
@@ -91,26 +91,12 @@ def open_choice(
         task.source,
         f"evaluate.tasks, {task.name}.source",
         task.item_columns,
-        names=task.columns,
+        names=task.columns if isinstance(task, ChoiceTask) else None,
         split=task.split,
         limit=task.limit,
     )
-    return _encoded(task.name, info, [_question_item(record) for record in records])
-
-
-def open_hellaswag(
-    task: HellaSwagTask, info: EvalModelInfo, max_documents: int | None = None
-) -> OpenChoiceTask:
-    """Read and encode HellaSwag's items; raises as `open_choice`."""
-    info.require_kind(f"evaluate.tasks, {task.name}: {task.kind}", *task.model_kinds)
-    records = read_records(
-        task.source,
-        f"evaluate.tasks, {task.name}.source",
-        task.item_columns,
-        split=task.split,
-        limit=task.limit,
-    )
-    return _encoded(task.name, info, [_hellaswag_item(record) for record in records])
+    item = _question_item if isinstance(task, ChoiceTask) else _hellaswag_item
+    return _encoded(task.name, info, [item(record) for record in records])
 
 
 def _encoded(name: str, info: EvalModelInfo, items: list[ChoiceItem]) -> OpenChoiceTask:
