@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.hub import fetch_config
 from ingot.config.degrees import degrees_of
-from ingot.config.models.source import trained_kind
+from ingot.config.models.source import config_folder, named_config, trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.shape import flops_per_token
 from ingot.data.sample import NotHere
@@ -188,13 +187,12 @@ def _configurations_only(recipe: Recipe, vocab_size: int | None) -> Recipe:
     model, objective = recipe.model, recipe.objective
     changed: dict[str, Any] = {}
     if model.source.startswith("hf:"):
-        folder = fetch_config(model.source.removeprefix("hf:"), model.revision)
-        changed["source"] = str(folder)
+        changed["source"] = str(config_folder(model))
     if vocab_size is not None and "vocab_size" not in model.config:
         changed["config"] = {**model.config, "vocab_size": vocab_size}
     teacher = objective.teacher_source
     if teacher is not None and teacher.startswith("hf:"):
-        folder = fetch_config(teacher.removeprefix("hf:"))
+        folder = named_config(teacher, "objective.teacher")
         objective = objective.model_copy(update={"teacher": str(folder)})
     return recipe.model_copy(
         update={"model": model.model_copy(update=changed), "objective": objective}

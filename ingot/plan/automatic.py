@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.hub import fetch_config
 from ingot.config.automatic import ChosenLayout, StartDevices, sharded_over_all
 from ingot.config.degrees import Degrees, degrees_of
-from ingot.config.models.source import named_folder, source_config, starts_random
+from ingot.config.models.source import config_folder, source_config, starts_random
 from ingot.config.recipe import Recipe
 from ingot.plan.assemble import ModelKnown, known_coefficients
 from ingot.plan.choose import Choice, Limits, UnknownSeconds, choose, rows_that_fit
@@ -149,14 +148,8 @@ def _nearest(choice: Choice) -> str:
 def _model(recipe: Recipe) -> ModelKnown:
     """What is known of the model; only its configuration is downloaded."""
     model = recipe.model
-    scheme, _, name = model.source.partition(":")
     try:
-        if scheme == "preset":
-            folder = None
-        elif scheme == "hf":
-            folder = fetch_config(name, model.revision)
-        else:
-            folder = named_folder(model.source, "model.source")
+        folder = config_folder(model)
     except Failed:  # the hub does not answer
         return ModelKnown(None, random=False)
     return ModelKnown(source_config(model, folder), starts_random(model, folder))

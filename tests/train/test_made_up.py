@@ -24,7 +24,6 @@ from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.micro_batch import trial
 from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, open_trial, with_made_up_rows
 from ingot.train.setup import make_setup
 from tests import tolerances
@@ -199,7 +198,7 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(preset("llama-3m")), encoding="utf-8")
     asked = []
-    monkeypatch.setattr(trial, "fetch_config", lambda *model: asked.append(model) or tmp_path)
+    monkeypatch.setattr(model_source, "fetch_config", lambda *model: asked.append(model) or tmp_path)
     monkeypatch.setattr(model_source, "fetch_model", lambda *model: pytest.fail("weights"))
     recipe = small_recipe(tmp_path, model__source="hf:a/b", model__config=None)
     recipe = recipe.model_copy(

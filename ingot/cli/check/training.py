@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput, differing
-from ingot.base.hub import ask_tokenizer, fetch_config
+from ingot.base.hub import ask_tokenizer
 from ingot.base.storage import is_remote
 from ingot.cloud.machines import MACHINES
 from ingot.config.models.family import sizes
-from ingot.config.models.presets import preset
 from ingot.config.models.source import (
     check_lengths,
     check_lora,
     check_trained_type,
+    config_folder,
     model_config,
+    named_config,
     named_folder,
     source_config,
     starts_random,
@@ -75,14 +76,7 @@ def _model_values(model: ModelSettings) -> dict[str, Any]:
     """The configuration of a source, and under `RANDOM` whether training starts from random
     weights.
     """
-    scheme, _, name = model.source.partition(":")
-    folder = None
-    if scheme == "preset":
-        preset(name)
-    elif scheme == "hf":
-        folder = fetch_config(name, model.revision)
-    else:
-        folder = named_folder(model.source, "model.source")
+    folder = config_folder(model)
     random = starts_random(model, folder)
     check_lora(model, random=random)
     return source_config(model, folder) | {RANDOM: random}
@@ -261,9 +255,7 @@ def check_other_model(source: str, knob: str) -> dict[str, Any]:
     """The configuration of a model that is not trained. Raises WrongInput if it is not a model,
     Failed if its hub does not answer.
     """
-    if source.startswith("hf:"):
-        return model_config(fetch_config(source.removeprefix("hf:")))
-    return model_config(named_folder(source, knob))
+    return model_config(named_config(source, knob))
 
 
 def _check_float8(recipe: Recipe, batch: BatchPlan | None, found: Findings, *, here: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
-from ingot.base.hub import fetch_model
+from ingot.base.hub import fetch_config, fetch_model
 from ingot.base.runfolder import model_folder
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
@@ -205,6 +205,24 @@ def source_folder(model: ModelSettings) -> Path | None:
         preset(rest)
         return None
     return named_folder(model.source, "model.source", model.revision)
+
+
+def config_folder(model: ModelSettings) -> Path | None:
+    """A folder with the configuration of `model.source`, for what loads no weights: of a model on
+    the hub nothing else is downloaded; None for a preset.
+
+    Raises:
+        WrongInput: no such folder, preset or hub model.
+        Failed: the hub does not answer.
+    """
+    scheme, _, rest = model.source.partition(":")
+    return fetch_config(rest, model.revision) if scheme == "hf" else source_folder(model)
+
+
+def named_config(source: str, knob: str) -> Path:
+    """A folder with the configuration of the model that `knob` names; raises as `named_folder`."""
+    scheme, _, rest = source.partition(":")
+    return fetch_config(rest) if scheme == "hf" else named_folder(source, knob)
 
 
 def named_folder(source: str, knob: str, revision: str | None = None) -> Path:

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ingot.base.hub import fetch_config
-from ingot.config.models.source import named_folder, source_config, source_folder
+from ingot.config.models.source import config_folder, named_folder, source_config, source_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS, Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
@@ -250,8 +249,7 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """
     model = recipe.model
     if model.source.startswith("hf:"):
-        configured = fetch_config(model.source.removeprefix("hf:"), model.revision)
-        model = model.model_copy(update={"source": str(configured)})
+        model = model.model_copy(update={"source": str(config_folder(model))})
         recipe = recipe.model_copy(update={"model": model})
     drawn = recipe.model_copy(update={"model": model.model_copy(update={"init": "random"})})
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
