@@ -198,7 +198,9 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(preset("llama-3m")), encoding="utf-8")
     asked = []
-    monkeypatch.setattr(model_source, "fetch_config", lambda *model: asked.append(model) or tmp_path)
+    monkeypatch.setattr(
+        model_source, "fetch_config", lambda *model: asked.append(model) or tmp_path
+    )
     monkeypatch.setattr(model_source, "fetch_model", lambda *model: pytest.fail("weights"))
     recipe = small_recipe(tmp_path, model__source="hf:a/b", model__config=None)
     recipe = recipe.model_copy(

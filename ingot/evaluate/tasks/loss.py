@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,12 +105,13 @@ def open_loss(
 def comparison_set(identity: str, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
     """The identity of the set that is measured: that of the documents, the maximum lengths if some
     were left out or cut for their length, and the number of rows if not all are used. What remains
-    of a chat is up to the tokenizer too, and is what is predicted.
+    of one that is cut is up to the tokenizer too, and is what is predicted; not so of a labelled
+    text, unless it is dropped.
     """
     cut: dict[str, int | str] = {}
     if rows.left_out:
         cut = {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
-        if recipe.documents == "chat":
+        if recipe.documents != "labelled" or recipe.data.truncate == "drop":
             cut |= {"tokenizer": rows.tokenizer}
         if recipe.data.truncate != "right":
             cut |= {"truncate": recipe.data.truncate}
@@ -150,8 +151,12 @@ class OpenRowLossTask:
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
         prepared, all_of_them = self.prepared, self.count == len(self.rows)
+        window: dict[str, int] = {}
         if recipe.documents == "text":
             losses = losses.whole()
+            if not losses.ends_document.all():
+                # Whatever a document goes on behind, its next row begins without.
+                window = {"seq_len": recipe.data.seq_len}
             columns = open_columns(recipe.folder.columns, prepared, "validation")
             total = prepared.total("validation", "bytes") if all_of_them else None
             count = int(losses.ends_document.sum())
@@ -161,7 +166,7 @@ class OpenRowLossTask:
             # Rows hold whole documents: each segment is one.
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
             sizes, of = target_bytes(self.rows, self.tokenizer, self.count)
-        on = comparison_set(prepared.sets["validation"], self.rows, recipe, self.count)
+        on = self._set(prepared.sets["validation"], recipe, window)
         # Without a token that begins each text nothing predicts the first one of its own.
         whole = recipe.documents != "text" or bool(self.tokenizer.frame[0])
         metrics = loss_metrics(
@@ -173,13 +178,18 @@ class OpenRowLossTask:
         )
 
         def measure(chosen: Chosen, identity: str) -> dict[str, Metric]:
-            same = comparison_set(identity, self.rows, recipe, self.count)
+            same = self._set(identity, recipe, window)
             same = same if whole else tokens_identity(same, prepared.tokenizer)
             return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)
 
         if all_of_them:
             metrics |= _of_each_source(prepared.splits["validation"], of, measure)
         return TaskResult(metrics, _examples(nats, targets, sizes))
+
+    def _set(self, identity: str, recipe: Recipe, window: Mapping[str, int]) -> str:
+        """As `comparison_set`, and with the `window` of texts that do not fit into one."""
+        on = comparison_set(identity, self.rows, recipe, self.count)
+        return fingerprint({"documents": on, **window}) if window else on
 
 
 def _of_each_source(

@@ -30,23 +30,62 @@ from tests.tokenizers.small import bpe_files
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
-@pytest.mark.parametrize("how", ["right", "drop"])
-def test_chats_that_are_cut_otherwise_are_another_set(how: str, tmp_path: Path) -> None:
-    """Of one length a gate may compare two models; of two it would compare other texts."""
-    write_lines(tmp_path / "chat.jsonl", records("chat"))
+@pytest.mark.parametrize(
+    ("documents", "how", "lengths", "is_alike"),
+    [
+        ("chat", "right", (34, 40), False),
+        ("chat", "drop", (34, 40), False),
+        ("preference", "right", (26, 30), False),
+        ("rated", "right", (34, 40), False),
+        ("pair", "right", (12, 16), False),
+        ("labelled", "right", (18, 22), True),
+        ("labelled", "drop", (18, 22), False),
+    ],
+)
+def test_what_is_cut_otherwise_is_another_set(
+    documents: str, how: str, lengths: tuple[int, int], is_alike: bool, tmp_path: Path
+) -> None:
+    """Of one length a gate may compare two models; of two it would compare other texts. `is_alike`:
+    another tokenizer cuts elsewhere, but what is predicted is the same.
+    """
+    write_lines(tmp_path / f"{documents}.jsonl", records(documents))
 
     def found(seq_len: int, vocab_size: int = 400) -> str:
-        knobs = {"data__truncate": how, "data__seq_len": seq_len}
-        recipe = recipe_of(tmp_path, "chat", tokenizer__vocab_size=vocab_size, **knobs)
+        knobs = {"data__truncate": how, "data__seq_len": seq_len, "data__target_len": 96}
+        recipe = recipe_of(tmp_path, documents, tokenizer__vocab_size=vocab_size, **knobs)
         prepare(recipe)
         made, rows = open_held_out(recipe, "the model", seq_len)
         return comparison_set(made.sets["validation"], rows, recipe, len(rows))
 
-    ingest(recipe_of(tmp_path, "chat"))
-    short, longer, whole = map(found, (34, 40, 96))
+    ingest(recipe_of(tmp_path, documents))
+    short, longer, whole = map(found, (*lengths, 96))
     assert len({short, longer, whole}) == 3
     assert whole == found(128), "nothing is cut"
-    assert found(40, 300) != longer, "of other tokens"
+    assert (found(lengths[1], 300) == longer) is is_alike, "of other tokens"
+
+
+def test_texts_that_a_longer_window_takes_whole_are_another_set(tmp_path: Path) -> None:
+    """A model that sees more of a text before it is not better for that."""
+    write_lines(tmp_path / "held.jsonl", [{"text": "copper lantern kettle"}])
+    write_lines(tmp_path / "train.jsonl", [{"text": "copper lantern kettle " * 100}])
+
+    def found(seq_len: int) -> str:
+        recipe = small_recipe(
+            tmp_path,
+            data__train=[{"source": str(tmp_path / "train.jsonl")}],
+            data__validation=[{"source": str(tmp_path / "held.jsonl")}],
+            data__validation__fraction=None,
+            data__seq_len=seq_len,
+        )
+        ingest(recipe)
+        prepare(recipe)
+        place_model(recipe, recipe.folder.model)
+        with running_mesh() as mesh:
+            metrics = measure(LossTask(), subject_in(recipe.folder.model, recipe, mesh)).metrics
+        return metrics["loss/bits_per_byte"].set_fingerprint
+
+    assert len({found(4), found(6)}) == 2
+    assert found(32) == found(64), "nothing is cut"
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -67,6 +106,7 @@ def test_bytes_that_nothing_predicts_do_not_count(begins: bool, tmp_path: Path) 
         data__train=[{"source": str(train)}],
         data__validation=[{"source": source} for source in files],
         data__validation__fraction=None,
+        data__seq_len=128,
         tokenizer__source=str(tmp_path / "tokenizer"),
         tokenizer__vocab_size=None,
     )
