@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.evaluate import metrics as bootstrap
 from ingot.evaluate.loss import SegmentLosses
-from ingot.evaluate.metrics import bootstrap_interval, loss_metrics, mean_metric, ratio_interval
+from ingot.evaluate.metrics import (
+    bootstrap_interval,
+    likelier_metric,
+    loss_metrics,
+    mean_metric,
+    ratio_interval,
+)
 from tests import tolerances
 
 
@@ -34,6 +41,31 @@ def test_covers_the_truth_as_often_as_it_says() -> None:
         assert low < high
         hits += low <= 3.0 <= high
     assert 0.88 <= hits / 200 <= 0.99
+
+
+@pytest.mark.parametrize(("good", "bad"), [(300, 30), (30, 300), (50, 50)])
+@pytest.mark.parametrize("apart", [0.8, 2.0])
+def test_the_area_under_the_curve_is_as_sure_as_both_sides_are(
+    good: int, bad: int, apart: float
+) -> None:
+    generator = np.random.default_rng(3)
+    truth = NormalDist().cdf(apart / math.sqrt(2))
+    hits = 0
+    for _ in range(300):
+        above, below = generator.normal(apart, 1, good), generator.normal(0, 1, bad)
+        metric = likelier_metric(above, below, on="set")
+        assert metric.n == good + bad
+        hits += metric.interval[0] <= truth <= metric.interval[1]
+    assert 0.88 <= hits / 300 <= 0.99
+
+
+def test_the_area_of_few_or_of_those_that_are_all_apart_has_no_interval() -> None:
+    many, few = np.arange(8.0), np.arange(3.0)
+    assert likelier_metric(many + 0.5, few, on="set").interval is None
+    assert likelier_metric(few, many + 0.5, on="set").interval is None
+    apart = likelier_metric(many + 8, many, on="set")
+    assert (apart.value, apart.interval) == (1.0, None)
+    assert likelier_metric(np.array([1.0, 2.0]), np.array([1.0, 0.0]), on="set").value == 0.875
 
 
 def test_widths_follow_the_number_of_units() -> None:

@@ -231,17 +231,10 @@ def report(name: str, results: Mapping[str, Any]) -> TaskResult:
                 continue
             full = f"{name}/{task}.{metric}" if kept == "none" else f"{name}/{task}.{metric}.{kept}"
             own = [sample for sample in samples if sample.get("filter", kept) == kept]
-            on = fingerprint(
-                [
-                    task,
-                    results.get("n-shot", {}).get(task),
-                    results.get("versions", {}).get(task),
-                    sorted(_hashes(own)),
-                ]
-            )
+            parts = _parts(task, results)
+            on = fingerprint([_identity(task, own, results), *_identities(parts, results)])
             count = len(own) or sum(
-                int(results["n-samples"].get(part, {}).get("effective", 0))
-                for part in results.get("group_subtasks", {}).get(task, ())
+                int(results["n-samples"].get(part, {}).get("effective", 0)) for part in parts
             )
             metrics[full] = Metric(
                 float(value),
@@ -258,6 +251,29 @@ def report(name: str, results: Mapping[str, Any]) -> TaskResult:
             for sample in samples
         ],
     )
+
+
+def _parts(group: str, results: Mapping[str, Any]) -> list[str]:
+    """The tasks of a group and of the groups in it, each once; none of a task."""
+    groups = results.get("group_subtasks", {})
+    found, waiting = dict[str, None](), list(groups.get(group, ()))
+    while waiting:
+        part = waiting.pop()
+        if inner := groups.get(part):
+            waiting.extend(inner)
+        else:
+            found[part] = None
+    return sorted(found)
+
+
+def _identities(tasks: Sequence[str], results: Mapping[str, Any]) -> list[str]:
+    return [_identity(task, results["samples"].get(task, ()), results) for task in tasks]
+
+
+def _identity(task: str, samples: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> str:
+    """Of what a task asked, and how."""
+    shots, versions = (results.get(key, {}).get(task) for key in ("n-shot", "versions"))
+    return fingerprint([task, shots, versions, sorted(_hashes(samples))])
 
 
 def _hashes(samples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -37,6 +37,7 @@ from ingot.evaluate.loss import (
     score_rows,
 )
 from ingot.evaluate.metrics import (
+    likelier_metric,
     loss_metrics,
     mean_metric,
     ratio_interval,
@@ -343,11 +344,9 @@ class OpenSampleLossTask:
             tokenizer=self.prepared.tokenizer,
         )
         mean = -sums.nats / sums.targets
-        bad = np.sort(mean[~good])
-        if len(bad):
-            below, up_to = (np.searchsorted(bad, mean[good], side) for side in ("left", "right"))
-            share = (below + up_to) / (2 * len(bad))
-            metrics |= {f"{name}/accuracy": mean_metric(share, direction="higher", on=on)}
+        if not good.all():
+            accuracy = likelier_metric(mean[good], mean[~good], on=on)
+            metrics |= {f"{name}/accuracy": accuracy}
         examples = _examples(sums.nats, sums.targets, sums.bytes)
         return TaskResult(
             metrics,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.subject import TaskResult
@@ -176,15 +177,29 @@ def test_only_what_is_made_of_samples_has_an_interval() -> None:
     assert sample_interval(3.0, ["a", "b"]) == (None, None)
 
 
-def test_a_group_counts_the_samples_of_its_parts() -> None:
-    results = {
-        "results": {"group": {"acc,none": 0.5}},
-        "samples": {},
-        "group_subtasks": {"group": ["one", "two", "unknown"]},
-        "n-samples": {"one": {"effective": 3}, "two": {"effective": 4}},
-    }
-    metric = report("harness", results).metrics["harness/group.acc"]
-    assert (metric.value, metric.n) == (0.5, 7)
+def test_a_group_is_of_what_its_parts_asked() -> None:
+    """Also of those in groups of groups, each once; of other items it is another set."""
+
+    def found(last: str = "b") -> dict[str, Metric]:
+        results = {
+            "results": {name: {"acc,none": 0.5} for name in ("all", "group")},
+            "samples": {
+                "one": [{"doc_hash": "a", "acc": 1.0}],
+                "two": [{"doc_hash": last, "acc": 0.0}],
+            },
+            "group_subtasks": {"all": ["group", "one", "unknown"], "group": ["one", "two"]},
+            "n-samples": {"one": {"effective": 3}, "two": {"effective": 4}},
+        }
+        for samples in results["samples"].values():
+            for number, sample in enumerate(samples):
+                sample |= {"doc_id": number}
+        return report("harness", results).metrics
+
+    metrics, others = found(), found("c")
+    assert [metrics[f"harness/{name}.acc"].n for name in ("all", "group")] == [7, 7]
+    for name, metric in metrics.items():
+        assert metric.value == 0.5
+        assert metric.set_fingerprint != others[name].set_fingerprint
 
 
 def test_unknown_tasks_and_missing_data_are_refused(

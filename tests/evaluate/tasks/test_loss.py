@@ -191,6 +191,7 @@ def test_good_answers_are_counted_and_compared_with_bad_ones(
     assert len(bad) > 2
     above = [float(one > other) + 0.5 * (one == other) for one in good for other in bad]
     assert found.metrics["loss/accuracy"].value == pytest.approx(sum(above) / len(above))
+    assert found.metrics["loss/accuracy"].n == len(good) + len(bad)
     liked = [one for one in found.examples if one["good"]]
     assert found.metrics["loss/loss"].value == pytest.approx(
         sum(one["nats"] for one in liked) / sum(one["targets"] for one in liked)
