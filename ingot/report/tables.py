@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,19 +284,32 @@ def figures(view: RunView) -> dict[str, float]:
 
 def comparable(views: Iterable[RunView], name: str) -> bool:
     """Whether a figure may be compared: not if it was measured on different evaluation sets, nor
-    where it is the loss of a training on other data, or on the same with another tokenizer.
+    where it is the loss of a training with another objective or another length of rows, on other
+    data, or on the same with another tokenizer.
     """
     views = list(views)
-    if name == LAST_TRAINED:
-        return len({view.lineage["data"] for view in views if view.lineage.get("data")}) <= 1
-    if name == LAST_HELD_OUT:
-        name = "loss/loss"  # of the same documents
-    sets = {
+    if name not in (LAST_TRAINED, LAST_HELD_OUT):
+        return len(_sets(views, name)) <= 1
+    knobs = ["objective", "data.seq_len", *["train.evaluate_rows"] * (name == LAST_HELD_OUT)]
+    if any(view.knob(knob) != views[0].knob(knob) for view in views for knob in knobs):
+        return False
+    if name == LAST_HELD_OUT and all(_sets([view], "loss/loss") for view in views):
+        return len(_sets(views, "loss/loss")) == 1  # of the same documents
+    data = [view.lineage.get("data") for view in views]
+    if all(data):
+        return len(set(data)) == 1
+    # A training that has exported no model yet: by what it was asked to read.
+    asked = [(view.knob("data"), view.knob("tokenizer")) for view in views]
+    return all(each == asked[0] for each in asked)
+
+
+def _sets(views: Sequence[RunView], name: str) -> set[str]:
+    """What the metric was measured on, by those that have it."""
+    return {
         view.evaluation.metrics[name].set_fingerprint
         for view in views
         if view.evaluation and name in view.evaluation.metrics
     }
-    return len(sets) <= 1
 
 
 def _union(one: Iterable[str], other: Iterable[str]) -> list[str]:

@@ -4,8 +4,10 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report, write_report
@@ -247,6 +249,33 @@ def test_losses_of_trainings_on_other_data_are_not_compared(
     content["metrics"]["loss/loss"]["set_fingerprint"] = "another tokenizer"
     report.write_text(json.dumps(content))
     assert verdicts()["validation/loss (last)"] == "not comparable"
+    report.unlink()
+    assert verdicts()["validation/loss (last)"] == "not comparable", "nobody knows of what"
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "trained"),
+    [
+        ("objective", {"kind": "orpo"}, "not comparable"),
+        ("data.seq_len", 32, "not comparable"),
+        ("train.evaluate_rows", 2, "+0"),
+    ],
+)
+def test_losses_of_another_kind_are_not_compared(
+    knob: str, value: Any, trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two")
+    recipe = yaml.safe_load(other.recipe.read_text())
+    *sections, key = knob.split(".")
+    inner = recipe
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    other.recipe.write_text(yaml.safe_dump(recipe))
+    compare(one, other)
+    found = {row[0]: row[-1] for row in rows(capsys.readouterr().out)}
+    assert found["train/loss (last)"] == trained
+    assert found["validation/loss (last)"] == "not comparable"
 
 
 def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
