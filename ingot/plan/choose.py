@@ -203,6 +203,12 @@ def _worlds(devices: str | None, place: PlannedPlace) -> list[int]:
     worlds = [first]
     while worlds[-1] * 2 <= last:
         worlds.append(worlds[-1] * 2)
+    node = place.processes
+    if uneven := [world for world in worlds if world > node and world % node]:
+        raise WrongInput(
+            f"--devices {devices}: {uneven[0]} are not whole nodes of {node}; give at most {node},"
+            " or a multiple of it"
+        )
     return worlds
 
 

@@ -251,7 +251,9 @@ def _check_states(uninterrupted: Recipe, interrupted: Recipe) -> list[Check]:
             ),
             None,
         )
-        if different is None:
+        if not names:
+            checks.append(Check(f"{what} state", None, "there is none"))
+        elif different is None:
             checks.append(Check(f"{what} state", True, f"{len(names)} tensors equal bit for bit"))
         elif different in one.names and different in other.names:
             largest = float((one[different].double() - other[different].double()).abs().max())

@@ -213,6 +213,17 @@ def test_devices_are_a_number_or_two(recipe: Any, devices: str) -> None:
         choose(asked, place, ModelKnown(CONFIG, random=True), devices, Limits(None, None))
 
 
+@pytest.mark.parametrize("devices", ["12", "3..12"])
+def test_devices_are_whole_nodes(recipe: Any, devices: str) -> None:
+    from ingot.plan.assemble import ModelKnown
+    from ingot.plan.place import place_of
+
+    asked = recipe("launch.kind=slurm", "launch.nodes=2", "launch.processes=8").at("train")
+    place = place_of(asked, "h100")
+    with pytest.raises(WrongInput, match="12 are not whole nodes of 8; give at most 8, or a mult"):
+        choose(asked, place, ModelKnown(CONFIG, random=True), devices, Limits(None, None))
+
+
 @pytest.mark.parametrize(
     ("knobs", "fits"),
     [

@@ -35,19 +35,30 @@ def details(proof: Proof) -> dict[str, tuple[bool | None, str]]:
     return {check.what: (check.passed, check.detail) for check in proof.checks}
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("kind", "state"), [("adamw", "equal bit for bit"), ("sgd", "there is none")]
+)
 def test_what_resumes_exactly_is_proved(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    state: str,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the environment says of steps and checkpoints."""
     monkeypatch.setattr(resume, "run_ingot", run_forked)
     monkeypatch.setenv("INGOT_TRAIN__STEPS", "6")
     monkeypatch.setenv("INGOT_CHECKPOINT__EVERY", "100")
-    recipe = small_recipe(root, train__evaluate_every=3, checkpoint__best="loss")
+    knobs = {"train__optimizer__kind": kind, "checkpoint__best": "loss"}
+    recipe = small_recipe(root, train__evaluate_every=3, **knobs)
     file = root / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
     assert app(["verify", "resume", str(file)], standalone_mode=False) == 0
     shown = capsys.readouterr().out
     assert "all 5 checks hold" in shown
+    lines = shown.splitlines()
+    assert any("optimizer state" in line and state in line for line in lines)
     assert "steps were lost and done again" in " ".join(shown.split())
     assert not (recipe.folder.root / "verify-resume").exists()
     assert not recipe.folder.checkpoints.exists()

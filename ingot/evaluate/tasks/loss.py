@@ -87,8 +87,8 @@ def open_loss(
     """Open the validation rows, or the first `max_documents` of them.
 
     Raises:
-        WrongInput: they do not exist, were prepared with another tokenizer, or are for another kind
-            of model.
+        WrongInput: they do not exist, were prepared with another tokenizer, are for another kind of
+            model, or so many of them hold no whole text.
     """
     recipe = info.recipe
     info.require_kind(
@@ -99,8 +99,22 @@ def open_loss(
     prepared, rows = open_held_out(recipe, info.where, info.positions, hiding)
     count = min(len(rows), max_documents or len(rows))
     if isinstance(rows, Rows):
+        if recipe.documents == "text" and count < len(rows):
+            _check_ends(recipe, prepared, count)
         return OpenRowLossTask(task, rows, prepared, info.tokenizer, count)
     return OpenSampleLossTask(task, rows, prepared, info.tokenizer, count)
+
+
+def _check_ends(recipe: Recipe, prepared: PreparedData, count: int) -> None:
+    """Raises WrongInput if no text with anything to predict ends in the first `count` rows."""
+    column = open_columns(recipe.folder.columns, prepared, "validation")[0]
+    lengths, seq_len = column.lengths(0, len(column)), recipe.data.seq_len
+    ends = np.cumsum(lengths, dtype=np.int64)[lengths > 1]
+    if len(ends) and ends[0] > count * seq_len:
+        raise WrongInput(
+            f"train.evaluate_rows {count}: no held-out document ends in so many rows of"
+            f" {seq_len:,} tokens; set it to {-(-int(ends[0]) // seq_len):,} or more"
+        )
 
 
 def comparison_set(identity: str, rows: Rows | Samples, recipe: Recipe, count: int) -> str:

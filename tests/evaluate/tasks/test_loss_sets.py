@@ -5,10 +5,12 @@ of them.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from ingot.base.errors import WrongInput
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.columns.manifest import prepared_for, set_identity
 from ingot.data.ingest import ingest
@@ -18,7 +20,7 @@ from ingot.evaluate.baselines import baselines
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.corpus import open_columns, pairs
 from ingot.evaluate.tasks import measure
-from ingot.evaluate.tasks.loss import comparison_set, open_held_out
+from ingot.evaluate.tasks.loss import comparison_set, open_held_out, open_loss
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests import tolerances
@@ -86,6 +88,30 @@ def test_texts_that_a_longer_window_takes_whole_are_another_set(tmp_path: Path) 
 
     assert len({found(4), found(6)}) == 2
     assert found(32) == found(64), "nothing is cut"
+
+
+def test_rows_that_end_no_text_are_refused_before_they_are_measured(tmp_path: Path) -> None:
+    """Of a book the first rows are no whole text: nothing could be told of them."""
+    write_lines(tmp_path / "held.jsonl", [{"text": "copper lantern kettle " * 20}])
+    write_lines(tmp_path / "train.jsonl", [{"text": "copper lantern kettle " * 100}])
+    recipe = small_recipe(
+        tmp_path,
+        data__train=[{"source": str(tmp_path / "train.jsonl")}],
+        data__validation=[{"source": str(tmp_path / "held.jsonl")}],
+        data__validation__fraction=None,
+        data__seq_len=8,
+    )
+    ingest(recipe)
+    prepare(recipe)
+    place_model(recipe, recipe.folder.model)
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        with pytest.raises(WrongInput, match="ends in so many rows of 8 tokens; set it") as refused:
+            open_loss(LossTask(), subject.info, 2)
+        enough = int(re.findall(r"to (\d+) or more", str(refused.value))[0])
+        assert open_loss(LossTask(), subject.info, enough).measure(subject).examples
+        with pytest.raises(WrongInput, match=r"train\.evaluate_rows"):
+            open_loss(LossTask(), subject.info, enough - 1)
 
 
 @pytest.mark.parametrize("begins", [True, False])
