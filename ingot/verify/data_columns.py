@@ -1,5 +1,5 @@
 """The prepared columns and row tables, element by element: indexes, counts, ids, masks, labels, how
-records end, and that rows hold each token exactly once. ColumnPart of `ingot verify data`.
+records end, and that rows hold each token exactly once. Part of `ingot verify data`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.columns.column import Column, bin_path, column_prefix
 from ingot.data.columns.manifest import (
     LABEL,
+    MANIFEST,
     MASK,
     VERDICTS,
     ColumnPart,
@@ -82,6 +83,11 @@ def check_columns(
     ]
     if any(total != counted for total, counted in totals):
         found.counts.append("the totals of manifest.json are not the sums of its parts")
+    dropped = (read_marker(recipe.folder.columns, MANIFEST) or {}).get("dropped", {})
+    if recipe.data.fraction >= 1.0 and (lost := dropped.get("data.fraction", 0)):
+        found.counts.append(
+            f"{lost:,} documents of data/raw are in no column, and nothing says why"
+        )
     checks = [
         check_of_faults(
             "columns: indexes", found.index, f"{len(parts):,} parts of {len(names)} columns"
@@ -222,7 +228,7 @@ def check_rows(
     folder: Path, prepared: PreparedData, name: str, seen: Callable[[int], None]
 ) -> Check:
     """Check the rows of one way of packing: none too long, every piece within its record, no token
-    twice, as many as were counted.
+    twice, none of a text left out, no record in no row without a count, as many as were counted.
     """
     about = read_marker(folder, name) or {}
     how, seq_len, target_len = (
@@ -234,6 +240,7 @@ def check_rows(
         f", targets of {target_len:,}" if target_len is not None else ""
     )
     found, rows, tokens, first = list[str](), 0, 0, prepared.names[0]
+    records = planned = 0
     pieces = prepared.documents == "masked"
     most = longest_piece(seq_len, prepared.framing, how) if pieces else seq_len
     try:
@@ -245,15 +252,20 @@ def check_rows(
                     column_prefix(folder, split, table_name(how, seq_len, target_len), number)
                 )
                 table.prove()
+                column = Column(column_prefix(folder, split, first, number))
                 if wrong := _row_fault(
                     table,
-                    Column(column_prefix(folder, split, first, number)),
+                    column,
                     most,
                     count,
                     picked=prepared.documents in WHOLE_RECORDS,
                     cut_left=truncation(how) == "left",
                 ):
                     found.append(f"{bin_path(table.prefix)} {wrong}")
+                elif prepared.documents == "text" and (missed := _missed(table, column, seq_len)):
+                    found.append(f"{bin_path(table.prefix)} leaves out {missed:,} tokens")
+                records += len(column)
+                planned += len(np.unique(table.slice(0, table.elements)[::3]))
                 rows, tokens = (
                     rows + len(table),
                     tokens
@@ -262,8 +274,11 @@ def check_rows(
                     ),
                 )
                 seen(2 * table.elements * table.dtype.itemsize)
-        if not found and (rows, tokens) != (packed.total.rows, packed.total.tokens):
-            total = packed.total
+        total = packed.total
+        left_out = records - planned
+        if not found and left_out != total.lost + total.too_long + total.untrained:
+            found.append(f"{folder / name} does not count all of {left_out:,} records in no row")
+        if not found and (rows, tokens) != (total.rows, total.tokens):
             found.append(
                 f"{folder / name} counts {total.rows:,} rows and {total.tokens:,} tokens, there are"
                 f" {rows:,} and {tokens:,}"
@@ -293,6 +308,18 @@ def _count_row_tokens(
         lengths = column.lengths(0, len(column))[records[inside]] - begins[inside]
         total += int(np.minimum(lengths, most).sum())
     return total
+
+
+def _missed(table: Column, tokens: Column, seq_len: int) -> int:
+    """How many tokens of texts are in no row, of those that have a label or are one: all but the
+    last of a text that is a token longer than full rows, and all of one that is a token alone.
+    """
+    record, begin, length = table.slice(0, table.elements).reshape(-1, 3).T
+    reached = np.zeros(len(tokens), np.int64)
+    np.maximum.at(reached, record, begin + length)
+    lengths = tokens.lengths(0, len(tokens)).astype(np.int64)
+    needed = np.where((lengths - 1) % seq_len == 0, lengths - 1, lengths)
+    return int(np.maximum(needed - reached, 0).sum())
 
 
 def _row_fault(

@@ -17,6 +17,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path, token_dtype
 from ingot.data.columns.manifest import (
+    MANIFEST,
     ColumnPart,
     PreparedData,
     PreparedSource,
@@ -339,6 +340,19 @@ def test_tables_that_lie(whole: Path, root: Path) -> None:
     assert "plans some tokens twice, or leaves some out" in found(
         put(1, 1, int(whole_rows[1, 1]) - 1)
     )
+    ends = np.flatnonzero(np.diff(whole_rows[:, 0], append=-1) != 0)
+    last = int(ends[np.argmax(whole_rows[ends, 2] > 2)])
+    assert "leaves out 1 tokens" in found(put(last, 2, int(whole_rows[last, 2]) - 1))
+
+
+def test_documents_that_reach_no_column(whole: Path, root: Path) -> None:
+    """Lost by a fault of ours: neither cleaned, nor left out by a fraction."""
+    folder = root / "runs/small/data/columns"
+    marker = json.loads((folder / MANIFEST).read_text())
+    files = [entry_of(folder, entry["path"]) for entry in marker.pop("files")]
+    write_marker(folder, MANIFEST, {**marker, "dropped": {"data.fraction": 3}}, files)
+    found = failed(verified(whole, root))
+    assert "3 documents of data/raw are in no column" in found["columns: counts"]
 
 
 def test_another_tokenizer(whole: Path, root: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,13 +117,16 @@ def _check_ends(recipe: Recipe, prepared: PreparedData, count: int) -> None:
         )
 
 
-def comparison_set(identity: str, rows: Rows | Samples, recipe: Recipe, count: int) -> str:
+def comparison_set(
+    identity: str, rows: Rows | Samples, recipe: Recipe, count: int, *, windows: bool = False
+) -> str:
     """The identity of the set that is measured: that of the documents, the maximum lengths if some
     were left out or cut for their length, and the number of rows if not all are used. What remains
     of one that is cut is up to the tokenizer too, and is what is predicted; not so of a labelled
-    text, unless it is dropped.
+    text, unless it is dropped. `windows`: texts go on in a next row, which begins without what was
+    before.
     """
-    cut: dict[str, int | str] = {}
+    cut: dict[str, int | str] = {"seq_len": recipe.data.seq_len} if windows else {}
     if rows.left_out:
         cut = {"seq_len": recipe.data.seq_len, "target_len": recipe.data.target_len}
         if recipe.documents != "labelled" or recipe.data.truncate == "drop":
@@ -166,12 +169,10 @@ class OpenRowLossTask:
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
         prepared, all_of_them = self.prepared, self.count == len(self.rows)
-        window: dict[str, int] = {}
+        windows = False
         if recipe.documents == "text":
             losses = losses.whole()
-            if not losses.ends_document.all():
-                # Whatever a document goes on behind, its next row begins without.
-                window = {"seq_len": recipe.data.seq_len}
+            windows = not losses.ends_document.all()
             columns = open_columns(recipe.folder.columns, prepared, "validation")
             total = prepared.total("validation", "bytes") if all_of_them else None
             count = int(losses.ends_document.sum())
@@ -181,7 +182,8 @@ class OpenRowLossTask:
             # Rows hold whole documents: each segment is one.
             losses = replace(losses, ends_document=np.ones_like(losses.ends_document))
             sizes, of = target_bytes(self.rows, self.tokenizer, self.count)
-        on = self._set(prepared.sets["validation"], recipe, window)
+        documents = prepared.sets["validation"]
+        on = comparison_set(documents, self.rows, recipe, self.count, windows=windows)
         # Without a token that begins each text nothing predicts the first one of its own.
         whole = recipe.documents != "text" or bool(self.tokenizer.frame[0])
         metrics = loss_metrics(
@@ -193,18 +195,13 @@ class OpenRowLossTask:
         )
 
         def measure(chosen: Chosen, identity: str) -> dict[str, Metric]:
-            same = self._set(identity, recipe, window)
+            same = comparison_set(identity, self.rows, recipe, self.count, windows=windows)
             same = same if whole else tokens_identity(same, prepared.tokenizer)
             return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)
 
         if all_of_them:
             metrics |= _of_each_source(prepared.splits["validation"], of, measure)
         return TaskResult(metrics, _examples(nats, targets, sizes))
-
-    def _set(self, identity: str, recipe: Recipe, window: Mapping[str, int]) -> str:
-        """As `comparison_set`, and with the `window` of texts that do not fit into one."""
-        on = comparison_set(identity, self.rows, recipe, self.count)
-        return fingerprint({"documents": on, **window}) if window else on
 
 
 def _of_each_source(
