@@ -37,6 +37,7 @@ KEYS = TunerKeys(
     optimizer="optimizer",
     rank="lora_r",
     targets="lora_target_modules",
+    warmup=0.03,
 )
 WAYS = ("dpo", "ipo", "simpo", "orpo", "kto", "grpo")
 TOO_LONG = {"drop": "drop", "truncate": "right", "raise": "drop"}

@@ -105,9 +105,9 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             raise WrongInput(f"{sheet.files[0].path} has no {key}; add it")
     kind, multiple = _objective(sheet, draft)
     _data(sheet, draft, kind)
-    build_training(sheet, draft, KEYS, multiple)
     rate = sheet.get("learning_rate") or RATES.get(kind, 1e-6)
     draft.put("train.optimizer.lr", rate, "learning_rate, or what the command has")
+    build_training(sheet, draft, KEYS, multiple)
     if sheet.get("use_peft"):
         # Answers to rewards are sampled without dropout, and trained without.
         dropout = 0.0 if kind == "grpo" else 0.05

@@ -16,6 +16,7 @@ from ingot.adopt.table import (
     KeyRow,
     hub_source,
     number,
+    ratio,
     run_name,
     text,
     truth,
@@ -46,6 +47,8 @@ class TunerKeys:
     optimizer: str = "optim"
     rank: str = ""
     targets: str = ""
+    warmup: float = 0
+    """The share of the steps that warms up where no key says how many, up to 100 steps."""
 
 
 def source(given: Given) -> str:
@@ -74,6 +77,8 @@ def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
         KeyRow("max_grad_norm", read=number),
         KeyRow("warmup_ratio", read=number),
         KeyRow("warmup_steps", read=number),
+        KeyRow("lr_scheduler_kwargs.min_lr_rate", read=number, also=("cosine_min_lr_ratio",)),
+        KeyRow("lr_scheduler_kwargs.min_lr", read=number),
         KeyRow("lora_alpha", read=number),
         KeyRow("lora_dropout", read=number),
         KeyRow("use_dora", read=truth, also=("peft_use_dora",)),
@@ -129,6 +134,7 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
     else:
         draft.put_from(sheet, keys.epochs, "train.epochs")
     _optimizer(sheet, draft, keys)
+    _schedule(sheet, draft, keys)
     if sheet.get("bf16") or sheet.has("fp16"):
         draft.put("precision.compute", "bf16", "bf16" if sheet.get("bf16") else "fp16")
     given = next((key for key in ("deepspeed", "fsdp", "fsdp_config.*") if sheet.has(key)), None)
@@ -161,18 +167,50 @@ def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
         )
     elif "bit" in kind:
         draft.note("changed", keys.optimizer, f"{kind}: its state is float32 here, and larger")
+
+
+def _schedule(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
     kind = sheet.get(keys.schedule)
     if kind not in SCHEDULES:
         draft.note("changed", keys.schedule, f"{kind} is not offered; cosine stands for it")
     draft.put("train.schedule.kind", SCHEDULES.get(kind, "cosine"), keys.schedule)
-    warmup = sheet.get("warmup_steps") or sheet.get("warmup_ratio") or 0
-    draft.put(
-        "train.schedule.warmup",
-        int(warmup) if warmup >= 1 else warmup,
-        "warmup_steps or warmup_ratio, none unless given",
-        sheet.where("warmup_steps", "warmup_ratio"),
-    )
-    draft.put("train.schedule.min_ratio", 0.0, "to zero there")
+    _warmup(sheet, draft, keys)
+    lowest, remark = _lowest(sheet, draft)
+    if lowest is None and "min_lr" in kind:
+        draft.note("fill", keys.schedule, f"{kind}: set train.schedule.min_ratio to its minimum")
+    draft.put("train.schedule.min_ratio", lowest or 0.0, remark)
+
+
+def _warmup(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
+    given = [key for key in ("warmup_steps", "warmup_ratio") if sheet.has(key)]
+    key = next(filter(sheet.get, given), "")
+    steps = sheet.get(key) if key else 0 if given else keys.warmup
+    remark = "warmup_steps or warmup_ratio" if given else "warmup_steps, its default there"
+    if sheet.get(keys.schedule) == "constant":
+        if key:
+            draft.note("lost", key, "not needed: constant never warms up there, and does not here")
+        steps, remark = 0, "constant never warms up there"
+    elif not given and keys.warmup:
+        draft.note(
+            "changed",
+            "warmup_steps",
+            f"is not given: {keys.warmup:g} of all steps, of which 100 at most warm up there; here"
+            " all of them. Set train.schedule.warmup=100 where that is less",
+        )
+    where = sheet.where("warmup_steps", "warmup_ratio")
+    whole_steps = int(steps) if steps >= 1 else steps
+    draft.put("train.schedule.warmup", whole_steps, remark, where)
+
+
+def _lowest(sheet: GivenKeys, draft: Draft) -> tuple[float | None, str]:
+    """The learning rate at the end as a share of the peak, if a key says it; and which one."""
+    share, rate = "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"
+    if sheet.has(share):
+        return sheet.get(share), sheet.name(share)
+    peak = draft.values.tree["train"]["optimizer"]["lr"]
+    if sheet.has(rate) and peak > 0:
+        return ratio(sheet.get(rate), peak), f"{rate} of learning_rate"
+    return None, "to zero there"
 
 
 def build_adapter(

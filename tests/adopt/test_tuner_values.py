@@ -68,3 +68,49 @@ def test_texts_of_trl_are_pretrained_on(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, fir_yaml=text)
     assert recipe.objective.kind == "ipo"
     assert "dataset_text_field: ipo does not train on plain texts" in notes
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "warmup", "says"),
+    [
+        ("ash_yaml", "", 0.03, "warmup_steps: is not given: 0.03 of all steps, of which 100"),
+        ("ash_yaml", "warmup_steps: 0\n", 0, ""),
+        ("ash_yaml", "warmup_ratio: 0.2\n", 0.2, ""),
+        ("ash_yaml", "lr_scheduler: constant\n", 0, ""),
+        ("ash_yaml", "lr_scheduler: constant\nwarmup_steps: 9\n", 0, "warmup_steps: not needed"),
+        ("ash_yaml", "lr_scheduler: constant_with_warmup\nwarmup_steps: 9\n", 9, ""),
+        ("fir_yaml", "", 0, ""),
+        ("fir_yaml", "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", 0, "warmup_ratio: not"),
+        ("fir_yaml", "warmup_steps: 0\nwarmup_ratio: 0.1\n", 0.1, ""),
+    ],
+)
+def test_what_warms_up_is_what_warmed_up_there(
+    tmp_path: Path, project: str, given: str, warmup: float, says: str
+) -> None:
+    text = {"ash_yaml": AXOLOTL, "fir_yaml": TEXTS}[project]
+    recipe, notes = recipe_of(tmp_path, **{project: text + given})
+    assert recipe.train.schedule.warmup == warmup
+    assert says in notes
+    assert bool(says) == ("warmup_" in notes)
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "lowest"),
+    [
+        ("ash_yaml", "cosine_min_lr_ratio: 0.2\n", 0.2),
+        ("ash_yaml", "learning_rate: 2e-4\n", 0.0),
+        ("fir_yaml", "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n", 0.1),
+        ("fir_yaml", "lr_scheduler_kwargs: {min_lr: 3e-6}\nlearning_rate: 2e-5\n", 0.15),
+        ("fir_yaml", "lr_scheduler_kwargs: {min_lr: 2e-6}\n", 0.1),
+    ],
+)
+def test_the_lowest_rate_of_a_schedule_is_carried(
+    tmp_path: Path, project: str, given: str, lowest: float
+) -> None:
+    schedule = "lr_scheduler" if project == "ash_yaml" else "lr_scheduler_type"
+    text = {"ash_yaml": AXOLOTL, "fir_yaml": TEXTS}[project]
+    text += f"{schedule}: cosine_with_min_lr\n{given}"
+    recipe, notes = recipe_of(tmp_path, **{project: text})
+    assert recipe.train.schedule.min_ratio == lowest
+    assert "is not known" not in notes
+    assert ("set train.schedule.min_ratio to its minimum" in notes) == (lowest == 0)

@@ -391,4 +391,12 @@ FAULTS = [
         "the page tells what the gate decided about numbers that were measured again",
         "tests/report/test_page.py",
     ),
+    Fault(
+        "adopted-without-its-warm-up",
+        "ingot/adopt/axolotl.py",
+        "    warmup=0.03,\n",
+        "",
+        "an adopted training begins at its full learning rate, where it warmed up before",
+        "tests/adopt/test_tuner_values.py",
+    ),
 ]
