@@ -131,9 +131,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     multiple = _data(sheet, draft)
     build_training(sheet, draft, KEYS, multiple)
     if (way := sheet.get("adapter")) in ("lora", "qlora"):
-        if sheet.get("lora_target_linear"):
-            sheet.given.pop("lora_target_modules", None)
-        build_adapter(sheet, draft, KEYS, rank=8, alpha=2.0)
+        _adapter(sheet, draft)
     elif way:
         draft.note("changed", "adapter", f"{way} is not offered; all weights are trained")
     for key, kind in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
@@ -153,6 +151,18 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     track = {name: sheet.get(f"wandb_{name}") for name in ("project", "entity", "name")}
     if track["project"]:
         draft.put("track.wandb", named(track), "wandb_project")
+
+
+def _adapter(sheet: GivenKeys, draft: Draft) -> None:
+    every = sheet.get("lora_target_linear")
+    if every:
+        sheet.given.pop("lora_target_modules", None)
+    build_adapter(sheet, draft, KEYS, rank=8, alpha=2.0)
+    if every:
+        draft.put("model.lora.targets", "all-linear", "lora_target_linear")
+    elif not sheet.has("lora_target_modules"):
+        about = "is not given, nor lora_target_linear; every linear layer gets an adapter"
+        draft.note("fill", "lora_target_modules", about)
 
 
 def _early_stop(sheet: GivenKeys, draft: Draft) -> None:

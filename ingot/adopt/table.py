@@ -43,6 +43,8 @@ class KeyRow:
     """Why it cannot be converted."""
     idle: tuple[str, ...] = ()
     """Values, in lower case, that have no effect, so that nothing is lost."""
+    null: str = ""
+    """What a key that is given without a value means there, if not its default."""
 
 
 class GivenKeys:
@@ -84,10 +86,11 @@ class GivenKeys:
                     "a secret stays out of recipes: keep it in the environment, or in Secret"
                     " Manager (cloud.secrets)",
                 )
+        self.nulls = {key: entry for key, entry in self.given.items() if entry.empty}
         self.given = {
             key: _resolved(entry, self.given, self.spelt)
             for key, entry in self.given.items()
-            if not entry.empty
+            if key not in self.nulls
         }
 
     def has(self, *keys: str) -> bool:
@@ -190,6 +193,10 @@ def apply(sheet: GivenKeys, draft: Draft) -> None:
     """Set every knob that the table determines on its own."""
     for key, row in sheet.rows.items():
         entry = sheet.given.get(key)
+        if key in sheet.nulls and row.default is not None:
+            meant = f" ({row.null} there)" if row.null else ""
+            about = f"has no value{meant}; {row.default}, its default there, stands for it"
+            draft.note("fill", sheet.nulls[key].key, about)
         if row.knob and (entry is not None or row.default is not None):
             value = sheet.get(key)
             if value is not None:

@@ -28,6 +28,10 @@ from ingot.base.errors import WrongInput
 KEYS = TunerKeys(rank="lora_r", targets="lora_target_modules")
 RATES = {"sft": 2e-5, "pretrain": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
+TEXTS = ("nll", "chunked_nll", "dft")
+"""Losses of SFT."""
+TARGETS = ("q_proj", "v_proj")
+"""What PEFT adapts of most decoders unless told."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
 OF_GRPO = ("num_generations", "reward_funcs", "reward_weights")
 OF_OTHERS = (
@@ -36,6 +40,8 @@ OF_OTHERS = (
     "undesirable_weight",
     "center_rewards_coefficient",
 )
+OF_RLOO = ("normalize_advantages", "reward_clip_range")
+OF_GRPO_ALONE = ("loss_type", "scale_rewards")
 OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
 ROWS = rows(
     KeyRow("model_name_or_path", "model.source", source),
@@ -46,8 +52,10 @@ ROWS = rows(
     KeyRow("dataset_test_split"),
     KeyRow("dataset_text_field"),
     KeyRow("dataset_prompt_column"),
-    KeyRow("max_length", read=whole, default="1024"),
-    KeyRow("max_prompt_length", read=whole, default="512"),
+    KeyRow("max_length", read=whole, default="1024", null="no limit"),
+    KeyRow("max_prompt_length", read=whole, default="512", null="no limit"),
+    KeyRow("assistant_only_loss", read=truth),
+    KeyRow("completion_only_loss", read=truth),
     KeyRow("packing", read=truth),
     KeyRow("use_peft", read=truth),
     KeyRow("lora_r", read=whole),
@@ -66,13 +74,11 @@ ROWS = rows(
     KeyRow("desirable_weight", read=number),
     KeyRow("undesirable_weight", read=number),
     KeyRow("center_rewards_coefficient", read=number),
-    *(KeyRow(key) for key in OF_PPO),
+    *(KeyRow(key) for key in (*OF_PPO, *OF_RLOO)),
     *grpo_rows("", most="512"),
     lost={
         "system_prompt": "no system prompt is added to rows that have none",
         "chat_template_path": "tokenizer.template names a template or a file",
-        "completion_only_loss": "of chats what the assistant says is trained, of texts all",
-        "assistant_only_loss": f"{NOT_NEEDED}only what the assistant says is trained",
         "lora_modules_to_save": "an adapter trains linear layers alone",
         "trust_remote_code": "code of a model's repository is never run",
         "push_to_hub": "`ingot push` puts a run on the hub",
@@ -105,13 +111,21 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             raise WrongInput(f"{sheet.files[0].path} has no {key}; add it")
     kind, multiple = _objective(sheet, draft)
     _data(sheet, draft, kind)
-    rate = sheet.get("learning_rate") or RATES.get(kind, 1e-6)
+    given = sheet.get("learning_rate")
+    rate = RATES.get(kind, 1e-6) if given is None else given
     draft.put("train.optimizer.lr", rate, "learning_rate, or what the command has")
     build_training(sheet, draft, KEYS, multiple)
     if sheet.get("use_peft"):
         # Answers to rewards are sampled without dropout, and trained without.
         dropout = 0.0 if kind == "grpo" else 0.05
-        build_adapter(sheet, draft, KEYS, rank=16, alpha=2.0, dropout=dropout)
+        build_adapter(sheet, draft, KEYS, 16, 2.0, dropout, targets=TARGETS)
+        if not sheet.has("lora_target_modules"):
+            draft.note(
+                "changed",
+                "lora_target_modules",
+                f"is not given: {' and '.join(TARGETS)}, as PEFT adapts Llama, Qwen, Mistral and"
+                " Gemma then; see what it does with another model",
+            )
     for key, quantized in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if sheet.get(key):
             draft.put("model.quantize.kind", quantized, key)
@@ -132,13 +146,14 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
     # Preferences may have a limit of answers, too.
     sampled = sheet.has("max_completion_length") and not sheet.has(*OF_OTHERS)
     if sheet.has(*OF_GRPO) or (sampled and sheet.get("loss_type") not in (*PREFERENCES, "kto")):
+        _rloo(sheet, draft)
         return "grpo", begin_grpo(sheet, draft, "")
     loss = sheet.get("loss_type")
     if loss == "kto" or sheet.has("desirable_weight", "undesirable_weight"):
         kind = "kto"
     elif sheet.has("center_rewards_coefficient"):
         kind = "reward"
-    elif sheet.has("beta") or loss not in (None, "nll", "dft"):
+    elif sheet.has("beta") or loss not in (None, *TEXTS):
         kind = PREFERENCES.get(loss, "dpo")
         if loss is not None and loss not in PREFERENCES:
             draft.note("changed", "loss_type", f"{loss} is not offered; dpo stands for it")
@@ -157,12 +172,43 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
             "the file does not say which of TRL's commands reads it, and sft is taken",
         )
     draft.put("objective.kind", kind, "by the keys that are given")
+    if kind == "sft":
+        _trained(sheet, draft)
+    if loss == "dft":
+        draft.note("changed", "loss_type", "dft is not offered; cross-entropy stands for it")
     if kind in ("dpo", "ipo", "kto") and sheet.has("beta"):
         draft.put_from(sheet, "beta", "objective.beta")
     for key in ("desirable_weight", "undesirable_weight"):
         if kind == "kto" and sheet.has(key):
             draft.put_from(sheet, key, f"objective.{key}")
     return kind, 1
+
+
+def _trained(sheet: GivenKeys, draft: Draft) -> None:
+    """TRL trains questions too, unless it is told not to; of prompt and completion the latter."""
+    if sheet.get("assistant_only_loss") or sheet.get("completion_only_loss"):
+        return
+    every = sheet.get("completion_only_loss") is False
+    rows = "every row" if every else "a row that is not of prompt and completion"
+    draft.note(
+        "changed",
+        "completion_only_loss" if every else "assistant_only_loss",
+        f"is not true: all of {rows} is trained there, with what is asked; here only what the"
+        " assistant says",
+    )
+
+
+def _rloo(sheet: GivenKeys, draft: Draft) -> None:
+    """TRL's RLOO reads most of the keys of its GRPO."""
+    if sheet.has(*OF_RLOO):
+        name = sheet.name(next(filter(sheet.has, OF_RLOO)))
+        draft.note("changed", name, "RLOO is not offered; GRPO with the same rewards stands for it")
+    elif not sheet.has(*OF_GRPO_ALONE):
+        draft.note(
+            "fill",
+            "objective.kind",
+            "`trl grpo` and `trl rloo` read these keys, and grpo is taken; RLOO has another loss",
+        )
 
 
 def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:

@@ -159,6 +159,12 @@ def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
     if (norm := sheet.get("max_grad_norm")) is not None:
         # The Trainer does not clip to a norm of 0.
         draft.put_from(sheet, "max_grad_norm", "train.clip_norm", norm if norm > 0 else None)
+    elif "max_grad_norm" in sheet.nulls:
+        draft.note(
+            "fill",
+            "max_grad_norm",
+            "has no value, with which transformers does not clip: train.clip_norm=null",
+        )
     if "adamw" not in (kind := sheet.get(keys.optimizer)):
         draft.note(
             "changed",
@@ -220,16 +226,20 @@ def build_adapter(
     rank: int,
     alpha: float,
     dropout: float = 0.0,
+    targets: Sequence[str] = (),
 ) -> None:
-    """An adapter; `rank`, `alpha` (times the rank) and `dropout` unless given."""
+    """An adapter; `rank`, `alpha` (times the rank), `dropout` and `targets` (all linear layers
+    where it is empty) unless given.
+    """
     rank = sheet.get(keys.rank) or rank
     draft.put("model.lora.rank", rank, keys.rank)
     draft.put("model.lora.alpha", sheet.get("lora_alpha") or alpha * rank, "lora_alpha")
     given = sheet.get("lora_dropout")
     draft.put("model.lora.dropout", dropout if given is None else given, "lora_dropout")
-    targets: Sequence[str] = sheet.get(keys.targets) or ()
+    targets = sheet.get(keys.targets) or targets
     every = not targets or list(targets) in (["all"], ["all-linear"])
-    draft.put("model.lora.targets", "all-linear" if every else list(targets), keys.targets)
+    remark = keys.targets if sheet.has(keys.targets) else f"{keys.targets}, which is not given"
+    draft.put("model.lora.targets", "all-linear" if every else list(targets), remark)
     for key, kind in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if sheet.get(key):
             draft.put("model.lora.kind", kind, key)

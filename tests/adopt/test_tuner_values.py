@@ -114,3 +114,88 @@ def test_the_lowest_rate_of_a_schedule_is_carried(
     assert recipe.train.schedule.min_ratio == lowest
     assert "is not known" not in notes
     assert ("set train.schedule.min_ratio to its minimum" in notes) == (lowest == 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "assistant_only_loss: is not true: all of a row that is not of prompt and completion"),
+        ("assistant_only_loss: false\n", "assistant_only_loss: is not true: all of a row"),
+        ("completion_only_loss: false\n", "completion_only_loss: is not true: all of every row"),
+        ("assistant_only_loss: true\n", ""),
+        ("completion_only_loss: true\n", ""),
+        ("loss_type: ipo\n", ""),
+    ],
+)
+def test_questions_that_trl_trains_and_that_are_not_trained_here_are_told(
+    tmp_path: Path, given: str, says: str
+) -> None:
+    notes = recipe_of(tmp_path, fir_yaml=TEXTS + given)[1]
+    assert says in notes
+    assert bool(says) == ("_only_loss" in notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "targets"),
+    [
+        ("", ["q_proj", "v_proj"]),
+        ("lora_target_modules: null\n", ["q_proj", "v_proj"]),
+        ("lora_target_modules: [o_proj]\n", ["o_proj"]),
+        ("lora_target_modules: all-linear\n", "all-linear"),
+    ],
+)
+def test_an_adapter_of_trl_is_where_peft_puts_it(
+    tmp_path: Path, given: str, targets: str | list[str]
+) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}use_peft: true\n{given}")
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.targets == targets
+    said = "lora_target_modules: is not given: q_proj and v_proj, as PEFT" in notes
+    assert said == (targets == ["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("max_length: null\n", "max_length: has no value (no limit there); 1024, its default"),
+        ("lr_scheduler_type:\n", "lr_scheduler_type: has no value; linear, its default there"),
+        ("max_grad_norm: null\n", "max_grad_norm: has no value, with which transformers does not"),
+        ("run_name:\nmax_length: 64\n", ""),
+    ],
+)
+def test_a_key_without_a_value_is_not_taken_for_its_default_in_silence(
+    tmp_path: Path, given: str, says: str
+) -> None:
+    text = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\n"
+    notes = recipe_of(tmp_path, fir_yaml=text + given)[1]
+    assert says in notes
+    assert bool(says) == ("has no value" in notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "objective.kind: `trl grpo` and `trl rloo` read these keys, and grpo is taken"),
+        ("reward_clip_range: [0, 1]\n", "reward_clip_range: RLOO is not offered; GRPO"),
+        ("loss_type: dapo\n", ""),
+    ],
+)
+def test_rloo_is_not_taken_for_grpo_in_silence(tmp_path: Path, given: str, says: str) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}reward_funcs: [judge.right]\n{given}")
+    assert recipe.objective.kind == "grpo"
+    assert says in notes
+    assert bool(says) == ("rloo" in notes.lower())
+
+
+@pytest.mark.parametrize("loss", ["nll", "chunked_nll", "dft"])
+def test_losses_of_texts_are_those_of_sft(tmp_path: Path, loss: str) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}loss_type: {loss}\n")
+    assert recipe.objective.kind == "sft"
+    assert ("dft is not offered; cross-entropy stands for it" in notes) == (loss == "dft")
+
+
+def test_an_adapter_of_axolotl_that_names_no_layers_is_told(tmp_path: Path) -> None:
+    says = "lora_target_modules: is not given, nor lora_target_linear"
+    text = f"{AXOLOTL}adapter: lora\n"
+    assert says in recipe_of(tmp_path, ash_yaml=text)[1]
+    assert says not in recipe_of(tmp_path, ash_yaml=f"{text}lora_target_linear: true\n")[1]

@@ -399,4 +399,28 @@ FAULTS = [
         "an adopted training begins at its full learning rate, where it warmed up before",
         "tests/adopt/test_tuner_values.py",
     ),
+    Fault(
+        "questions-no-longer-trained-in-silence",
+        "ingot/adopt/trl.py",
+        "        _trained(sheet, draft)\n",
+        "        pass\n",
+        "an adopted SFT trains other tokens than TRL did, and nobody is told",
+        "tests/adopt/test_tuner_values.py",
+    ),
+    Fault(
+        "nothing-is-the-default",
+        "ingot/adopt/table.py",
+        "if key in sheet.nulls and row.default is not None:",
+        "if False:",
+        "a training without a limit of length is adopted with one, and nobody is told",
+        "tests/adopt/test_tuner_values.py",
+    ),
+    Fault(
+        "adopted-adapter-elsewhere",
+        "ingot/adopt/trl.py",
+        "dropout, targets=TARGETS)",
+        "dropout)",
+        "an adopted adapter trains other layers than TRL did",
+        "tests/adopt/test_tuner_values.py",
+    ),
 ]
