@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ingot.adopt.axolotl_data import listed, sources_of
+from ingot.adopt.axolotl_data import ALONE, listed, sources_of
 from ingot.adopt.grpo import begin_grpo, grpo_rows
-from ingot.adopt.read import Given
+from ingot.adopt.read import Given, GivenEntry
 from ingot.adopt.table import (
     Draft,
     GivenKeys,
@@ -228,11 +228,28 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
     if kind in ("sft", "pretrain"):
         packs = bool(sheet.get("sample_packing"))
         draft.put("data.pack", "best_fit" if packs else "none", "sample_packing")
-    template = sheet.get("chat_template")
-    if template is None and kind == "sft" and kinds and all(k.startswith("alpaca") for k in kinds):
-        template = "alpaca"  # as such data are written there
-    build_template(draft, "chat_template", template)
+    _template(sheet, draft, items if kind == "sft" else [])
     return multiple
+
+
+def _template(sheet: GivenKeys, draft: Draft, items: list[dict[str, GivenEntry]]) -> None:
+    """Rows of the type alpaca are written there without any chat template."""
+    chosen = sheet.get("chat_template")
+    ways = [bool("type" in item and ALONE.fullmatch(str(item["type"].value))) for item in items]
+    if any(ways) and all(ways):
+        if chosen not in (None, "alpaca"):
+            about = f"{chosen} does not write rows of alpaca there; the template alpaca does here"
+            draft.note("changed", "chat_template", about)
+        draft.put("tokenizer.template", "alpaca", "datasets[].type")
+        return
+    if any(ways):
+        draft.note(
+            "changed",
+            "datasets[].type",
+            "alpaca stands beside others, and one template is for all data sets here, which writes"
+            " those rows too: tokenizer.template",
+        )
+    build_template(draft, "chat_template", chosen)
 
 
 PROJECT = Project(

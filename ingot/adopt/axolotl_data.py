@@ -7,8 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from ingot.adopt.read import GivenEntry
-from ingot.adopt.table import Draft, GivenKeys, hub_source
-from ingot.adopt.tuning import named
+from ingot.adopt.table import Draft, GivenKeys, hub_source, texts
+from ingot.adopt.tuning import named, split_rows
 from ingot.base.errors import WrongInput
 
 ALPACA: dict[str, dict[str, str]] = {
@@ -49,7 +49,11 @@ FIELDS = {
 }
 """What names a column, of a data set or inside its `type` -> the column's usual name."""
 SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
-READ = ("path", "name", "type", "split", "data_files", "ds_type", "field", "text_column")
+READ = ("path", "name", "type", "split", "data_files", "ds_type")
+TEXTS = ("field", "text_column")
+"""What names the column of texts that are pretrained on."""
+BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
+"""What axolotl calls a format of files, also in the place of a path -> data.train[].format."""
 IDLE = {
     "chat_template": ("tokenizer_default",),
     "roles_to_train": (("assistant",),),
@@ -72,15 +76,25 @@ UNREAD = {
 FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
 
 
+ALONE = re.compile(r"alpaca(:.*)?")
+"""Types whose rows axolotl writes as the template `alpaca` does, but for their `input`."""
+
+
 def listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
-    """The items of a list of mappings, of which each has its entries by key."""
+    """The items of a list of mappings, or of one mapping or path alone, each with its entries by
+    key.
+    """
     items: dict[str, dict[str, GivenEntry]] = {}
     for file in sheet.files:
         for entry in file.entries:
             head, _, rest = entry.key.partition(".")
             number, _, name = rest.partition(".")
-            if head == key and number.isdecimal() and not entry.empty:
+            if head != key or entry.empty:
+                continue
+            if number.isdecimal():
                 items.setdefault(number, {})[name] = entry
+            elif rest or isinstance(entry.value, str):
+                items.setdefault("", {})[rest or "path"] = entry
     return list(items.values())
 
 
@@ -90,22 +104,50 @@ def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dic
     path = given.get("path", "")
     if not path:
         raise WrongInput(f"{next(iter(item.values())).where}: a data set has no path; add it")
-    local = path.startswith((".", "/", "~")) or FILES.search(path)
-    if local or "ds_type" in given or PurePath(path).suffix:
-        files = item["data_files"].value if "data_files" in item else path
-    else:
-        files = hub_source(path).source + (f":{given['name']}" if "name" in given else "")
+    columns = {"text": given.get("field") or given.get("text_column")}
+    known: tuple[str, ...] = (*READ, *TEXTS)
+    if kind != "pretrain":
+        columns = _columns(item, given.get("type", ""), kind, draft)
+        known = (*READ, *FIELDS, *(f"type.{name}" for name in FIELDS))
     for key, entry in item.items():
-        read = key in READ or key.removeprefix("type.") in FIELDS
-        if not read and entry.value not in IDLE.get(key, ()):
+        if key not in known and entry.value not in IDLE.get(key, ()):
             draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
-    columns = _columns(item, given.get("type", ""), kind, draft)
-    if kind == "pretrain":
-        columns = {"text": given.get("field") or given.get("text_column")}
-    return [
-        named({"source": one, "split": given.get("split"), **columns})
-        for one in ((files,) if isinstance(files, str) else files)
-    ]
+    rows = split_rows(given.get("split"), "datasets[].split", path, draft)
+    return [named({**one, **rows, **columns}) for one in _places(item, path, given, draft)]
+
+
+def _places(
+    item: dict[str, GivenEntry], path: str, given: dict[str, str], draft: Draft
+) -> list[dict[str, Any]]:
+    """Where a data set lies: in files, or on the hub."""
+    entry = item.get("data_files")
+    files = [] if entry is None else list(texts(entry.value))
+    ending = PurePath(path).suffix[1:2].isalpha()
+    local = path.startswith((".", "/", "~")) or ending or ("ds_type" in given and not files)
+    if path in BUILDERS:
+        if not files:
+            raise WrongInput(f"{item['path'].where}: path {path} has no data_files; add them")
+    elif local and not FILES.search(path):
+        files = [f"{path.rstrip('/')}/{file}" for file in files] or [path]
+    elif local:
+        files = files or [path]
+    else:
+        return [_on_the_hub(path, given, files, draft)]
+    if "name" in given:
+        draft.note("lost", "datasets[].name", f"of {path}, which are files, is not read")
+    kind = BUILDERS.get(given.get("ds_type", path))
+    return [{"source": file, "format": None if FILES.search(file) else kind} for file in files]
+
+
+def _on_the_hub(path: str, given: dict[str, str], files: list[str], draft: Draft) -> dict[str, Any]:
+    if files:
+        draft.note(
+            "lost",
+            "datasets[].data_files",
+            f"all files of {path} are read, not {' and '.join(files)} alone; where there are"
+            " others, download those, and name them in data.train",
+        )
+    return {"source": hub_source(path).source + (f":{given['name']}" if "name" in given else "")}
 
 
 def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> dict[str, Any]:
@@ -116,10 +158,12 @@ def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> 
     columns: dict[str, str] = {}
     if kind == "sft" and begins is not None:
         found["layout"], columns = "alpaca", dict(ALPACA[begins])
+        _written(way, draft)
     elif kind == "sft" and way.startswith("sharegpt"):
         found["layout"] = "sharegpt"
     elif kind == "sft" and any(key.startswith("type.") for key in item):
         found["layout"] = "alpaca"  # columns that the user names
+        _written("a type with fields of its own", draft)
     elif kind not in ("sft", "pretrain", "grpo") and style in ASKED:
         columns = dict(ASKED[style])
     elif way.startswith(("input_output", "stepwise")):
@@ -143,3 +187,19 @@ def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> 
     if found.get("layout") == "sharegpt":
         columns = {SHAREGPT.get(ours, ours): theirs for ours, theirs in columns.items()}
     return found | {"columns": {ours: its for ours, its in columns.items() if ours != its}}
+
+
+def _written(way: str, draft: Draft) -> None:
+    """Types of instructions and answers have texts of their own around them."""
+    if ALONE.fullmatch(way):
+        about = (
+            "alpaca: a row with an `input` has another first sentence there, and `### Input:`; here"
+            " what is in it follows the instruction"
+        )
+        draft.note("changed", "datasets[].type", about)
+    else:
+        about = (
+            f"{way}: what it writes around instruction and answer is the chat template's here; see"
+            " tokenizer.template, and the rows by `ingot show mask`"
+        )
+        draft.note("changed", "datasets[].type", about)

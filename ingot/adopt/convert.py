@@ -86,6 +86,11 @@ def adopt(
             {"fraction": 0.01},
             "held out here, for the loss; choose your own share",
         )
+        draft.note(
+            "changed",
+            "data.validation",
+            "a hundredth of the documents is held out for the loss, and not trained",
+        )
     _leave_pickles(draft)
     try:
         recipe = Recipe.model_validate(draft.values.tree)

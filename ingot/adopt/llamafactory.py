@@ -5,6 +5,7 @@ in `dataset_dir`.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ingot.adopt.tuning import (
     named,
     rows,
     source,
+    split_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -37,6 +39,27 @@ COLUMNS = {
     "kto_tag": "label",
 }
 """What dataset_info.json calls a column -> ingot's usual name."""
+LAYOUTS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
+SPOKEN = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
+}
+"""What dataset_info.json calls a role -> its names that are known here."""
+ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+INFO = frozenset(
+    ("hf_hub_url", "file_name", "subset", "split", "formatting", "ranking", "columns", "tags")
+) | {*ELSEWHERE}
+"""What of a data set in dataset_info.json is read, or told by itself."""
+UNREAD = {
+    "num_samples": "data.train[].fraction takes a share, not the first rows",
+    "folder": "every file of a data set on the hub is read",
+    "revision": "a data set is taken as it is now",
+}
+SYSTEMS = {"zephyr": "You are Zephyr, a helpful assistant."}
+"""Templates that begin with a system turn there where a row has none, and not here."""
 ROWS = rows(
     KeyRow("model_name_or_path", "model.source", source),
     KeyRow("model_revision", "model.revision"),
@@ -96,7 +119,10 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     kind = _objective(sheet, draft)
     _data(sheet, draft, kind)
     build_training(sheet, draft, KEYS)
-    build_template(draft, "template", sheet.get("template"))
+    build_template(draft, "template", template := sheet.get("template"))
+    if template in SYSTEMS and sheet.get("stage") != "pt":
+        about = f"{template} begins a chat that has no system turn with {SYSTEMS[template]!r} there"
+        draft.note("changed", "template", f"{about}; here with none")
     if not sheet.has("model_name_or_path"):
         raise WrongInput(
             f"{sheet.files[0].path} has no model_name_or_path; add it, or give the file that has it"
@@ -154,6 +180,13 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
     if kind in ("sft", "pretrain") and (kind == "sft" or sheet.has("packing")):
         packs = bool(sheet.get("packing") or sheet.get("neat_packing"))
         draft.put("data.pack", "best_fit" if packs else "none", "packing")
+    if kind != "pretrain":
+        draft.note(
+            "changed",
+            "cutoff_len",
+            "what is asked and the answer are cut in proportion there; here the end is:"
+            " data.truncate",
+        )
     if not known:
         draft.note(
             "fill",
@@ -176,6 +209,11 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _text(value: Any) -> str | None:
+    """The value if it is a text, else none."""
+    return value if isinstance(value, str) else None
+
+
 def _source(
     name: str, folder: Path, known: dict[str, Any], kind: str, draft: Draft
 ) -> dict[str, Any]:
@@ -185,29 +223,67 @@ def _source(
         if known:
             draft.note("fill", "dataset", f"dataset_info.json does not have {name}; give its file")
         return {"source": f"{folder}/{name}.json"}
-    hub, file = info.get("hf_hub_url"), info.get("file_name")
-    where = f"{folder}/{file}" if file else f"hf:{hub}"
-    if not file and info.get("subset"):
-        where += f":{info['subset']}"
-    if not file and not hub:
-        draft.note("fill", "dataset", f"{name} is neither a file nor on the hub; give its file")
+    where = _place(name, info, folder, draft)
     columns, tags = _mapping(info.get("columns")), _mapping(info.get("tags"))
+    rows = split_rows(_text(info.get("split")), "split", name, draft)
     if kind == "pretrain":
-        return named({"source": where, "split": info.get("split"), "text": columns.get("prompt")})
-    layouts = {"sharegpt": "sharegpt", "openai": "messages"}
-    layout = layouts.get(str(info.get("formatting")), "alpaca")
+        _left_out(name, info, ("prompt",), (), draft)
+        return named({"source": where, **rows, "text": columns.get("prompt")})
+    layout = LAYOUTS.get(str(info.get("formatting")), "alpaca")
     usual = {**COLUMNS, "messages": "messages" if layout == "messages" else "conversations"}
     role, said = ("role", "content") if layout == "messages" else ("from", "value")
     renamed = {usual[key]: column for key, column in columns.items() if key in usual}
     renamed |= {role: tags.get("role_tag", role), said: tags.get("content_tag", said)}
+    spoken = [tag for tag, names in SPOKEN.items() if tags.get(tag) in names]
+    _left_out(name, info, usual, ("role_tag", "content_tag", *spoken), draft)
+    draft.note(
+        "changed",
+        "columns",
+        "those that dataset_info.json does not name are left out there; here rows that have system,"
+        " tools, history or input keep them",
+    )
     return named(
         {
             "source": where,
-            "split": info.get("split"),
+            **rows,
             "layout": layout,
             "columns": {usual: theirs for usual, theirs in renamed.items() if usual != theirs},
         }
     )
+
+
+def _place(name: str, info: dict[str, Any], folder: Path, draft: Draft) -> str:
+    """The hub, which comes before a file there, too."""
+    if hub := info.get("hf_hub_url"):
+        return f"hf:{hub}" + (f":{info['subset']}" if info.get("subset") else "")
+    others = [key for key in ELSEWHERE if key in info]
+    if others or not info.get("file_name"):
+        about = f"reads {' or '.join(others)}" if others else "is neither a file nor on the hub"
+        draft.note("fill", "dataset", f"{name} {about}; give its file")
+    if "file_name" in info and "subset" in info:
+        draft.note("lost", "dataset", f"subset of {name}, which is a file, is not read")
+    return f"{folder}/{info.get('file_name') or f'{name}.json'}"
+
+
+def _left_out(
+    name: str,
+    info: dict[str, Any],
+    columns: Collection[str],
+    tags: Collection[str],
+    draft: Draft,
+) -> None:
+    """Tells what dataset_info.json says of a data set and is not read."""
+    for key in sorted(info.keys() - INFO):
+        why = f": {UNREAD[key]}" if key in UNREAD else ""
+        draft.note("lost", key, f"of {name} is not read{why}")
+    for part, known in (("columns", columns), ("tags", tags)):
+        for key in sorted(_mapping(info.get(part)).keys() - set(known)):
+            draft.note("lost", f"{part}.{key}", f"of {name} is not read")
+    if "hf_hub_url" in info and "file_name" in info:
+        draft.note("lost", "file_name", f"of {name}: hf_hub_url comes before it there, and here")
+    if str(info.get("formatting", "alpaca")) not in LAYOUTS:
+        about = f"{info['formatting']} of {name} is not known; it is read as alpaca"
+        draft.note("changed", "formatting", about)
 
 
 PROJECT = Project(

@@ -22,6 +22,7 @@ from ingot.adopt.tuning import (
     named,
     rows,
     source,
+    split_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -221,7 +222,7 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         draft.note("lost", "dataset_text_field", f"{kind} does not train on plain texts")
     for key, knob in (("dataset_train_split", "train"), ("dataset_test_split", "validation")):
         if knob == "train" or sheet.has(key):
-            found = {"source": where, "split": sheet.get(key)}
+            found = {"source": where, **split_rows(sheet.get(key), key, where, draft)}
             if asked not in (None, "prompt"):
                 found["columns"] = {"prompt": asked}
             if kind == "pretrain":

@@ -250,13 +250,13 @@ def test_rewards_and_groups_of_axolotl(tmp_path: Path) -> None:
             "type: alpaca_chat.load_qa",
             "alpaca",
             {"instruction": "question", "output": "answer"},
-            "",
+            "alpaca_chat.load_qa: what it writes around instruction and answer",
         ),
         (
             "type: oasst",
             "alpaca",
             {"instruction": "INSTRUCTION", "output": "RESPONSE"},
-            "",
+            "oasst: what it writes around instruction and answer",
         ),
         (
             "type:\n      field_instruction: ask\n      field_output: say\n      format: '[I] {input}'",
