@@ -8,7 +8,7 @@ from typing import Any
 
 from ingot.adopt.read import GivenEntry
 from ingot.adopt.table import Draft, GivenKeys, hub_source, texts
-from ingot.adopt.tuning import named, split_rows
+from ingot.adopt.tuning import BUILDERS, named, split_rows
 from ingot.base.errors import WrongInput
 
 ALPACA: dict[str, dict[str, str]] = {
@@ -52,8 +52,6 @@ SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
 READ = ("path", "name", "type", "split", "data_files", "ds_type")
 TEXTS = ("field", "text_column")
 """What names the column of texts that are pretrained on."""
-BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
-"""What axolotl calls a format of files, also in the place of a path -> data.train[].format."""
 IDLE = {
     "chat_template": ("tokenizer_default",),
     "roles_to_train": (("assistant",),),

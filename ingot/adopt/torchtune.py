@@ -6,31 +6,28 @@ The three parts may be in separate files, or in one.
 
 from __future__ import annotations
 
-from ingot.adopt.table import (
-    Draft,
-    GivenKeys,
-    Project,
-    hub_source,
-    number,
-    run_name,
-    text,
-)
+import re
+
+from ingot.adopt.table import Draft, GivenKeys, Project, hub_source, number, run_name
+from ingot.adopt.torchtune_data import build_data
 from ingot.adopt.torchtune_keys import (
     CLOUD,
-    FEWEST,
     MODELS,
-    MOST,
     PIPELINE,
     TRAINING,
     bucket_name,
+    last_name,
     last_part,
 )
+
+ATTENTION = {"output_proj": "o_proj"}
+"""What torchtune calls a layer of attention -> its usual name."""
 
 
 def _build(sheet: GivenKeys, draft: Draft) -> None:
     _run(sheet, draft)
     _model(sheet, draft)
-    _data(sheet, draft)
+    build_data(sheet, draft)
     _training(sheet, draft)
     _optimizer(sheet, draft)
     _memory(sheet, draft)
@@ -82,39 +79,38 @@ def _run(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _model(sheet: GivenKeys, draft: Draft) -> None:
-    builder = (sheet.get("model._component_") or "").rpartition(".")[2]
+    component = last_name(sheet, "model._component_")
+    builder = re.sub(r"\Aq?[ld]ora_", "", component)
     built, given = MODELS.get(builder), sheet.get("pretrained_hf_model")
-    source = (
-        hub_source(given).source
-        if given
-        else f"hf:{built}"
-        if built
-        else "hf:meta-llama/Llama-3.2-1B"
-    )
-    draft.put(
-        "model.source",
-        source,
-        "pretrained_hf_model" if given else "model._component_",
-        sheet.where("pretrained_hf_model", "model._component_"),
-    )
+    folder = hub_source(_folder(sheet))
+    if given:
+        key, source = "pretrained_hf_model", hub_source(given).source
+    elif folder.moved:  # the folder is called as the model is on the hub
+        key, source = "checkpointer.checkpoint_dir, or tokenizer.path", folder.source
+    else:
+        key, source = "model._component_", f"hf:{built or 'meta-llama/Llama-3.2-1B'}"
+    where = sheet.where("pretrained_hf_model", "checkpointer.checkpoint_dir", "model._component_")
+    draft.put("model.source", source, key, where)
     if given and built and source.lower() != f"hf:{built}".lower():
         draft.note(
             "clash",
             "pretrained_hf_model and model._component_",
             f"{source} is taken; the builder {builder} is that of {built}",
         )
-    if not given and not built:
+    if key == "model._component_" and sheet.has("checkpointer.checkpoint_dir"):
+        draft.note(
+            "fill",
+            "checkpointer.checkpoint_dir",
+            f"held the weights that training began with; {source} stands for it in model.source",
+        )
+    if key == "model._component_" and not built:
         draft.note(
             "fill",
             "model.source",
             "no file names a model that is known; Llama 3.2 1B stands for it",
         )
-    if builder.startswith(("lora_", "qlora_", "dora_")):
-        draft.note(
-            "lost",
-            "model._component_",
-            f"{builder} trains an adapter; set model.lora, or all weights are trained",
-        )
+    if builder != component:
+        _adapter(sheet, draft, component)
     path = sheet.get("tokenizer.path")
     if path and not path.endswith("original/tokenizer.model"):
         draft.put_from(sheet, "tokenizer.path", "tokenizer.source", path)
@@ -127,56 +123,33 @@ def _model(sheet: GivenKeys, draft: Draft) -> None:
         )
 
 
-def _data(sheet: GivenKeys, draft: Draft) -> None:
-    query = sheet.get("source_query")
-    draft.put(
-        "data.train",
-        [{"source": f"bigquery:{query}" if query else "data/my.jsonl", "text": "text"}],
-        sheet.name("source_query"),
-    )
-    if not query:
-        draft.note(
-            "fill",
-            "data.train",
-            "no file has source_query, the SQL that gives id and text; data/my.jsonl stands for it",
+def _folder(sheet: GivenKeys) -> str:
+    """The name of the folder with the model's weights, or with its tokenizer."""
+    if folder := last_part(sheet.get("checkpointer.checkpoint_dir") or ""):
+        return folder
+    parts = (sheet.get("tokenizer.path") or "").removesuffix("/original/tokenizer.model")
+    return last_part(parts)
+
+
+def _adapter(sheet: GivenKeys, draft: Draft, component: str) -> None:
+    for key, knob in (("rank", "rank"), ("alpha", "alpha"), ("dropout", "dropout")):
+        draft.put_from(sheet, f"model.lora_{key}", f"model.lora.{knob}")
+    key = "model.lora_attn_modules"
+    targets = [ATTENTION.get(name, name) for name in sheet.get(key) or ()]
+    if sheet.get("model.apply_lora_to_mlp"):
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    if targets:
+        draft.put(
+            "model.lora.targets", targets, f"{key}, model.apply_lora_to_mlp", sheet.where(key)
         )
-    draft.fixed(data__clean__exact=True)
-    alike = sheet.get("sim_threshold")
-    draft.put(
-        "data.clean.fuzzy.similarity", alike, "1 - sim_threshold", sheet.where("sim_threshold")
-    )
-    draft.note(
-        "changed",
-        "sim_threshold",
-        f"was a distance there, in spite of its name ({round(1 - alike, 12):g}; 0.2 unless given);"
-        f" here the similarity 1 - x = {alike:g}, from which on documents are duplicates",
-    )
-    count = sheet.get("minhash_perm")
-    if FEWEST <= count <= MOST:
-        draft.put("data.clean.fuzzy.permutations", count, "minhash_perm")
     else:
-        draft.put("data.clean.fuzzy.permutations", 128, f"in place of minhash_perm {count}")
-        draft.note(
-            "changed",
-            "minhash_perm",
-            f"{count} is not within {FEWEST} to {MOST}; 128 finds candidates more surely, and the"
-            " exact sets decide",
-        )
-    if (form := sheet.get("normal_form")) and text(
-        sheet.given["normal_form"].value
-    ).lower().endswith("d"):
-        draft.note(
-            "changed",
-            "normal_form",
-            f"the decomposed forms are not offered; {form} is the same text, composed",
-        )
-    config = sheet.get("train_config")
-    if config and not any(file.path.endswith(last_part(config)) for file in sheet.files):
-        draft.note(
-            "fill",
-            "train_config",
-            f"names {config}; give that file too (`ingot adopt FILE {last_part(config)}`)",
-        )
+        draft.note("fill", key, "is not given; every linear layer gets an adapter")
+    if sheet.get("model.apply_lora_to_output"):
+        draft.note("lost", "model.apply_lora_to_output", "the head gets no adapter")
+    if sheet.get("model.use_dora") or component.startswith(("dora_", "qdora_")):
+        draft.put("model.lora.kind", "dora", "model.use_dora or model._component_")
+    if sheet.get("model.quantize_base") or component.startswith("q"):
+        draft.put("model.quantize.kind", "nf4", "model.quantize_base or model._component_")
 
 
 def _training(sheet: GivenKeys, draft: Draft) -> None:
@@ -212,7 +185,7 @@ def _training(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
-    kind = sheet.get("optimizer._component_").rpartition(".")[2]
+    kind = last_name(sheet, "optimizer._component_")
     if kind != "AdamW":
         draft.note(
             "changed",
@@ -237,7 +210,7 @@ def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
         "optimizer.betas" if sheet.has("optimizer.betas") else "torch's own",
         sheet.where("optimizer.betas"),
     )
-    scheduler = (sheet.get("lr_scheduler._component_") or "").rpartition(".")[2]
+    scheduler = last_name(sheet, "lr_scheduler._component_")
     known = {
         "get_cosine_schedule_with_warmup": "cosine",
         "get_linear_schedule_with_warmup": "linear",
@@ -282,7 +255,7 @@ def _memory(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _tracking(sheet: GivenKeys, draft: Draft) -> None:
-    logger = (sheet.get("metric_logger._component_") or "").rpartition(".")[2]
+    logger = last_name(sheet, "metric_logger._component_")
     if logger == "WandBLogger":
         draft.put(
             "track.wandb",

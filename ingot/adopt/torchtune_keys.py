@@ -6,9 +6,11 @@ import re
 
 from ingot.adopt.read import Given
 from ingot.adopt.table import (
+    GivenKeys,
     KeyRow,
     number,
     text,
+    texts,
     truth,
     whole,
 )
@@ -40,6 +42,11 @@ FEWEST, MOST = 16, 1024  # limits of the permutations of data.clean.fuzzy
 def last_part(given: Given) -> str:
     """The id at the end of `projects/P/locations/R/tensorboards/ID`, or the id itself."""
     return text(given).rstrip("/").rpartition("/")[2]
+
+
+def last_name(sheet: GivenKeys, key: str) -> str:
+    """What a component is called, without its modules; empty if it is not given."""
+    return str(sheet.get(key) or "").rpartition(".")[2]
 
 
 def secret_reference(given: Given) -> str:
@@ -100,7 +107,7 @@ PIPELINE = (
     KeyRow("pretrained_hf_model"),
     KeyRow("source_query"),
     KeyRow("normal_form", "data.clean.normalize", normal_form),
-    KeyRow("ngram_len", "data.clean.fuzzy.ngram", whole, default="5"),
+    KeyRow("ngram_len", read=whole, default="5"),
     KeyRow("minhash_perm", read=whole, default="2"),
     KeyRow("sim_threshold", read=similarity, default="0.2"),
     KeyRow("train_config"),
@@ -110,8 +117,14 @@ TRAINING = (
     KeyRow("output_dir"),
     KeyRow("tokenizer._component_", lost=f"{BY_ITSELF}the model's own tokenizer is taken"),
     KeyRow("tokenizer.path"),
-    KeyRow("tokenizer.max_seq_len", "data.seq_len", whole, default="4096"),
-    KeyRow("dataset._component_", lost=f"{BY_ITSELF}what is read is told by data.train"),
+    KeyRow("tokenizer.max_seq_len", "data.seq_len", whole, default="4096", null="no limit"),
+    KeyRow("dataset._component_"),
+    KeyRow("dataset.source"),
+    KeyRow("dataset.name"),
+    KeyRow("dataset.data_files", read=texts),
+    KeyRow("dataset.split"),
+    KeyRow("dataset.column"),
+    KeyRow("dataset.train_on_input", read=truth),
     KeyRow(
         "dataset.packed",
         "data.pack",
@@ -125,6 +138,15 @@ TRAINING = (
     KeyRow("seed", "seed", whole),
     KeyRow("shuffle", lost=SHUFFLED, idle=("true",)),
     KeyRow("model._component_"),
+    KeyRow("model.lora_attn_modules", read=texts),
+    KeyRow("model.apply_lora_to_mlp", read=truth),
+    KeyRow("model.apply_lora_to_output", read=truth),
+    KeyRow("model.lora_rank", read=whole, default="8"),
+    KeyRow("model.lora_alpha", read=number, default="16"),
+    KeyRow("model.lora_dropout", read=number, default="0"),
+    KeyRow("model.use_dora", read=truth),
+    KeyRow("model.quantize_base", read=truth),
+    KeyRow("checkpointer.checkpoint_dir"),
     *(
         KeyRow(
             f"checkpointer.{key}",
@@ -132,7 +154,6 @@ TRAINING = (
         )
         for key in (
             "_component_",
-            "checkpoint_dir",
             "checkpoint_files",
             "recipe_checkpoint",
             "output_dir",
@@ -169,8 +190,8 @@ TRAINING = (
     KeyRow("lr_scheduler._component_"),
     KeyRow("lr_scheduler.num_warmup_steps", read=whole),
     KeyRow("clip_grad_norm", read=number),
-    KeyRow("loss", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
-    KeyRow("loss._component_", lost=f"{BY_ITSELF}cross-entropy, computed in chunks"),
+    KeyRow("loss._component_", also=("loss",)),
+    KeyRow("loss.beta", read=number, default="0.1"),
     KeyRow("enable_activation_checkpointing", read=truth),
     KeyRow("enable_activation_offloading", read=truth),
     KeyRow("compile", "train.compile", truth),

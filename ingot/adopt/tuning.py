@@ -27,6 +27,8 @@ from ingot.adopt.table import (
 NOT_NEEDED = "not needed: "
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
 TEMPLATES = ("alpaca", "chatml", "hermes", "llama2", "llama3", "mistral", "zephyr")
+BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
+"""What `datasets` calls a format of files, also in the place of a name -> data.train[].format."""
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",

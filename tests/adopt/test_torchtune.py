@@ -176,7 +176,7 @@ def test_two_buckets_are_told_and_one_is_not(tmp_path: Path) -> None:
         (
             "llama3_1.llama3_1_8b",
             "llama3_1.lora_llama3_1_8b",
-            "lora_llama3_1_8b trains an adapter; set model.lora",
+            "model.lora_attn_modules: is not given; every linear layer gets an adapter",
         ),
         ("dtype: bf16", "dtype: fp16", "dtype: there the weights had this format too"),
         (
@@ -210,3 +210,113 @@ def test_values_that_cannot_be_are_refused(text: str, says: str, tmp_path: Path)
     with pytest.raises(WrongInput) as refused:
         recipe_of(tmp_path, p_yaml=text)
     assert says in str(refused.value)
+
+
+OWN = TORCHTUNE.replace("{packed: true}", "{_component_: torchtune.datasets.READS}").replace(
+    "path: base/original", "path: /tmp/Llama-3.2-1B-Instruct/original"
+)
+"""A file of torchtune itself, of which READS is the builder of its data set."""
+
+
+@pytest.mark.parametrize(
+    ("reads", "kind", "source", "layout"),
+    [
+        ("alpaca_dataset", "sft", "hf:tatsu-lab/alpaca", "alpaca"),
+        ("alpaca_cleaned_dataset", "sft", "hf:yahma/alpaca-cleaned", "alpaca"),
+        ("chat_dataset, source: org/chats, name: main", "sft", "hf:org/chats:main", "auto"),
+        ("instruct_dataset, source: json, data_files: a.json", "sft", "a.json", "auto"),
+        ("preference_dataset, source: org/pairs", "dpo", "hf:org/pairs", "auto"),
+        ("stack_exchange_paired_dataset", "dpo", "data/my.jsonl", "auto"),
+        ("text_completion_dataset, source: org/texts", "pretrain", "hf:org/texts", "auto"),
+        ("my_own_dataset", "pretrain", "data/my.jsonl", "auto"),
+    ],
+)
+def test_what_a_builder_of_data_sets_reads_is_what_is_trained(
+    tmp_path: Path, reads: str, kind: str, source: str, layout: str
+) -> None:
+    recipe, notes = recipe_of(tmp_path, oak_yaml=OWN.replace("READS", reads))
+    (first,) = recipe.data.train
+    assert (recipe.objective.kind, first.source, first.layout) == (kind, source, layout)
+    name = reads.partition(",")[0]
+    assert f"dataset._component_: {name}: what it read, and how it wrote rows" in notes
+    assert (f"objective.kind: what {name} reads is not known" in notes) == (
+        name == "my_own_dataset"
+    )
+    assert ("dataset.train_on_input: is true" in notes) == name.startswith("alpaca")
+    assert recipe.data.pack == "none"
+
+
+def test_torchtune_alone_removes_no_duplicates(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, oak_yaml=OWN.replace("READS", "alpaca_dataset"))
+    assert (recipe.data.clean.fuzzy, recipe.data.clean.exact) == (None, False)
+    assert "sim_threshold" not in notes
+    recipe, _ = recipe_of(tmp_path, oak_yaml=OWN, cloud_env=CLOUD)
+    assert recipe.data.clean.fuzzy is not None
+
+
+def test_preferences_of_torchtune_are_no_texts(tmp_path: Path) -> None:
+    loss = "loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.3}\n"
+    recipe, _ = recipe_of(tmp_path, oak_yaml=OWN + loss)
+    found = recipe.objective.model_dump()
+    assert (found["kind"], found["beta"]) == ("dpo", 0.3)
+    for loss in (
+        "{_component_: torch.nn.CrossEntropyLoss}",
+        "torchtune.loss.CEWithChunkedOutputLoss",
+    ):
+        recipe, _ = recipe_of(tmp_path, oak_yaml=f"{OWN}loss: {loss}\n")
+        assert recipe.objective.kind == "pretrain"
+    with pytest.raises(WrongInput, match=r"oak\.yaml:20: loss RSOLoss is not offered"):
+        recipe_of(tmp_path, oak_yaml=f"{OWN}loss: {{_component_: torchtune.rlhf.loss.RSOLoss}}\n")
+
+
+def test_an_adapter_of_torchtune_is_carried(tmp_path: Path) -> None:
+    given = (
+        "llama3_2.qlora_llama3_2_3b, lora_attn_modules: [q_proj, output_proj], lora_rank: 4,"
+        " apply_lora_to_mlp: true, apply_lora_to_output: true"
+    )
+    text = OWN.replace("llama3_1.llama3_1_8b", given).replace("Llama-3.2-1B-Instruct", "base")
+    text = text.replace("fsdp_cpu_offload: true\n", "")
+    recipe, notes = recipe_of(tmp_path, oak_yaml=text)
+    lora, quantize = recipe.model.lora, recipe.model.quantize
+    assert lora is not None
+    assert quantize is not None
+    assert recipe.model.source == "hf:meta-llama/Llama-3.2-3B"
+    assert (lora.rank, lora.alpha, lora.dropout, lora.kind) == (4, 16, 0, "lora")
+    assert lora.targets == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert quantize.kind == "nf4"
+    text = text.replace("qlora_", "lora_").replace("lora_rank: 4", "use_dora: true")
+    model = recipe_of(tmp_path, oak_yaml=text)[0].model
+    assert model.lora is not None
+    assert (model.lora.kind, model.lora.rank, model.quantize) == ("dora", 8, None)
+    assert "model.apply_lora_to_output: the head gets no adapter" in notes
+    assert "Unknown keys" not in notes
+
+
+@pytest.mark.parametrize(
+    ("more", "source", "told"),
+    [
+        ("", "hf:meta-llama/Llama-3.2-1B-Instruct", False),
+        ("checkpoint_dir: /tmp/Qwen2.5-7B-Instruct", "hf:Qwen/Qwen2.5-7B-Instruct", False),
+        ("checkpoint_dir: /tmp/mine", "hf:meta-llama/Llama-3.1-8B", True),
+    ],
+)
+def test_weights_of_torchtune_are_those_of_their_folder(
+    tmp_path: Path, more: str, source: str, told: bool
+) -> None:
+    recipe, notes = recipe_of(tmp_path, oak_yaml=f"{OWN}checkpointer: {{{more}}}\n")
+    assert recipe.model.source == source
+    assert ("checkpointer.checkpoint_dir: held the weights" in notes) == told
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [
+        ("max_seq_len: 2048", ""),
+        ("max_seq_len: null", "tokenizer.max_seq_len: has no value (no limit there); 4096"),
+        ("prompt_template: null", "data.seq_len: no row is cut there"),
+    ],
+)
+def test_rows_of_any_length_are_told(tmp_path: Path, length: str, says: str) -> None:
+    _, notes = recipe_of(tmp_path, oak_yaml=OWN.replace("max_seq_len: 2048", length))
+    assert says in notes
+    assert bool(says) == ("4096" in notes)

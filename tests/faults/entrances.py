@@ -455,4 +455,28 @@ FAULTS = [
         "rows that were trained before are held out by an adopted recipe, and nobody is told",
         "tests/adopt/test_tuner_data.py",
     ),
+    Fault(
+        "preferences-adopted-as-texts",
+        "ingot/adopt/torchtune_data.py",
+        '        draft.put("objective.kind", kind, key)\n',
+        "        pass\n",
+        "a training on preferences is adopted as one on texts",
+        "tests/adopt/test_torchtune.py",
+    ),
+    Fault(
+        "adopted-and-cleaned",
+        "ingot/adopt/torchtune_data.py",
+        "    if sheet.has(*(row.key for row in (*CLOUD, *PIPELINE))):",
+        "    if True:",
+        "an adopted recipe removes documents that were trained before",
+        "tests/adopt/test_torchtune.py",
+    ),
+    Fault(
+        "adopted-model-of-another-size",
+        "ingot/adopt/torchtune.py",
+        're.sub(r"\\Aq?[ld]ora_", "", component)',
+        "component",
+        "an adopted adapter is trained as all weights of another model",
+        "tests/adopt/test_torchtune.py",
+    ),
 ]
