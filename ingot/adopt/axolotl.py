@@ -139,6 +139,9 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             draft.put("model.quantize.kind", kind, key)
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient_checkpointing")
+        if str(way := sheet.given["gradient_checkpointing"].value).startswith("offload"):
+            about = f"{way}: activations are computed again here, and none are kept elsewhere"
+            draft.note("changed", "gradient_checkpointing", about)
     for key, knob in (
         ("evals_per_epoch", "train.evaluate_every"),
         ("saves_per_epoch", "checkpoint.every"),

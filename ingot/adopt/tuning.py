@@ -26,6 +26,10 @@ from ingot.adopt.table import (
 
 NOT_NEEDED = "not needed: "
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
+PURE = (
+    "the weights had this format there too; here the optimizer changes fp32 weights"
+    " (precision.master=stochastic for less memory)"
+)
 TEMPLATES = ("alpaca", "chatml", "hermes", "llama2", "llama3", "mistral", "zephyr")
 BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
 """What `datasets` calls a format of files, also in the place of a name -> data.train[].format."""
@@ -61,8 +65,10 @@ def source(given: Given) -> str:
 
 
 def flag(given: Given) -> bool:
-    """`auto`, which stands for whatever the device can do, counts as true."""
-    return True if given == "auto" else truth(given)
+    """`auto`, which stands for whatever the device can do, counts as true, and so do ways of doing
+    it (`full`, `offload`).
+    """
+    return text(given).lower() in ("auto", "full", "offload", "offload_disk") or truth(given)
 
 
 def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
@@ -140,6 +146,10 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
     _schedule(sheet, draft, keys)
     if sheet.get("bf16") or sheet.has("fp16"):
         draft.put("precision.compute", "bf16", "bf16" if sheet.get("bf16") else "fp16")
+    if sheet.get("bf16") and (
+        sheet.name("bf16") == "pure_bf16" or sheet.given["bf16"].value == "full"
+    ):
+        draft.note("changed", sheet.name("bf16"), PURE)
     given = next((key for key in ("deepspeed", "fsdp", "fsdp_config.*") if sheet.has(key)), None)
     if given:
         draft.put("parallel.shard", "auto", given.removesuffix(".*"))

@@ -199,3 +199,30 @@ def test_an_adapter_of_axolotl_that_names_no_layers_is_told(tmp_path: Path) -> N
     text = f"{AXOLOTL}adapter: lora\n"
     assert says in recipe_of(tmp_path, ash_yaml=text)[1]
     assert says not in recipe_of(tmp_path, ash_yaml=f"{text}lora_target_linear: true\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "says"),
+    [
+        ("ash_yaml", "bf16: auto\n", ""),
+        ("ash_yaml", "bf16: full\n", "bf16: the weights had this format there too"),
+        ("elm_yaml", "pure_bf16: true\n", "pure_bf16: the weights had this format there too"),
+        ("elm_yaml", "pure_bf16: false\n", ""),
+    ],
+)
+def test_weights_of_fewer_bits_are_told(
+    tmp_path: Path, project: str, given: str, says: str
+) -> None:
+    text = {"ash_yaml": AXOLOTL, "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", "")}[project]
+    recipe, notes = recipe_of(tmp_path, **{project: text + given})
+    assert (recipe.precision.compute == "bf16") or "false" in given
+    assert says in notes
+    assert bool(says) == ("had this format" in notes)
+
+
+def test_activations_that_axolotl_offloads_are_computed_again(tmp_path: Path) -> None:
+    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}gradient_checkpointing: offload\n")
+    assert recipe.memory.recompute.kind == "full"
+    assert "gradient_checkpointing: offload: activations are computed again here" in notes
+    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}gradient_checkpointing: true\n")
+    assert (recipe.memory.recompute.kind, "activations" in notes) == ("full", False)
