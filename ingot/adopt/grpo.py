@@ -91,6 +91,9 @@ def begin_grpo(sheet: GivenKeys, draft: Draft, at: str) -> int:
     ):
         if sheet.get(f"{at}{key}") is not None:
             draft.put_from(sheet, f"{at}{key}", f"objective.{knob}")
+    if sheet.get(f"{at}max_completion_length") is None:
+        about = "is not given: TRL's default, 256 or 512, goes by its version; here it is 256"
+        draft.note("fill", f"{at}max_completion_length", about)
     if sheet.get(f"{at}beta"):
         draft.put("objective.kl_estimator", "k3", "as TRL estimates it")
     if sheet.get(f"{at}mask_truncated_completions"):

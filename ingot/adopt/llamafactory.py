@@ -24,7 +24,7 @@ from ingot.adopt.tuning import (
 )
 from ingot.base.errors import WrongInput
 
-KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
+KEYS = TunerKeys(rank="lora_rank", targets="lora_target", full=True)
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 COLUMNS = {
@@ -180,6 +180,10 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
     if kind in ("sft", "pretrain") and (kind == "sft" or sheet.has("packing")):
         packs = bool(sheet.get("packing") or sheet.get("neat_packing"))
         draft.put("data.pack", "best_fit" if packs else "none", "packing")
+    packed = sheet.get("packing") if sheet.has("packing") else kind == "pretrain"
+    if packed and not sheet.get("neat_packing"):
+        about = "documents in one row see each other there, without neat_packing; never here"
+        draft.note("changed", "packing", about)
     if kind != "pretrain":
         draft.note(
             "changed",

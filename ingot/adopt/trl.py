@@ -179,6 +179,8 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
         draft.note("changed", "loss_type", "dft is not offered; cross-entropy stands for it")
     if kind in ("dpo", "ipo", "kto") and sheet.has("beta"):
         draft.put_from(sheet, "beta", "objective.beta")
+    if kind == "reward":
+        draft.put_from(sheet, "center_rewards_coefficient", "objective.center")
     for key in ("desirable_weight", "undesirable_weight"):
         if kind == "kto" and sheet.has(key):
             draft.put_from(sheet, key, f"objective.{key}")

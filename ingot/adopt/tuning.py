@@ -54,6 +54,8 @@ class TunerKeys:
     optimizer: str = "optim"
     rank: str = ""
     targets: str = ""
+    full: bool = False
+    """Whether products are those of fp32 unless a key says otherwise."""
     warmup: float = 0
     """The share of the steps that warms up where no key says how many, up to 100 steps."""
 
@@ -97,6 +99,7 @@ def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
         KeyRow("bf16", read=flag, also=("pure_bf16",)),
         KeyRow(
             "fp16",
+            read=truth,
             changed="half precision is bf16 here, which needs no scaling of the loss",
             idle=("false",),
         ),
@@ -144,12 +147,7 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
         draft.put_from(sheet, keys.epochs, "train.epochs")
     _optimizer(sheet, draft, keys)
     _schedule(sheet, draft, keys)
-    if sheet.get("bf16") or sheet.has("fp16"):
-        draft.put("precision.compute", "bf16", "bf16" if sheet.get("bf16") else "fp16")
-    if sheet.get("bf16") and (
-        sheet.name("bf16") == "pure_bf16" or sheet.given["bf16"].value == "full"
-    ):
-        draft.note("changed", sheet.name("bf16"), PURE)
+    _precision(sheet, draft, keys)
     given = next((key for key in ("deepspeed", "fsdp", "fsdp_config.*") if sheet.has(key)), None)
     if given:
         draft.put("parallel.shard", "auto", given.removesuffix(".*"))
@@ -164,6 +162,17 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
             draft.put_from(sheet, steps_key, knob, int(every))
         elif every:
             draft.note("lost", steps_key, f"is a share of the training; set {knob} to steps")
+
+
+def _precision(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
+    half, scaled = sheet.get("bf16"), sheet.get("fp16")
+    if half or scaled:
+        draft.put("precision.compute", "bf16", "bf16" if half else "fp16")
+    elif half is False or keys.full:
+        remark = "bf16" if half is False else "bf16, which is not given"
+        draft.put("precision.compute", "fp32", remark)
+    if half and (sheet.name("bf16") == "pure_bf16" or sheet.given["bf16"].value == "full"):
+        draft.note("changed", sheet.name("bf16"), PURE)
 
 
 def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:

@@ -226,3 +226,57 @@ def test_activations_that_axolotl_offloads_are_computed_again(tmp_path: Path) ->
     assert "gradient_checkpointing: offload: activations are computed again here" in notes
     recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}gradient_checkpointing: true\n")
     assert (recipe.memory.recompute.kind, "activations" in notes) == ("full", False)
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "compute"),
+    [
+        ("ash_yaml", "", "auto"),
+        ("ash_yaml", "bf16: false\nfp16: false\n", "fp32"),
+        ("ash_yaml", "bf16: false\nfp16: true\n", "bf16"),
+        ("fir_yaml", "fp16: false\n", "auto"),
+        ("fir_yaml", "bf16: false\n", "fp32"),
+        ("elm_yaml", "", "fp32"),
+        ("elm_yaml", "bf16: true\n", "bf16"),
+    ],
+)
+def test_products_are_as_exact_as_there(
+    tmp_path: Path, project: str, given: str, compute: str
+) -> None:
+    text = {
+        "ash_yaml": AXOLOTL,
+        "fir_yaml": TEXTS,
+        "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", ""),
+    }[project]
+    assert recipe_of(tmp_path, **{project: text + given})[0].precision.compute == compute
+
+
+def test_scores_of_trl_are_centred(tmp_path: Path) -> None:
+    recipe, _ = recipe_of(tmp_path, fir_yaml=f"{TEXTS}center_rewards_coefficient: 0.01\n")
+    found = recipe.objective.model_dump()
+    assert (found["kind"], found["center"]) == ("reward", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("stage: sft", False),
+        ("stage: sft\npacking: true", True),
+        ("stage: sft\npacking: true\nneat_packing: true", False),
+        ("stage: pt", True),
+        ("stage: pt\npacking: false", False),
+    ],
+)
+def test_packed_rows_of_llamafactory_see_each_other_there(
+    tmp_path: Path, given: str, told: bool
+) -> None:
+    text = LLAMAFACTORY.replace("stage: dpo", given)
+    _, notes = recipe_of(tmp_path, elm_yaml=text)
+    assert ("packing: documents in one row see each other there" in notes) == told
+
+
+def test_answers_of_rewards_whose_length_is_not_given_are_told(tmp_path: Path) -> None:
+    text = f"{AXOLOTL}rl: grpo\ntrl:\n  reward_funcs: [judge.right]\n"
+    says = "trl.max_completion_length: is not given"
+    assert says in recipe_of(tmp_path, ash_yaml=text)[1]
+    assert says not in recipe_of(tmp_path, ash_yaml=f"{text}  max_completion_length: 64\n")[1]
