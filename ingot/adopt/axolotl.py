@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingot.adopt.axolotl_data import ALONE, listed, sources_of
+from ingot.adopt.axolotl_data import listed, sources_of, template_of
 from ingot.adopt.grpo import begin_grpo, grpo_rows
 from ingot.adopt.read import Given, GivenEntry
 from ingot.adopt.table import (
@@ -231,26 +231,29 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
     if kind in ("sft", "pretrain"):
         packs = bool(sheet.get("sample_packing"))
         draft.put("data.pack", "best_fit" if packs else "none", "sample_packing")
-    _template(sheet, draft, items if kind == "sft" else [])
+    _template(sheet, draft, items, kind)
     return multiple
 
 
-def _template(sheet: GivenKeys, draft: Draft, items: list[dict[str, GivenEntry]]) -> None:
-    """Rows of the type alpaca are written there without any chat template."""
+def _template(
+    sheet: GivenKeys, draft: Draft, items: list[dict[str, GivenEntry]], kind: str
+) -> None:
+    """Some types write their rows there without any chat template."""
     chosen = sheet.get("chat_template")
-    ways = [bool("type" in item and ALONE.fullmatch(str(item["type"].value))) for item in items]
-    if any(ways) and all(ways):
-        if chosen not in (None, "alpaca"):
-            about = f"{chosen} does not write rows of alpaca there; the template alpaca does here"
+    own = {template_of(item, kind) for item in items}
+    first = min((name for name in own if name), default=None)
+    if first is not None and own == {first}:
+        if chosen not in (None, first):
+            about = f"{chosen} does not write rows of {first} there; the template {first} does here"
             draft.note("changed", "chat_template", about)
-        draft.put("tokenizer.template", "alpaca", "datasets[].type")
+        draft.put("tokenizer.template", first, "datasets[].type")
         return
-    if any(ways):
+    if first is not None:
         draft.note(
             "changed",
             "datasets[].type",
-            "alpaca stands beside others, and one template is for all data sets here, which writes"
-            " those rows too: tokenizer.template",
+            f"{first} stands beside others, and one template is for all data sets here, which"
+            " writes those rows too: tokenizer.template",
         )
     build_template(draft, "chat_template", chosen)
 

@@ -58,7 +58,7 @@ IDLE = {
     "message_field_training": ("train", "training", "weight"),
 }
 """Keys of data sets that change nothing with these values."""
-KNOWN = ("chat_template", "chatml.", "llama3.", "zephyr.", "passthrough")
+KNOWN = ("chat_template", "chatml.", "llama3.")
 """How types of data sets begin whose columns are found by themselves."""
 UNREAD = {
     "type.format": "how a row is written is the chat template's here: tokenizer.template",
@@ -74,8 +74,19 @@ UNREAD = {
 FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
 
 
-ALONE = re.compile(r"alpaca(:.*)?")
+ALPACA_ALONE = re.compile(r"alpaca(:.*)?")
 """Types whose rows axolotl writes as the template `alpaca` does, but for their `input`."""
+OWN = ("chatml.", "llama3.")
+"""How types of preferences begin whose rows are written by the template of that name."""
+
+
+def template_of(item: dict[str, GivenEntry], kind: str) -> str | None:
+    """The template that a data set's type writes its rows by, whatever `chat_template` says."""
+    way = str(item["type"].value) if "type" in item else ""
+    if kind == "sft":
+        return "alpaca" if ALPACA_ALONE.fullmatch(way) else None
+    own = kind != "pretrain" and way.startswith(OWN)
+    return way.partition(".")[0] if own else None
 
 
 def listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
@@ -178,6 +189,8 @@ def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> 
             f"{way} of {item['path'].value}: say by layout and columns what its rows hold, and see"
             " how they are written by `ingot show mask`",
         )
+    if kind not in ("sft", "grpo") and any(key.startswith("type.") for key in item):
+        _written("a type with fields of its own", draft)
     for key, ours in FIELDS.items():
         entry = item.get(key) or item.get(f"type.{key}")
         if entry is not None:
@@ -189,7 +202,7 @@ def _columns(item: dict[str, GivenEntry], way: str, kind: str, draft: Draft) -> 
 
 def _written(way: str, draft: Draft) -> None:
     """Types of instructions and answers have texts of their own around them."""
-    if ALONE.fullmatch(way):
+    if ALPACA_ALONE.fullmatch(way):
         about = (
             "alpaca: a row with an `input` has another first sentence there, and `### Input:`; here"
             " what is in it follows the instruction"

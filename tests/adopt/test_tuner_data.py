@@ -115,6 +115,29 @@ def test_rows_of_axolotl_are_written_as_there_or_it_is_told(
     assert about[types[0]] in notes
 
 
+@pytest.mark.parametrize(
+    ("types", "chosen", "template", "says"),
+    [
+        (["chatml.intel"], "", "chatml", ""),
+        (["llama3.icr"], "", "llama3", ""),
+        (["llama3.icr"], "chatml", "llama3", "chat_template: chatml does not write rows of llama3"),
+        (["chatml.intel", "chat_template.default"], "", None, "chatml stands beside others"),
+        (["passthrough.default"], "", None, "passthrough.default of org/rows: say by layout"),
+        (["{field_prompt: ask}"], "", None, "a type with fields of its own: what it writes around"),
+    ],
+)
+def test_preferences_of_axolotl_are_written_as_there_or_it_is_told(
+    tmp_path: Path, types: list[str], chosen: str, template: str | None, says: str
+) -> None:
+    items = "".join(f"  - path: org/rows\n    type: {each}\n" for each in types)
+    recipe, notes = recipe_of(
+        tmp_path, ash_yaml=f"{AXOLOTL}rl: dpo\nchat_template: {chosen}\ndatasets:\n{items}"
+    )
+    assert recipe.tokenizer.template == template
+    assert says in notes
+    assert bool(says) == ("datasets[]" in notes or "chat_template:" in notes)
+
+
 def adopted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, info: dict[str, Any], more: str = ""
 ) -> tuple[Any, str]:

@@ -479,4 +479,12 @@ FAULTS = [
         "an adopted adapter is trained as all weights of another model",
         "tests/adopt/test_torchtune.py",
     ),
+    Fault(
+        "adopted-rows-in-another-template",
+        "ingot/adopt/axolotl.py",
+        "    if first is not None and own == {first}:",
+        "    if False:",
+        "an adopted recipe writes rows by the model's template that were written by another one",
+        "tests/adopt/test_tuner_data.py",
+    ),
 ]
