@@ -135,6 +135,8 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if bits := sheet.get("quantization_bit"):
         kinds = {4: "nf4", 8: "int8"}
         draft.put("model.quantize.kind", kinds.get(bits, "nf4"), "quantization_bit")
+        if bits not in kinds:
+            draft.note("changed", "quantization_bit", f"{bits} are not offered; 4 stand for them")
     if not sheet.get("disable_gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient checkpointing, its default there")
     if "wandb" in (sheet.get("report_to") or ()):

@@ -26,6 +26,8 @@ from ingot.adopt.table import (
 
 NOT_NEEDED = "not needed: "
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
+ADAMW = re.compile(r"(paged_|ao_|optimi_)?adamw(_\w+)?")
+"""What AdamW is called; `galore_adamw` and `schedule_free_adamw` are others."""
 PURE = (
     "the weights had this format there too; here the optimizer changes fp32 weights"
     " (precision.master=stochastic for less memory)"
@@ -187,13 +189,13 @@ def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
             "max_grad_norm",
             "has no value, with which transformers does not clip: train.clip_norm=null",
         )
-    if "adamw" not in (kind := sheet.get(keys.optimizer)):
+    if not ADAMW.fullmatch(kind := sheet.get(keys.optimizer)):
         draft.note(
             "changed",
             keys.optimizer,
             f"{kind} is not offered; AdamW with the same learning rate stands for it",
         )
-    elif "bit" in kind:
+    elif "bit" in kind or "fp8" in kind:
         draft.note("changed", keys.optimizer, f"{kind}: its state is float32 here, and larger")
 
 

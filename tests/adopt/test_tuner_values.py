@@ -280,3 +280,31 @@ def test_answers_of_rewards_whose_length_is_not_given_are_told(tmp_path: Path) -
     says = "trl.max_completion_length: is not given"
     assert says in recipe_of(tmp_path, ash_yaml=text)[1]
     assert says not in recipe_of(tmp_path, ash_yaml=f"{text}  max_completion_length: 64\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        ("adamw_torch_fused", ""),
+        ("paged_adamw_32bit", "optimizer: paged_adamw_32bit: its state is float32 here"),
+        ("ao_adamw_fp8", "optimizer: ao_adamw_fp8: its state is float32 here"),
+        ("galore_adamw", "optimizer: galore_adamw is not offered; AdamW"),
+        ("schedule_free_adamw", "optimizer: schedule_free_adamw is not offered; AdamW"),
+        ("muon", "optimizer: muon is not offered; AdamW"),
+    ],
+)
+def test_an_optimizer_that_is_not_adamw_is_told(tmp_path: Path, optimizer: str, says: str) -> None:
+    _, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}optimizer: {optimizer}\n")
+    assert says in notes
+    assert bool(says) == ("optimizer:" in notes)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "nf4"), (8, "int8"), (3, "nf4")])
+def test_bits_of_frozen_weights_that_are_not_offered_are_told(
+    tmp_path: Path, bits: int, kind: str
+) -> None:
+    text = LLAMAFACTORY.replace("deepspeed: ", "# ")
+    recipe, notes = recipe_of(tmp_path, elm_yaml=f"{text}quantization_bit: {bits}\n")
+    assert recipe.model.quantize is not None
+    assert recipe.model.quantize.kind == kind
+    assert ("quantization_bit: 3 are not offered" in notes) == (bits == 3)
