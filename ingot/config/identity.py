@@ -28,13 +28,15 @@ from ingot.config.doors import (
 from ingot.config.models.source import named_folder, source_folder, starts_random
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
-from ingot.config.sections.loop import RouterSettings
 from ingot.config.sections.rewards import RewardSettings
 
 TRAINING_KNOBS = (
     "seed",
     "model",
     "data.seq_len",
+    "data.truncate",
+    "data.skip",
+    "data.window",
     "objective",
     "train.steps",
     "train.epochs",
@@ -43,7 +45,12 @@ TRAINING_KNOBS = (
     "train.optimizer",
     "train.schedule",
     "train.clip_norm",
+    "train.skip.spike",
+    "train.experts",
     "train.early_stop",
+    "train.start_from",
+    "train.reset_optimizer",
+    "train.start_step",
     "precision.compute",
     "precision.master",
     "precision.reduce",
@@ -59,54 +66,20 @@ WEIGHTS_OF = "the weights of "
 """Before the knob that names them, in the keys of `weights_identity`."""
 REWARDS_AS = "objective.rewards: what stands in "
 """Before the path of a file, in those of `rewards_identity`."""
-EPOCHS_COUNT = "train.epochs counts"
-REFERENCES_TOLD = "objective.rewards: references are told"
-SINCE = (EPOCHS_COUNT, REFERENCES_TOLD)
-"""Keys of the identity of a checkpoint that stand for what earlier versions did otherwise."""
-ORIGIN = ("train.start_from", "train.reset_optimizer", "train.start_step")
-"""Where training starts from; included only if set."""
 
 
 def training_identity(recipe: Recipe) -> dict[str, Any]:
     """Knob -> value, flat, for comparison and for naming changes."""
     chosen = recipe.select(TRAINING_KNOBS)
     del chosen["model"]["unproved"]  # a permission, without effect on results
-    if recipe.model.quantize is None:
-        del chosen["model"]["quantize"]  # as runs of earlier versions have it
-    else:
+    if recipe.model.quantize is not None:
         del chosen["model"]["quantize"]["merge_into"]  # of the export
-    if recipe.model.neftune_alpha is None:
-        del chosen["model"]["neftune_alpha"]
-    if (lora := chosen["model"]["lora"]) is not None:
-        for knob, plain in (("kind", "lora"), ("init", "kaiming"), ("plus_ratio", None)):
-            if lora[knob] == plain:
-                del lora[knob]  # as runs of earlier versions have it
     if chosen["objective"].get("sampler"):
         chosen["objective"]["sampler"] = "vllm"  # not where it is
-    for knob in ("sample_again", "staleness", "sampler", "whole_word_mask"):
-        if not chosen["objective"].get(knob, True):
-            del chosen["objective"][knob]  # as runs of earlier versions have it
-    if chosen["objective"].get("old_logprobs") == "sampler":
-        del chosen["objective"]["old_logprobs"], chosen["objective"]["importance_cap"]
-    if not chosen["train.optimizer"].get("groups", True):
-        del chosen["train.optimizer"]["groups"]  # as runs of earlier versions have it
     chosen["data.pack"] = recipe.pack
-    if recipe.data.truncate != "right":
-        chosen["data.truncate"] = recipe.data.truncate
-    if recipe.data.skip:
-        chosen["data.skip"] = [list(span) for span in recipe.data.skip]
-    if recipe.data.window is not None:
-        chosen["data.window"] = recipe.data.window
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
     if recipe.documents == "pair":
         chosen.update(recipe.select(("data.target_len",)))
-    chosen.update(
-        {knob: value for knob, value in recipe.select(ORIGIN).items() if value not in (None, False)}
-    )
-    if recipe.train.skip.spike is not None:
-        chosen.update(recipe.select(("train.skip.spike",)))
-    if (experts := recipe.train.experts) != RouterSettings():
-        chosen["train.experts"] = experts.model_dump()
     average = recipe.train.average
     if average is not None and average.kind == "ema":
         chosen["train.average.decay"] = average.decay
@@ -126,23 +99,6 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     )
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
     return chosen | packages_of((*kinds, *rewards))
-
-
-def epochs_identity(recipe: Recipe) -> dict[str, str]:
-    """What is in the identity of a checkpoint where epochs decide how long it goes on and a pass
-    over the prompts is not one over the answers, which earlier versions took for one. It is no knob
-    of the step: what they finished is not done again.
-    """
-    if recipe.objective.samples_per_row == recipe.objective.answers_per_row:
-        return {}
-    return {EPOCHS_COUNT: "prompts"} if _of_epochs(recipe) else {}
-
-
-def _of_epochs(recipe: Recipe) -> bool:
-    """Whether the length of an epoch decides how long training goes on."""
-    train = recipe.train
-    measured = train.early_stop is not None and train.evaluate_every == "epoch"
-    return measured or (train.steps is None and train.tokens is None)
 
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:

@@ -73,8 +73,8 @@ def check_origin(plan: TrainSetup) -> None:
     knobs = plan.recipe.train
     if plan.origin is None or knobs.reset_optimizer:
         return
-    old = plan.origin.commit["identity"].get("train.optimizer", {}).get("kind")
-    if old not in (None, knobs.optimizer.kind):
+    old = plan.origin.commit["identity"]["train.optimizer"]["kind"]
+    if old != knobs.optimizer.kind:
         raise WrongInput(
             f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
             f" which {knobs.optimizer.kind} cannot take over; set train.reset_optimizer=true to"

@@ -32,13 +32,18 @@ from ingot.checkpoints.store import (
     newest_valid,
     set_damaged_aside,
 )
-from ingot.config.identity import MAY_CHANGE, REWARDS_AS, SINCE, STOPPING, WEIGHTS_OF, changes
+from ingot.config.identity import MAY_CHANGE, STOPPING, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
 
 LEFT_OUT = "left_out.json"
 """File in the run folder that lists the samples a roll-back has left out."""
+FIELDS = (
+    *("identity", "finished", "run_id", "due", "learning_rate"),
+    *("watched", "owed", "left_out", "skipped", "skipped_in_row"),
+)
+"""What a training reads in the marker of the checkpoint that it goes on from."""
 
 
 def find_start(
@@ -61,15 +66,15 @@ def find_start(
     nothing has changed.
 
     Raises:
-        WrongInput: an unfinished training with a different recipe lies here; names what changed.
+        WrongInput: an unfinished training with a different recipe lies here; names what changed. Or
+            another version of ingot wrote its checkpoint.
         Failed: there are checkpoints, and all are damaged.
     """
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
-        before, now = _compared(found, identity)
+        _check_fields(found)
+        before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        if was_finished_otherwise(found, identity, allow):
-            differ = []
         if all(_may_differ(key, before, now, allow) for key in differ):
             if differ:
                 _check_optimizer(run, before, now)
@@ -81,8 +86,7 @@ def find_start(
         if not found.commit["finished"]:
             raise _refused(run, found, identity, differ)
     if found is not None:
-        before = found.commit["identity"]
-        changed = "; ".join(changes(before, _as_known_to(before, identity)))
+        changed = "; ".join(changes(found.commit["identity"], identity))
         say(f"the recipe changed since the last training ({changed})")
     place = _place_of(run, identity)
     if fresh or not committed(place / "checkpoints"):
@@ -93,43 +97,13 @@ def find_start(
     return None if fresh else _bring_back(run, identity)
 
 
-LOOKED_AT = (REWARDS_AS, WEIGHTS_OF)
-"""Parts of an identity that earlier versions did not look at, those that came last first."""
-
-
-def _as_known_to(before: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any]:
-    """`identity` without the parts of which `before`, of an earlier version, has nothing."""
-    known = dict(identity)
-    for part in LOOKED_AT:
-        if not any(key.startswith(part) for key in before):
-            known = _without(part, known)
-    return known
-
-
-def _without(part: str, identity: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in identity.items() if not key.startswith(part)}
-
-
-def was_finished_otherwise(
-    found: CommittedCheckpoint, identity: Mapping[str, Any], allow: Collection[str]
-) -> bool:
-    """Whether an earlier version finished this very training, and only counted or told otherwise:
-    it stays finished, unless `allow` says to go on.
-    """
-    before, now = _compared(found, identity)
-    new = [key for key in now.keys() - before.keys() if key in SINCE]
-    asked = any(_may_differ(key, before, now, allow) for key in new)
-    if not new or asked or not found.commit["finished"]:
-        return False
-    return {key: value for key, value in now.items() if key not in new} == before
-
-
-def _compared(
-    found: CommittedCheckpoint, identity: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is compared of the identity of a checkpoint and that of now."""
-    before = found.commit["identity"]
-    return _so_far(before, found), _so_far(_as_known_to(before, identity), found)
+def _check_fields(found: CommittedCheckpoint) -> None:
+    if missing := [field for field in FIELDS if field not in found.commit]:
+        raise WrongInput(
+            f"{found.folder} does not say {', '.join(missing)}, so another version of ingot wrote"
+            " it; go on with that one, or start over with --fresh (the old checkpoints are set"
+            " aside, not deleted)"
+        )
 
 
 def _may_differ(
@@ -158,7 +132,7 @@ def _refused(
 ) -> WrongInput:
     """The error for a changed recipe: what changed, and the ways to continue."""
     before = found.commit["identity"]
-    changed = "; ".join(changes(before, _as_known_to(before, identity)))
+    changed = "; ".join(changes(before, identity))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
     way = (
         f"go on with the change by resume.allow=[{','.join(meant)}]"
@@ -217,24 +191,13 @@ def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpo
     say(f"this recipe was trained before: {place} is brought back")
     found = newest_valid(run.checkpoints)
     if found is not None:
-        known = _as_known_to(found.commit["identity"], identity)
-        if unseen := [key for key in identity if key not in known]:
-            say(f"note: an earlier version trained it, which did not record {', '.join(unseen)}")
         set_damaged_aside(found)
     return found
 
 
 def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
-    """Where the training of this identity is set aside, under its own name or that which an
-    earlier version gave it.
-    """
-    known = dict(identity)
-    names = [fingerprint(known)]
-    for part in (*SINCE, *LOOKED_AT):
-        known = _without(part, known)
-        names.append(fingerprint(known))
-    places = [earlier(run) / name for name in names]
-    return next((place for place in places if place.exists()), places[0])
+    """Where the training of this identity is set aside."""
+    return earlier(run) / fingerprint(dict(identity))
 
 
 def earlier(run: RunFolder) -> Path:

@@ -14,7 +14,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.degrees import Degrees
-from ingot.config.identity import epochs_identity, training_identity, weights_identity
+from ingot.config.identity import training_identity, weights_identity
 from ingot.config.models.source import ModelKind, check_lora, model_config, named_folder
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -29,7 +29,6 @@ from ingot.config.shape import (
 )
 from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.order import SampleOrder, order_of
-from ingot.data.batches.prompts import references_identity
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
@@ -208,8 +207,6 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         "precision.compute": compute,
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),
-        **epochs_identity(recipe),
-        **references_identity(recipe, tokenizer),
     }
     if isinstance(optimizer := recipe.train.optimizer, Muon):
         iteration = fast_compute(optimizer.compute, mesh.device)
@@ -340,10 +337,8 @@ def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
     if knobs.start_from is None:
         return None, knobs.start_step or 0
     found = checkpoint_in(Path(knobs.start_from))
-    if (
-        found.commit["identity"].get("tokenizer")
-        != load_tokenizer(recipe.folder.tokenizer).identity()
-    ):
+    own = load_tokenizer(recipe.folder.tokenizer).identity()
+    if found.commit["identity"]["tokenizer"] != own:
         raise WrongInput(
             f"train.start_from {knobs.start_from} was trained with another tokenizer; take its"
             " tokenizer as tokenizer.source"

@@ -8,7 +8,6 @@ import math
 import signal
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 
@@ -61,7 +60,6 @@ from ingot.train.resume import (
     find_start,
     open_mirror,
     refuse_others,
-    was_finished_otherwise,
 )
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
 from ingot.train.setup import TrainSetup, make_setup
@@ -136,8 +134,6 @@ def _train_from_checkpoint(
             setup = with_left_out(setup, mesh)
         mesh.from_main(lambda: _check_prompts(setup))
         start = mesh.from_main(lambda: _find_start(process, setup, newest, fresh=fresh))
-        if start and was_finished_otherwise(start, setup.identity, recipe.resume.allow):
-            setup = replace(setup, last=start.step)
         average = recipe.train.average
         averaged = 0 if average is None else average.needs_kept
         exchange_missing(process.bucket, start, averaged, mesh)

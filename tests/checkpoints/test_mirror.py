@@ -26,7 +26,7 @@ from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_due, fetch_new
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, newest_valid, step_folder
 from ingot.parallel.mesh import running_mesh
-from ingot.train.resume import find_start
+from ingot.train.resume import FIELDS, find_start
 from tests.checkpoints.states import assert_equal, flip_bit, load, state_of, train, trained
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
 from tests.ranks import run_ranks
@@ -396,7 +396,8 @@ def test_each_checkpoint_here_is_read_once(
 ) -> None:
     """By whom it is found; a training that begins from it does not read it again."""
     run = RunFolder(tmp_path)
-    folder = checkpoint(run.checkpoints, 3, identity={"train.global_batch": 4})
+    known: dict[str, object] = {**dict.fromkeys(FIELDS), "identity": {"train.global_batch": 4}}
+    folder = checkpoint(run.checkpoints, 3, **known)
     read: list[str] = []
 
     def reading(path: Path) -> str:

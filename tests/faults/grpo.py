@@ -246,27 +246,11 @@ FAULTS = [
         by="tests/data/batches/test_prompts.py",
     ),
     Fault(
-        "goes-on-with-other-references",
-        "ingot/train/setup.py",
-        "        **references_identity(recipe, tokenizer),\n",
-        "",
-        "a training that compared with the template's words goes on with other rewards in silence",
-        by="tests/data/batches/test_prompts.py",
-    ),
-    Fault(
         "an-epoch-of-a-quarter",
         "ingot/config/sections/grpo.py",
         "Fraction(self.group * self.updates, 1 + self.sample_again)",
         "Fraction(self.group)",
         "an epoch of four updates on the same answers passes over a quarter of the prompts",
-        by="tests/train/rollout/test_rollout.py",
-    ),
-    Fault(
-        "goes-on-with-a-longer-epoch",
-        "ingot/train/setup.py",
-        "        **epochs_identity(recipe),\n",
-        "",
-        "a training that an earlier version began goes on with more steps and another schedule",
         by="tests/train/rollout/test_rollout.py",
     ),
     Fault(
@@ -292,13 +276,5 @@ FAULTS = [
         'str(messages[last]["content"]) or None',
         "evaluation tells rewards another reference than training where an answer is a call",
         by="tests/data/batches/test_prompts.py",
-    ),
-    Fault(
-        "trained-again-by-another-count",
-        "ingot/train/trainer.py",
-        "            setup = replace(setup, last=start.step)\n",
-        "            pass\n",
-        "a training that an earlier version finished is trained on, for several times its steps",
-        by="tests/train/rollout/test_rollout.py",
     ),
 ]

@@ -315,7 +315,7 @@ FAULTS = [
     Fault(
         "origin-of-another-optimizer",
         "ingot/train/build.py",
-        "if old not in (None, knobs.optimizer.kind):",
+        "if old != knobs.optimizer.kind:",
         "if False:",
         "a training that starts from another run is given the state of another kind of optimizer",
         "tests/train/test_origin.py",

@@ -780,12 +780,4 @@ FAULTS = [
         "`ingot verify layout` cannot try a layout that the recipe's own model can have",
         by="tests/verify/test_layout.py",
     ),
-    Fault(
-        "set-aside-by-an-earlier-version",
-        "ingot/train/resume.py",
-        "return next((place for place in places if place.exists()), places[0])",
-        "return places[0]",
-        "what an earlier version trained and set aside is paid for again",
-        "tests/train/test_resume.py",
-    ),
 ]

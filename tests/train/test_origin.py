@@ -147,7 +147,7 @@ def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]
 def test_a_training_that_took_over_another_state_is_resumed(
     two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier version began some; they have a state of their own since."""
+    """It has a state of its own, whatever the other run has gone on with since."""
     first, second = two
     train(small_recipe(first, train__steps=2))
     begun = small_recipe(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ingot.base.errors import WrongInput
-from ingot.config.identity import REFERENCES_TOLD
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.shape import total_steps
@@ -97,23 +96,6 @@ def said_in(tokenizer: Tokenizer, answer: np.ndarray) -> str | None:
     frame = answer_frame(tokenizer.chat_format)
     written = tokenizer.decode(answer, skip_special=frame is None)
     return (written if frame is None else frame.content(written)) or None
-
-
-def references_identity(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, str]:
-    """What is in the identity of a training whose rewards read references, where the template
-    writes something around an answer, which earlier versions told rewards as a part of it.
-    """
-    settings = recipe.objective
-    if not isinstance(settings, GRPOSettings) or not any(
-        reward.reads_reference for reward in settings.rewards
-    ):
-        return {}
-    if answer_frame(tokenizer.chat_format) is None:
-        return {}
-    return {
-        REFERENCES_TOLD: "without what the chat template writes around them, which earlier versions"
-        " included"
-    }
 
 
 def check_prompts(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ingot.config.identity import REFERENCES_TOLD
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
 from ingot.data.batches.prompts import Prompt, PromptReader
@@ -21,9 +20,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.subject import EvalModelInfo
 from ingot.evaluate.tasks.reward import RewardItem, open_reward
-from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
-from ingot.train.setup import make_setup
 from tests.small import small_recipe
 from tests.tokenizers.chats.test_served import CHANNELS
 from tests.tokenizers.small import CHATML, bpe_files
@@ -151,23 +148,3 @@ def test_a_chat_is_one_prompt(tmp_path: Path) -> None:
     assert (source.records, source.bytes) == (2, 2 * len("easyeasy2")), "one record, one answer"
     assert sorted(map(told, trained(recipe))) == [(*TOLD[:2], False), TOLD]
     assert [one.prompt for one in measured(recipe)] == [one.ids for one in trained(recipe)]
-
-
-@pytest.mark.parametrize(
-    ("template", "reward", "differs"),
-    [
-        ("mistral", {"kind": "exact"}, True),
-        ("chatml", {"kind": "exact"}, False),
-        ("mistral", {"kind": "length", "most": 9}, False),
-        ("mistral", {"kind": "regex", "pattern": "2"}, False),
-    ],
-)
-def test_a_training_told_otherwise_is_another_one(
-    template: str, reward: dict[str, Any], differs: bool, tmp_path: Path
-) -> None:
-    """An earlier version told rewards what the template writes around a reference, too: that
-    training does not go on with other rewards in silence, and one without a difference goes on.
-    """
-    recipe = made(tmp_path, template, [QUESTION, ANSWER], rewards=[reward])
-    with running_mesh() as mesh:
-        assert (REFERENCES_TOLD in make_setup(recipe, mesh).identity) == differs

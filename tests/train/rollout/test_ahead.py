@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ingot.checkpoints.store import committed
-from ingot.config.identity import training_identity
 from ingot.config.recipe import Recipe
 from ingot.models.native.decoder import Decoder
 from ingot.train.rollout.policy import own_checksum
@@ -120,11 +119,3 @@ def test_ranks_sample_ahead_what_one_process_does(layout: str, ready: Path, tmp_
     same_as(found, wanted)
     errors = logged(found, "sampler/ratio_error")
     assert errors[0] < tolerances.FIRST_RATIO < 0.01 * min(errors[1:])
-
-
-def test_what_is_off_is_not_in_the_identity(ready: Path) -> None:
-    """Trainings of earlier versions, which did not know these knobs, go on."""
-    knobs = {"staleness", "old_logprobs", "importance_cap"}
-    assert not knobs & set(training_identity(digits_recipe(ready))["objective"])
-    given = {"staleness": 1, "old_logprobs": "recomputed"}
-    assert knobs <= set(training_identity(digits_recipe(ready, given))["objective"])

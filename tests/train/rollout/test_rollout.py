@@ -5,7 +5,6 @@ gives one number, and what was killed goes on bit for bit.
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
-from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.prompts import PromptReader
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.columns.manifest import read_prepared
@@ -28,9 +26,7 @@ from ingot.parallel.mesh import running_mesh
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import planned_steps
 from ingot.tokenizers.load import load_tokenizer
-from ingot.train import setup
 from ingot.train.optim.schedules import Recurrence
-from ingot.train.resume import earlier as earlier_ones
 from ingot.train.rollout import sampling
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
@@ -151,30 +147,12 @@ def test_an_epoch_is_a_pass_over_the_prompts(
     each = sets * recipe.train.global_batch // OBJECTIVE["group"]
     passed, all_rows = each * plan.last / updates, (epochs or 1) * len(plan.rows)
     assert all_rows - each / updates < passed <= all_rows
-    assert ("train.epochs counts" in plan.identity) == bool(settings)
     ends = Recurrence("epoch", len(plan.rows) * recipe.objective.samples_per_row, 16)
     due = [step for step in range(1, plan.last + 1) if ends.is_due(step)]
     assert (len(due), due[-1]) == (epochs or 1, plan.last)
     assert planned_steps(recipe, Range.exactly(float(len(plan.rows)))) == Range.exactly(
         float(plan.last)
     )
-
-
-def test_what_an_earlier_version_finished_stays_finished(
-    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It counted a pass over the answers as an epoch."""
-    recipe = apart(ready, tmp_path, {"updates": 4}, train__steps=None)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(GRPOSettings, "samples_per_row", Fraction(OBJECTIVE["group"]))
-        earlier.setattr(setup, "epochs_identity", lambda recipe: {})
-        train(recipe)
-    finished = committed(recipe.folder.checkpoints)[0].step
-    train(recipe)
-    assert committed(recipe.folder.checkpoints)[0].step == finished
-    with running_mesh() as mesh:
-        assert make_setup(recipe, mesh).last > finished
-    assert not earlier_ones(recipe.folder).exists()
 
 
 def test_groups_that_teach_nothing_make_room_for_others(ready: Path, tmp_path: Path) -> None:
