@@ -132,9 +132,9 @@ def _verify(folder: Path) -> tuple[CommittedCheckpoint | None, list[str]]:
 
 def is_due(commit: Mapping[str, Any]) -> bool:
     """Whether the checkpoint of this marker was made because it was due, and not because training
-    ended or was to stop. Those of earlier versions do not say so, and count as due.
+    ended or was to stop.
     """
-    return bool(commit.get("due", True))
+    return bool(commit["due"])
 
 
 def retain(checkpoints: Path, keep: int, best: int | None = None, due: int = 0) -> list[str]:
@@ -147,7 +147,8 @@ def retain(checkpoints: Path, keep: int, best: int | None = None, due: int = 0) 
     there = committed(checkpoints)
     whole = {found.step: found for found in reversed(there) if _is_complete(found)}
     newest = [whole[step] for step in sorted(whole, reverse=True)]
-    wanted = [*newest[: max(keep, 1)], *[found for found in newest if is_due(found.commit)][:due]]
+    were_due = (found for found in newest if is_due(found.commit))
+    wanted = [*newest[: max(keep, 1)], *itertools.islice(were_due, due)]
     kept = list(dict.fromkeys(found.folder.name for found in wanted))
     if kept:
         kept += [

@@ -71,7 +71,7 @@ class Hooks:
         """Run the evaluation and samples that a signal cut off at the end of the previous attempt;
         its checkpoint lists them under `owed`.
         """
-        owed = start.commit.get("owed", []) if start else []
+        owed = start.commit["owed"] if start else []
         for name, hook in (("validation", self.evaluation), ("samples", self.samples)):
             if start is not None and name in owed:
                 hook.at(start.step)
@@ -122,7 +122,7 @@ def open_batches(
     if not objective.samples_answers:
         return Loader(setup.rows, setup.order, setup.batch, mesh.data.rank)
     reference = open_reference(setup, mesh) if objective.reads_reference else None
-    saved = start.commit.get("rollout", {}) if start else {}
+    saved = start.commit["rollout"] if start else {}
     return Rollout(setup, state, reference, saved, mesh)
 
 
@@ -286,8 +286,8 @@ def tracked_id(recipe: Recipe, setup: TrainSetup, start: CommittedCheckpoint | N
     """
     if recipe.track.wandb is not None and recipe.track.wandb.id is not None:
         return recipe.track.wandb.id
-    if start is not None:  # checkpoints of older versions do not name it
-        return str(start.commit.get("run_id", fingerprint(setup.identity)))
+    if start is not None:
+        return str(start.commit["run_id"])
     return fingerprint({"identity": setup.identity, "run": [recipe.name, recipe.output]})
 
 

@@ -45,7 +45,7 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
-from ingot.train.optim.averaging import averaged_steps, drop_average, drop_early_averages
+from ingot.train.optim.averaging import averaged_steps, drop_average
 from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.reference import Tables
@@ -144,8 +144,6 @@ def build_train_state(
         load_checkpoint(plan.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
     if knobs.average is None or knobs.average.kind != "ema":
         drop_average(optimizer)
-    else:
-        drop_early_averages(optimizer)
     reserve_state(optimizer)
     module = finish_wrapping(model.train(), mesh)
     return TrainState(

@@ -91,7 +91,7 @@ class BestTracker:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.worse_in_row = (
             state["best"],
-            state.get("best_step"),
+            state["best_step"],
             state["worse_in_row"],
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.progress import Progress, say
+from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.config.models.source import model_config, named_folder
@@ -99,7 +99,6 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     paths = [
         recipe.folder.reference / f"{split}-{identity}.npy" for split in ("train", "validation")
     ]
-    mesh.from_main(lambda: _tell_of_earlier(plan, model_spec, paths[0]))
     made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
     model.clear()
     # A sharded model and its hooks form a reference cycle; without this its memory would still be
@@ -145,24 +144,8 @@ def _starts_elsewhere(plan: TrainSetup, model_spec: ModelSpec) -> bool:
     )
 
 
-def _tell_of_earlier(plan: TrainSetup, model_spec: ModelSpec, path: Path) -> None:
-    """Say that a table takes the place of one that an earlier version made of weights in float32: a
-    training that began with that one would go on with another reference in silence.
-    """
-    if plan.compute == "fp32" or path.exists():
-        return
-    if path.with_name(f"train-{_identity(plan, model_spec, narrow=False)}.npy").exists():
-        say(
-            "train: warning: the reference's log-probabilities are computed anew from weights in"
-            f" {plan.compute}, as the policy's are; an earlier version took them in float32, and a"
-            " training that it began goes on with a slightly different reference"
-        )
-
-
-def _identity(plan: TrainSetup, model_spec: ModelSpec, *, narrow: bool = True) -> str:
-    """A fingerprint of everything that determines the numbers in a table; with `narrow` False that
-    of weights in float32.
-    """
+def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
+    """A fingerprint of everything that determines the numbers in a table."""
     weights: dict[str, Any]
     if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
         weights = {"checkpoint": plan.origin.commit["files"]}
@@ -170,20 +153,17 @@ def _identity(plan: TrainSetup, model_spec: ModelSpec, *, narrow: bool = True) -
         weights = {"seed": plan.recipe.seed}
     else:
         weights = {"model": model_hash(model_spec.folder)}
+    knobs = _quantized(plan, model_spec)
     # The configuration is included because `model.config` may override what the weights came with.
     about = {
         "config": model_spec.config.to_hf(),
         "data": plan.rows.fingerprint,
         "seq_len": plan.recipe.data.seq_len,
+        "truncate": plan.recipe.data.truncate,
         "compute": plan.compute,
+        "master": plan.recipe.precision.master,
+        "quantize": None if knobs is None else [knobs.kind, knobs.double],
     }
-    if narrow and plan.compute != "fp32":
-        # Tables without this are of weights in float32, which the policy's are not.
-        about["weights"] = [plan.compute, plan.recipe.precision.master]
-    if plan.recipe.data.truncate != "right":  # named only then: older tables stay valid
-        about["truncate"] = plan.recipe.data.truncate
-    if (knobs := _quantized(plan, model_spec)) is not None:
-        about["quantize"] = [knobs.kind, knobs.double]
     return fingerprint({**weights, **about})
 
 

@@ -106,7 +106,7 @@ def _so_far(plan: TrainSetup) -> list[Span]:
     spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
     if newest is None or _same_training(newest.commit["identity"]) != _same_training(plan.identity):
         return spans
-    known = [(int(first), int(after)) for first, after in newest.commit.get("left_out", [])]
+    known = [(int(first), int(after)) for first, after in newest.commit["left_out"]]
     if any(span not in spans for span in known):
         spans = [*known, *(span for span in spans if span not in known)]
         _write(path, plan, spans)

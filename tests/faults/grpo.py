@@ -144,8 +144,8 @@ FAULTS = [
     Fault(
         "old-ones-lost-at-a-kill",
         "ingot/train/rollout/answers.py",
-        'held = {"old": found["logprobs"], **found}',
-        'held = {**found, "old": found["logprobs"]}',
+        "return cls(**found)",
+        'return cls(**{**found, "old": found["logprobs"]})',
         "a resumed training measures its ratio from the sampler instead of the trainer",
         by="tests/train/rollout/test_old.py",
     ),

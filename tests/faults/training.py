@@ -80,7 +80,7 @@ FAULTS = [
     Fault(
         "tracker-forgets-the-run",
         "ingot/train/assembly.py",
-        'str(start.commit.get("run_id", fingerprint(setup.identity)))',
+        'str(start.commit["run_id"])',
         "fingerprint(setup.identity)",
         "a resumed training appears as another run of the tracker",
         by="tests/train/test_recurrence.py",
@@ -570,8 +570,8 @@ FAULTS = [
     Fault(
         "reference-of-rows-cut-otherwise",
         "ingot/train/reference.py",
-        'about["truncate"] = plan.recipe.data.truncate',
-        'about["compute"] = plan.compute',
+        '        "truncate": plan.recipe.data.truncate,\n',
+        "",
         "a changed data.truncate takes the reference of rows that were cut the other way",
         "tests/train/test_reference.py",
     ),

@@ -16,7 +16,6 @@ from torch import Tensor
 from ingot.base.errors import Stopped, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import WholeWeights
-from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import committed, step_folder
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
@@ -196,26 +195,6 @@ def test_an_average_that_nobody_asks_for_any_more_is_forgotten(root: Path) -> No
     train(onward)
     stored = WholeWeights(step_folder(onward.folder.checkpoints, 4)).names
     assert not [name for name in stored if AVERAGE in name]
-
-
-def test_a_mean_that_an_earlier_version_began_before_any_gradient_begins_anew(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoint has a mean, and nothing else, of a layer that was left out until then."""
-    recipe = small_recipe(root, train__average="{}", **EVERY)
-    original = Saver.save
-
-    def save(saver: Saver, step: int, masters: Any, optimizer: Any, *given: Any, **how: Any) -> Any:
-        state = optimizer.state[next(iter(masters)).tensor]
-        for key in state.keys() - {AVERAGE, COUNT}:
-            del state[key]
-        return original(saver, step, masters, optimizer, *given, **how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", save)
-        train_until(1, recipe)
-    train(recipe)
-    assert len(logged(recipe, "train/loss")) == 6
 
 
 def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:

@@ -194,23 +194,6 @@ def test_weights_kept_otherwise_have_a_table_of_their_own(root: Path) -> None:
     assert len(tables(recipe_of(root))) == 4
 
 
-def test_a_training_that_an_earlier_version_began_is_told_of_another_reference(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with running_mesh(Parallel()) as mesh:
-        plan = make_setup(recipe_of(root, precision__compute="bf16"), mesh)
-        reference_tables(plan, mesh)
-        assert "earlier version" not in capsys.readouterr().err
-        old = reference._identity(plan, plan.model_spec, narrow=False)
-        for split in ("train", "validation"):
-            [made] = plan.recipe.folder.reference.glob(f"{split}-*.npy")
-            made.rename(made.with_name(f"{split}-{old}.npy"))
-        reference_tables(plan, mesh)
-        assert "goes on with a slightly different reference" in capsys.readouterr().err
-        reference_tables(plan, mesh)
-        assert "earlier version" not in capsys.readouterr().err, "once"
-
-
 def on_ranks(root: str) -> None:
     train(recipe_of(Path(root), name="shared"))
 

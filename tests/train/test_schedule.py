@@ -106,6 +106,6 @@ def test_an_unknown_kind_is_an_error_where_it_is_used(settings: type[ScheduleSet
 
 
 def test_the_floating_point_value_of_each_kind_is_kept() -> None:
-    """A resumed run of an earlier version goes on with the very same numbers."""
+    """Rounded otherwise they would make another training."""
     assert rates(kind="cosine", warmup=3)[50] == 1.1145737619222515
     assert rates(kind="linear", warmup=3)[50] == 1.109278350515464

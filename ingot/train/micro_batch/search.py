@@ -332,7 +332,7 @@ def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
         else torch.accelerator.get_memory_info(mesh.device)[1]
     )
     chosen = recipe.select(knobs)
-    del chosen["parallel"]["degrees"]  # they are given by now, and older versions had no such knob
+    del chosen["parallel"]["degrees"]  # they are given by now
     return {
         **chosen,
         "pack": recipe.pack,

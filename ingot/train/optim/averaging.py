@@ -82,18 +82,6 @@ def drop_average(optimizer: Optimizer) -> None:
         state.pop(COUNT, None)
 
 
-def drop_early_averages(optimizer: Optimizer) -> None:
-    """Forget the mean of a weight that has no other state though some have. An earlier version
-    began it before the weight's first gradient, and torch would take it for state that it made
-    itself; it begins anew with that gradient.
-    """
-    states = optimizer.state.values()
-    if any(state.keys() - {AVERAGE, COUNT} for state in states):
-        for state in states:
-            if not state.keys() - {AVERAGE, COUNT}:
-                state.clear()
-
-
 @contextlib.contextmanager
 def average_in_place(masters: Masters, optimizer: Optimizer) -> Iterator[None]:
     """Inside the block the model has the mean in place of its weights; a copy of those takes the

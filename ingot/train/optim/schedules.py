@@ -59,7 +59,7 @@ class LearningRate:
             )
         elif isinstance(self._settings, WSDSchedule):
             lines.append(f"the learning rate {self._phases(self._settings)}")
-        before = commit.get("learning_rate")  # checkpoints of older versions do not have it
+        before = commit.get("learning_rate")  # none where training begins
         if first and before is not None and abs(self(first - 1) - before) > 1e-6 * self._peak:
             lines.append(
                 f"the learning rate goes from {before:.3g}, that of the checkpoint, to"

@@ -63,12 +63,9 @@ class RolloutAnswers:
 
     @classmethod
     def unpack(cls, text: str) -> RolloutAnswers:
-        """What `pack` wrote; older checkpoints know of no other log-probabilities than the
-        sampler's.
-        """
+        """What `pack` wrote."""
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
-            held = {"old": found["logprobs"], **found}
-            return cls(**{one.name: held[one.name] for one in fields(cls)})
+            return cls(**found)
 
     def groups(self, numbers: npt.NDArray[np.int64]) -> RolloutAnswers:
         """Some groups, by their numbers."""

@@ -90,7 +90,7 @@ class Rollout:
         """Of the newest rollout, over all ranks."""
         if "answers" in saved:
             answers = RolloutAnswers.unpack(saved["answers"])
-            self._take(int(saved["number"]), answers, saved.get("metrics", {}))
+            self._take(int(saved["number"]), answers, saved["metrics"])
 
     def step(self, i: int, meanwhile: Callable[[], bool] = lambda: False) -> list[Batch]:
         """This rank's micro-batches of step `i`. Collective; once `meanwhile` is True on any rank,
@@ -179,15 +179,13 @@ class Rollout:
         self._take(number, answers, measured)
 
     def _take(self, number: int, answers: RolloutAnswers, measured: Mapping[str, float]) -> None:
-        """Make the batches of a rollout. `measured`: of all answers, those left out included; older
-        checkpoints do not know it.
-        """
+        """Make the batches of a rollout. `measured`: of all answers, those left out included."""
         self._number, self._answers = number, answers
         self._batches = self._made(answers)
         if self._reference is not None:
             for batch in self._batches:
                 refer(batch, self._reference, self._objective, self._setup.compute, self.mesh)
-        self.metrics = dict(measured) or self._measured(answers)
+        self.metrics = dict(measured)
 
     def _made(self, answers: RolloutAnswers) -> list[Batch]:
         return make_batches(
