@@ -36,10 +36,10 @@ from ingot.report.living import keep_page, renew_page, show_page
 DATA_STEPS = ("ingest", "prepare")
 NOT_DONE = "not done yet"
 
-ExternalStamps = Mapping[str, Callable[[Recipe], Any]]
-"""Verb -> a function whose value changes when something that the verb reads outside the run folder
-changes: source files, the live model. The command line passes these in, because this package may
-not import the packages that compute them.
+ExternalStamps = Mapping[str, Callable[[Recipe], Mapping[str, Any]]]
+"""Verb -> a function that names what the verb reads outside the run folder (source files, the live
+model), each with a value that changes when it does. The command line passes these in, because this
+package may not import the packages that compute them.
 """
 
 
@@ -216,7 +216,7 @@ def step_inputs(
         record = read_record(recipe.folder.steps, verb)
         reads[f"from {verb}"] = record.outputs if record else None
     if folders := step.folders(recipe):
-        known = {} if last is None else last.knobs.get("folders") or {}
+        known = {} if last is None else last.knobs.get("folders", {})
         reads["folders"] = {
             folder: _or_as_read(step, partial(_folder_stamp, folder), known.get(folder))
             for folder in folders
@@ -224,15 +224,9 @@ def step_inputs(
     if step.verb in stamps:
         stands = last is not None and _data_stands(step, recipe, last, reads)
         known = last.knobs.get("outside") if last is not None and stands else None
-        outside = _or_as_read(step, partial(stamps[step.verb], recipe), known)
-        if last is None or "outside" in last.knobs or not _is_empty(outside):
-            reads["outside"] = outside  # of an earlier version the record has none
-    reads |= {"ingot": ingot.__version__, "revision": step.revision(recipe)}
+        reads["outside"] = _or_as_read(step, partial(stamps[step.verb], recipe), known)
+    reads["ingot"] = ingot.__version__
     return _as_stored(reads)
-
-
-def _is_empty(outside: Any) -> bool:
-    return isinstance(outside, dict) and all(value is None for value in outside.values())
 
 
 def _as_stored(reads: dict[str, Any]) -> dict[str, Any]:
@@ -290,35 +284,20 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
             continue
         if key.startswith("from "):
             found.append(f"{key.removeprefix('from ')} made something else")
-        elif key == "folders":
-            found += [
-                _stamp_change(folder, (old.get(key) or {}).get(folder))
-                for folder in new.get(key) or {}
-                if (old.get(key) or {}).get(folder) != new[key][folder]
-            ]
-        elif key == "outside":
-            found += _describe_stamp_change(old.get(key), new.get(key))
+        elif key in ("folders", "outside"):
+            found += _stamp_changes(old.get(key, {}), new.get(key, {}))
         else:
-            what = "its code" if key == "revision" else key
-            found.append(f"{what} {' -> '.join(differing(old.get(key), new.get(key)))}")
-    return found or ["its record is of another version"]
+            found.append(f"{key} {' -> '.join(differing(old.get(key), new.get(key)))}")
+    return found or ["its record is damaged"]
 
 
-def _stamp_change(name: str, old: Any) -> str:
-    """An earlier version did not watch all that is watched now: nobody knows whether it changed."""
-    return f"{name} changed" if old is not None else f"its record says nothing of {name}"
-
-
-def _describe_stamp_change(old: Any, new: Any) -> list[str]:
-    if old is None and isinstance(new, dict):
-        return [_stamp_change(key, None) for key in sorted(new)]
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            f"{key} changed"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)
-        ]
-    return [" -> ".join(differing(old, new))]
+def _stamp_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What the recipe names since was not watched before: nobody knows whether it changed."""
+    return [
+        f"{name} changed" if name in old else f"its record says nothing of {name}"
+        for name in sorted(old.keys() | new.keys())
+        if name not in old or old[name] != new.get(name)
+    ]
 
 
 def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:

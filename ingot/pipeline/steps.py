@@ -39,8 +39,6 @@ class PipelineStep:
     """
     distributed: bool = False
     """Whether several processes can share the step (`launch.processes`)."""
-    revision: Callable[[Recipe], int] = lambda recipe: 1
-    """Raised when the step's output changes for the same knobs."""
 
 
 def _ingest(recipe: Recipe) -> Knobs:
@@ -57,9 +55,11 @@ def _ingest(recipe: Recipe) -> Knobs:
 
 def _documents(recipe: Recipe) -> Knobs:
     """The knobs that decide what counts as a document."""
-    return {"objective.kind": recipe.objective.kind, "documents": recipe.documents} | (
-        {"objective.labels": recipe.labels} if recipe.labels else {}
-    )
+    return {
+        "objective.kind": recipe.objective.kind,
+        "documents": recipe.documents,
+        "objective.labels": recipe.labels,
+    }
 
 
 def _sources(sources: list[SourceSettings]) -> Knobs:
@@ -71,15 +71,21 @@ def _sources(sources: list[SourceSettings]) -> Knobs:
 
 def _prepare(recipe: Recipe) -> Knobs:
     knobs = recipe.select(
-        ("objective.kind", "tokenizer.source", "tokenizer.template", "data.fraction", "data.clean")
+        (
+            "objective.kind",
+            "tokenizer.source",
+            "tokenizer.template",
+            "tokenizer.template_kwargs",
+            "tokenizer.source_language",
+            "tokenizer.target_language",
+            "data.fraction",
+            "data.clean",
+            "data.truncate",
+            "data.megatron_prefix",
+        )
     )
     knobs |= packages_of((CLEANING, step.kind) for step in recipe.data.clean.steps)
     knobs |= packages_of([(TEMPLATES, recipe.tokenizer.template or "")])
-    if kwargs := recipe.tokenizer.template_kwargs:
-        knobs |= {"tokenizer.template_kwargs": sorted(kwargs.items())}
-    languages = ("tokenizer.source_language", "tokenizer.target_language")
-    if recipe.tokenizer.source_language or recipe.tokenizer.target_language:
-        knobs |= recipe.select(languages)
     if recipe.documents in CHAT_TEMPLATED:
         knobs |= recipe.select(("data.max_skipped",))
         if recipe.data.on_bad == "stop":  # at chats that the template refuses, too
@@ -89,8 +95,6 @@ def _prepare(recipe: Recipe) -> Knobs:
         knobs |= recipe.select(("data.target_len",))
     if recipe.pack != "cut":
         knobs |= {"data.pack": recipe.pack} | recipe.select(("data.seq_len",))
-    if recipe.data.truncate != "right":
-        knobs |= recipe.select(("data.truncate",))
     if recipe.objective.spans is not None:
         knobs |= {"data.pack": recipe.row_plan}
     if recipe.trains_tokenizer:
@@ -98,29 +102,8 @@ def _prepare(recipe: Recipe) -> Knobs:
     elif recipe.tokenizer.source is None:
         knobs |= recipe.select(("model.source", "model.revision"))
     if not isinstance(recipe.data.validation, list):
-        knobs |= recipe.select(("data.validation.fraction",))
-        if recipe.data.validation.group is not None:
-            knobs |= recipe.select(("data.validation.group",))
-    if recipe.data.megatron_prefix is not None:
-        knobs |= recipe.select(("data.megatron_prefix",))
+        knobs |= recipe.select(("data.validation.fraction", "data.validation.group"))
     return knobs
-
-
-def _ingest_revision(recipe: Recipe) -> int:
-    """Of records in tables, which a folder may hold as well, nested values are read otherwise."""
-    held_out = recipe.data.validation if isinstance(recipe.data.validation, list) else []
-    sources = [*recipe.data.train, *held_out]
-    plain = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".bz2")
-    tables = any(not one.source.lower().endswith(plain) for one in sources)
-    return 2 if recipe.documents in CHAT_TEMPLATED and tables else 1
-
-
-def _prepare_revision(recipe: Recipe) -> int:
-    """Of plain texts, the most by far, nothing has changed."""
-    if recipe.documents in CHAT_TEMPLATED:
-        return 3
-    exact = recipe.documents == "pair" and recipe.data.clean.exact
-    return 2 if recipe.documents == "masked" or exact else 1
 
 
 def _train(recipe: Recipe) -> Knobs:
@@ -157,19 +140,7 @@ def _evaluate(recipe: Recipe) -> Knobs:
             knobs |= recipe.select(("evaluate.temperature", "seed"))
     if _evaluates_base(recipe) or recipe.evaluate.base:
         knobs |= recipe.select(("model.source", "model.revision"))
-    own = recipe.data.validation if isinstance(recipe.data.validation, list) else recipe.data.train
-    if recipe.documents != "text" and len(own) > 1:
-        knobs |= {"figures of each source": True}  # which were not told once
     return {"evaluate.tasks": tasks, **knobs, **packages_of(kinds)}
-
-
-def _evaluate_revision(recipe: Recipe) -> int:
-    """Of texts whose tokenizer may begin them with no token, bits per byte have another value and
-    set than once; of chats that were cut, another set.
-    """
-    given = recipe.documents == "text" and not recipe.trains_tokenizer
-    told = any(task.kind == "loss" for task in recipe.tasks)
-    return 2 if told and (given or recipe.documents == "chat") else 1
 
 
 def _items(recipe: Recipe) -> list[str]:
@@ -311,19 +282,10 @@ def _training_folders(recipe: Recipe) -> list[str]:
 
 
 STEPS = (
-    PipelineStep("ingest", _ingest, revision=_ingest_revision),
-    PipelineStep(
-        "prepare", _prepare, _depends_on("ingest"), _prepared_with, revision=_prepare_revision
-    ),
+    PipelineStep("ingest", _ingest),
+    PipelineStep("prepare", _prepare, _depends_on("ingest"), _prepared_with),
     PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
-    PipelineStep(
-        "evaluate",
-        _evaluate,
-        _evaluated,
-        _evaluated_folders,
-        distributed=True,
-        revision=_evaluate_revision,
-    ),
+    PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
     PipelineStep("gate", _gate, _depends_on("evaluate")),
     PipelineStep("register", _register, _depends_on("train", "evaluate", "gate")),
     PipelineStep("serve", _serve, _depends_on("train", "register")),

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.markers import canonical_json, fingerprint
-from ingot.base.reports import PipelineStepRecord
+from ingot.base.markers import canonical_json
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.serving import SERVER_ARGUMENTS, container_of
 from ingot.pipeline.incremental import describe_changes, step_inputs
 from ingot.pipeline.steps import DEPLOY, STEPS, step_named, upstream_steps
-from tests.small import small_recipe
 
 PLAIN = ("name=steps", "data.train=[{source: a.jsonl}, {source: b.jsonl}]")
 # Read only where another package's kind is asked for, which tests/plugin does.
@@ -239,7 +237,7 @@ def test_chats_that_the_template_refuses_are_bad_records_too() -> None:
     for change in ("data.on_bad=stop", "data.max_skipped=0.5"):
         assert _changed(_recipe(chats), _recipe(chats, change)) == {"ingest", "prepare"}
     assert "data.on_bad" not in step_named("prepare").knobs(_recipe(chats)), (
-        "as earlier versions recorded it"
+        "skip or skip_files is of ingest alone"
     )
 
 
@@ -369,69 +367,25 @@ def test_what_is_hidden_of_texts_is_measured_anew() -> None:
     assert _changed(_recipe(*masked), more) == {"train", "evaluate"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "revision"), [("pretrain", 1), ("sft", 3), ("dpo", 3), ("mlm", 2), ("seq2seq", 1)]
-)
-def test_what_an_earlier_version_prepared_otherwise_is_prepared_again(
-    kind: str, revision: int, tmp_path: Path
-) -> None:
-    recipe = small_recipe(tmp_path, objective__kind=kind)
-    assert step_named("prepare").revision(recipe) == revision
-    exact = small_recipe(tmp_path, objective__kind=kind, data__clean__exact=True)
-    assert step_named("prepare").revision(exact) == max(revision, 2 if kind == "seq2seq" else 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "revision"),
-    [
-        ("sft", "a/*.jsonl", 1),
-        ("sft", "a/b.parquet", 2),
-        ("dpo", "folder", 2),
-        ("sft", "hf:org/set", 2),
-        ("pretrain", "a/b.parquet", 1),
-    ],
-)
-def test_nested_values_of_tables_are_read_again(
-    kind: str, source: str, revision: int, tmp_path: Path
-) -> None:
-    recipe = small_recipe(tmp_path, objective__kind=kind, data__train=[{"source": source}])
-    assert step_named("ingest").revision(recipe) == revision
-
-
-@pytest.mark.parametrize(
-    ("knobs", "revision"),
-    [
-        (["tokenizer.source=train"], 1),
-        (["tokenizer.source=some/folder"], 2),
-        (["objective.kind=sft"], 2),
-        (["objective.kind=sft", "evaluate.tasks=[{kind: preference}]"], 1),
-        (["objective.kind=dpo"], 1),
-    ],
-)
-def test_what_an_earlier_version_measured_otherwise_is_measured_again(
-    knobs: list[str], revision: int
-) -> None:
-    """The gate would compare the figures of one set with those of another for ever."""
-    assert step_named("evaluate").revision(_recipe(*knobs)) == revision
-
-
-def test_what_an_earlier_version_did_not_watch_is_not_told_as_a_change(tmp_path: Path) -> None:
-    """Nobody touched the template, and nothing is live, as nothing was."""
+def test_what_was_not_watched_before_is_not_told_as_a_change(tmp_path: Path) -> None:
+    """Nobody touched the template that the recipe names now."""
     template = tmp_path / "chat.jinja"
     template.touch()
-    recipe = _recipe("objective.kind=sft", f"tokenizer.template={template}", f"output={tmp_path}")
-    prepare, register = step_named("prepare"), step_named("register")
-    now = step_inputs(prepare, recipe, {})
-    old = {key: value for key, value in now.items() if key != "folders"}
-    assert describe_changes(old, now) == [f"its record says nothing of {template}"]
-    assert describe_changes({**old, "folders": {str(template): "other"}}, now) == [
+    prepare = step_named("prepare")
+    before, now = (
+        step_inputs(prepare, _recipe("objective.kind=sft", f"output={tmp_path}", *more), {})
+        for more in ((), (f"tokenizer.template={template}",))
+    )
+    assert describe_changes(before, now) == [
+        f"tokenizer.template not set -> {template}",
+        f"its record says nothing of {template}",
+    ]
+    assert describe_changes({**now, "folders": {str(template): "other"}}, now) == [
         f"{template} changed"
     ]
-    old = step_inputs(register, recipe, {})
-    last = PipelineStepRecord("register", fingerprint(old), "", 1.0, "", "", old)
-    assert step_inputs(register, recipe, {"register": lambda _: {"live": None}}, last) == old
-    now = step_inputs(register, recipe, {"register": lambda _: {"live": 3}}, last)
-    assert describe_changes(old, now) == ["its record says nothing of live"]
+    assert describe_changes(now, {key: now[key] for key in now if key != "folders"}) == [
+        f"{template} changed"
+    ], "it is gone"
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:
@@ -458,19 +412,3 @@ def test_steps_rest_on_the_steps_before_them() -> None:
         "prepare",
     ]
     assert upstream_steps(step_named("ingest"), _recipe()) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (("objective.kind=sft", "data.train.1.source=b.jsonl"), True),
-        (("objective.kind=sft", "data.validation=[{source: v.jsonl}, {source: w.jsonl}]"), True),
-        (("objective.kind=sft", "data.train=[{source: a.jsonl}]"), False),
-        (("data.train.1.source=b.jsonl",), False),
-    ],
-)
-def test_only_evaluations_that_lack_figures_of_sources_are_done_again(
-    settings: tuple[str, ...], told: bool
-) -> None:
-    """Chats have them since later than texts do; what else was measured stands."""
-    assert ("figures of each source" in step_named("evaluate").knobs(_recipe(*settings))) == told
