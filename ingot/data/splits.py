@@ -33,10 +33,8 @@ class Shares:
         return cls(data.validation.fraction, data.fraction, data.validation.group)
 
     def identity(self) -> dict[str, Any]:
-        """What the splits depend on; without `group` as before there were groups, so that what was
-        prepared earlier still counts.
-        """
-        return {name: value for name, value in asdict(self).items() if name != "group" or value}
+        """What the splits depend on."""
+        return asdict(self)
 
     def split(self, source_split: Split, doc_id: str) -> Split | None:
         """The split of a document of a training or validation source; None for no split.

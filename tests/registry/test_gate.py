@@ -403,8 +403,3 @@ def test_a_floor_that_was_not_measured_is_refused() -> None:
         WrongInput, match=r"has no baseline xz in the report .it has bigram, gzip -9"
     ):
         decide(FLOORED, None, MetricGate(floor="xz"))
-
-
-def test_without_a_floor_the_rule_is_written_as_before() -> None:
-    assert "floor" not in MetricGate().model_dump()
-    assert MetricGate(floor="bigram").model_dump()["floor"] == "bigram"

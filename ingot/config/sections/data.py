@@ -8,14 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    field_validator,
-    model_serializer,
-)
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from ingot.config.doors import CLEANING
 from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
@@ -70,11 +63,6 @@ class SourceSettings(Section):
     """Files of the source that are left out: shell patterns of whole names as they stand in
     documents' identities, `*` crossing folders, such as `*/generated/*`.
     """
-
-    @model_serializer(mode="wrap")
-    def _without_exclude(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As before it could be said, so that what was ingested earlier still counts."""
-        return {knob: value for knob, value in dump(self).items() if knob != "exclude" or value}
 
     @property
     def scheme(self) -> str:
@@ -134,11 +122,6 @@ class Contamination(Section):
     folders or globs of JSONL, JSON, Parquet, CSV, TSV or Arrow, or `hf:NAME[:SUBSET]` (its
     validation split). All texts of a record together are one document.
     """
-
-    @model_serializer(mode="wrap")
-    def _without_against(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As before there was such a knob, so that what was cleaned earlier still counts."""
-        return {knob: value for knob, value in dump(self).items() if knob != "against" or value}
 
 
 class CleaningSettings(KindSettings):
@@ -200,11 +183,6 @@ class Clean(Section):
         if len(steps) > MOST_STEPS:
             raise ValueError(f"has {len(steps)} steps; at most {MOST_STEPS} are possible")
         return steps
-
-    @model_serializer(mode="wrap")
-    def _without_steps(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As before there were such steps, so that what was cleaned earlier still counts."""
-        return {knob: value for knob, value in dump(self).items() if knob != "steps" or value}
 
     @property
     def wanted(self) -> bool:

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
 )
 
 from ingot.config.doors import GATES
@@ -85,14 +83,6 @@ class MetricGate(GateSettings):
 
     def resolved(self, documents: Judged) -> MetricGate:
         return self.model_copy(update={"metric": self.metric or self.metrics(documents)[0]})
-
-    @model_serializer(mode="wrap")
-    def _without_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As before there were other gates and floors, so that what was decided earlier still
-        counts.
-        """
-        new = {"kind"} | ({"floor"} if self.floor is None else set())
-        return {knob: value for knob, value in dump(self).items() if knob not in new}
 
 
 Gate = Annotated[GateSettings, ByKind(GATES, "metric")]

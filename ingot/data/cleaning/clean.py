@@ -54,17 +54,14 @@ from ingot.data.cleaning.steps.near_duplicates import (
     SignStage,
     VerifyStage,
 )
-from ingot.data.documents.kinds import OF_SEVERAL_TEXTS
 from ingot.data.engines.engine import Engine, Stage
 from ingot.data.raw.ranges import RawRange, ranges
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 
 MARKER = "clean.json"
-CODE, SEVERAL_CODE = 1, 3
-"""Raise the one, or for chats and pairs alone the other, when the same knobs come to drop other
-documents.
-"""
+CODE = 1
+"""Raise it when the same knobs come to drop other documents."""
 
 BUCKET_ROWS = 2_000_000
 MOST_BUCKETS = 4096
@@ -134,8 +131,6 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) 
         versions["py3langid"] = importlib.metadata.version("py3langid")
     for step in knobs.steps:
         versions[step.kind] = CLEANING.package_of(step.kind) or ""
-    if any(task.kind in OF_SEVERAL_TEXTS for task in ranges(raw)):
-        versions["several"] = str(SEVERAL_CODE)
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint([CODE, asked, raw.identity, shares.identity(), versions, cuts])
 

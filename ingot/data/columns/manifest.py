@@ -5,7 +5,7 @@ marker. Also what a column holds, by its name: ids, a mask, or labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +168,12 @@ def read_prepared(folder: Path) -> PreparedData:
     splits: dict[Split, list[PreparedSource]] = {
         split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
     }
-    fields = {
-        name: marker[name]
-        for name in ("objective", "columns", "tokenizer", "template", "vocab_size", "data", "sets")
-    }
-    fields |= {
-        name: marker[name] for name in ("closing", "opening", "prefix", "labels") if name in marker
-    }
-    return PreparedData(splits=splits, **fields)
+    names = [one.name for one in fields(PreparedData) if one.name != "splits"]
+    if lacking := [name for name in names if name not in marker]:
+        raise WrongInput(
+            f"{folder / MANIFEST} lacks {', '.join(lacking)}; run `ingot prepare` again"
+        )
+    return PreparedData(splits=splits, **{name: marker[name] for name in names})
 
 
 def missing_files(folder: Path, marker: dict[str, Any]) -> list[str]:

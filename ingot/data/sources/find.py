@@ -179,8 +179,7 @@ def describe_change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) 
         if stamp != before[path]:
             return f"{path} {_difference(before[path], stamp)}"
     gone = next((path for path in before if path not in after), None)
-    # Earlier versions read what a glob with `**` matched once more for each folder above it.
-    return f"{gone} is gone" if gone else "some of its files were read more than once"
+    return f"{gone} is gone" if gone else "its files are in another order"
 
 
 def _difference(before: Stamp, after: Stamp) -> str:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
-from ingot.config.sections.objective import CHAT_TEMPLATED, Documents
+from ingot.config.sections.objective import Documents
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import token_columns
 from ingot.data.documents.chats import from_chat
@@ -34,20 +34,12 @@ from ingot.data.documents.rated import from_rated
 from ingot.data.raw.ranges import RawRange
 from ingot.data.splits import Shares, Split
 from ingot.tokenizers.chats.chat import MARKS, Chat, Messages, is_trained
-from ingot.tokenizers.chats.encode import encode_chats, encode_trained, is_split_exact
+from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # Version in the fingerprint of prepared data; raise it when the same documents would give other
 # records.
-RECORDS: dict[Documents, str] = {
-    "text": "pretrain-1",
-    "chat": "sft-4",
-    "preference": "preference-4",
-    "rated": "rated-4",
-    "pair": "pair-1",
-    "labelled": "labelled-1",
-    "masked": "masked-1",
-}
+RECORDS = 1
 
 EncodeBatch = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]
 Ids = npt.NDArray[np.int32]
@@ -307,11 +299,12 @@ def identity(
     documents: Documents, tokenizer: Tokenizer, prefix: str = "", *, whole: bool = False
 ) -> dict[str, Any]:
     """What determines the records beside the documents."""
-    about: dict[str, Any] = {"records": RECORDS[documents], "tokenizer": tokenizer.identity()}
-    if documents in CHAT_TEMPLATED and tokenizer.template and not is_split_exact(tokenizer):
-        about["whole"] = True  # not part of the version, for most tokenizers can be split
-    if whole:
-        about["records"] += "-whole"
+    about: dict[str, Any] = {
+        "version": RECORDS,
+        "documents": documents,
+        "whole": whole,
+        "tokenizer": tokenizer.identity(),
+    }
     if documents in ("pair", "labelled", "masked"):
         about["frame"] = tokenizer.frame
     if documents == "pair" and tokenizer.target_frame != tokenizer.frame:

@@ -327,8 +327,8 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         marker["redone"],
         marker["refused"],
         marker["refusal"],
-        marker.get("rendered", 0),
-        HashSample(**marker.get("sample", {})),
+        marker["rendered"],
+        HashSample(**marker["sample"]),
     )
 
 

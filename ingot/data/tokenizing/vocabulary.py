@@ -19,7 +19,6 @@ from ingot.base.markers import entry_of, fingerprint, problems, read_marker, wri
 from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
-from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.documents.kinds import plain_text
@@ -65,9 +64,9 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
         **Shares.of(recipe.data).identity(),
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
-        **({"template_kwargs": kwargs} if (kwargs := recipe.tokenizer.template_kwargs) else {}),
-        **{what: True for what, asked in _hides(recipe).items() if asked},
-        **({"thoughts and calls": True} if recipe.documents in CHAT_TEMPLATED else {}),
+        "template_kwargs": recipe.tokenizer.template_kwargs,
+        **_hides(recipe),
+        "documents": recipe.documents,
         "parts": [part.sha256 for source in raw.splits["train"] for part in source.parts],
     }
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import FileEntry, entry_of
+from ingot.base.markers import FileEntry, entry_of, read_marker, write_marker
 from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import ColumnPart, PreparedData, PreparedSource, write_prepared
@@ -283,6 +283,19 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     refused("holds no prepared data; run `ingot prepare` with this recipe first")
     (folder / "manifest.json").unlink()
     refused("holds no prepared data")
+
+
+def test_a_manifest_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
+    folder = write(tmp_path, [[[[1] * 8]]])
+    marker = read_marker(folder, "manifest.json")
+    assert marker is not None
+    files = [FileEntry(**entry) for entry in marker.pop("files")]
+    del marker["closing"]
+    write_marker(folder, "manifest.json", marker, files)
+    with pytest.raises(
+        WrongInput, match=r"manifest\.json lacks closing; run `ingot prepare` again"
+    ):
+        open_rows(folder, "train", 4, pad_last=False)
 
 
 def test_a_part_that_is_not_the_manifests(tmp_path: Path) -> None:

