@@ -19,7 +19,7 @@ from ingot.config.models.content import CHANGED, LABELS, QUANTIZE, read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, kind_of, model_config
 from ingot.config.models.types import HFKind
-from ingot.config.models.weights import has_hash, model_hash
+from ingot.config.models.weights import model_hash
 from ingot.models.adapters.lora import merged_weights
 from ingot.models.adapters.peft import class_count, load_adapter
 from ingot.models.adapters.peft_config import base_of, is_adapter, read_adapter_config
@@ -166,10 +166,10 @@ def _check_base(adapter: Path, base: Path) -> None:
     would be merged with it. Adapters that others made have no record of it.
     """
     recorded = ((read_lineage(adapter) or {}).get("base") or {}).get("model_hash")
-    if recorded is not None and not has_hash(base, recorded):
+    if recorded is not None and (found := model_hash(base)) != recorded:
         raise WrongInput(
             f"{adapter} was trained beside the model {recorded}, and {base} is"
-            f" {model_hash(base)} (model_hash); put that model there again, name its folder"
+            f" {found} (model_hash); put that model there again, name its folder"
             " in adapter_config.json, or train the adapter again; if it is meant to go with this"
             " one, accept it with"
             f" `ingot import {adapter} NEW`"

@@ -19,7 +19,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
 from ingot.config.models.content import LINEAGE, check_content, read_lineage, tensor_digests
-from ingot.config.models.weights import has_hash, hash_model
+from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.registry.decision import (
     GATE,
@@ -311,8 +311,8 @@ def _check_is_measured(recipe: Recipe, report: EvaluationReport) -> None:
     check_content(folder)
     made = read_lineage(folder) or {}
     recorded = "model_hash" in made or tensor_digests(made)
-    if not recorded and not has_hash(folder, report.model_hash):
-        raise _about_another(recipe, report, hash_model(folder))
+    if not recorded and (found := hash_model(folder)) != report.model_hash:
+        raise _about_another(recipe, report, found)
 
 
 def _about_another(recipe: Recipe, report: EvaluationReport, found: str) -> WrongInput:

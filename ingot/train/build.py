@@ -19,7 +19,7 @@ from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
-from ingot.config.models.weights import has_hash, model_hash
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import load_adapter
@@ -93,10 +93,10 @@ def check_adapter(plan: TrainSetup) -> None:
     about = read_lineage(Path(lora.adapter)) or {}
     base = about.get("base") or {}
     recorded = base.get("model_hash")
-    if recorded is not None and not has_hash(folder, recorded):
+    if recorded is not None and (found := model_hash(folder)) != recorded:
         raise WrongInput(
             f"model.lora.adapter {lora.adapter} was trained beside the model {recorded}"
-            f" ({base.get('source')}), and model.source {source} is {model_hash(folder)}"
+            f" ({base.get('source')}), and model.source {source} is {found}"
             " (model_hash); set model.source to that model, or begin another adapter"
         )
     given, there = plan.recipe.model.config, model_config(folder)

@@ -97,8 +97,8 @@ def _served_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied(trained: Path, target: Path, way: str) -> Recipe:
-    """The recipe of a run, and a copy of that to be spoilt. It has no record of its content, as
-    older versions wrote it: with one, whatever is spoilt opens nowhere, and no check stands alone.
+    """The recipe of a run, and a copy of that to be spoilt. Its record of its content is taken away:
+    with one, whatever is spoilt opens nowhere, and no check stands alone.
     """
     make_recipe = lora_of if way.endswith("-lora") else recipe_of
     shutil.copytree(trained / "runs" / way, target / "runs" / way)

@@ -1,8 +1,8 @@
 """Whether a model folder still holds what was exported: the record in its `ingot.json` (a hash of
 each tensor, of its configuration and of the tokenizer's files), and its comparison without torch.
 
-It guards against damage and mistakes, not against somebody who changes the record too. Folders
-written by older versions have no record, or one of tensors only, and open unchecked.
+It guards against damage and mistakes, not against somebody who changes the record too. Folders that
+others wrote have no record and open unchecked.
 """
 
 from __future__ import annotations

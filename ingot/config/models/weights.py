@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
@@ -71,23 +70,11 @@ def model_hash(folder: Path) -> str:
     return hash_model(folder)
 
 
-def hash_model(folder: Path, files: Sequence[Path] | None = None) -> str:
-    """Compute the hash of a model folder; reads every byte of the weights, those in `files`."""
-    files = weight_files(folder) if files is None else files
+def hash_model(folder: Path) -> str:
+    """Compute the hash of a model folder; reads every byte of the weights."""
     return fingerprint(
         {
             "config": model_config(folder),
-            "weights": {file.name: sha256_file(file) for file in files},
+            "weights": {file.name: sha256_file(file) for file in weight_files(folder)},
         }
     )
-
-
-def has_hash(folder: Path, recorded: str) -> bool:
-    """Whether a model folder has this hash. Where there is no index, an earlier version's is of all
-    that is called `model*.safetensors`, with what lies beside the model's own weights.
-    """
-    if model_hash(folder) == recorded:
-        return True
-    files = sorted(folder.glob("model*.safetensors"))
-    alike = (folder / INDEX).exists() or files == weight_files(folder)
-    return not alike and hash_model(folder, files) == recorded

@@ -166,7 +166,7 @@ def test_files_that_the_index_names_and_that_are_not_there_are_all_named(tmp_pat
 
 
 def test_other_weights_beside_a_models_own_are_not_read(tmp_path: Path) -> None:
-    """As those of an earlier version that somebody kept there."""
+    """As those of an earlier export that somebody kept there."""
     folder, other = make_reference(tmp_path / "model"), make_reference(tmp_path / "other", seed=1)
     model, hashed = load_model(folder, device=CPU), hash_model(folder)
     shutil.copy(other / "model.safetensors", folder / "model_old.safetensors")
