@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -79,17 +78,11 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _is_unchanged(marker: dict[str, Any], content: bytes) -> bool:
-    if CHECKSUM in marker:
-        rest = {key: value for key, value in marker.items() if key != CHECKSUM}
-        # Compare the bytes too: a changed digit of a float, for example, may parse to the same
-        # value.
-        return content == _text(marker).encode(errors="surrogatepass") and marker[
-            CHECKSUM
-        ] == _checksum(rest)
-    # Markers of older versions have no checksum and end with their files. One whose last value
-    # looks like a checksum had one, and its key was damaged.
-    last = marker[next(reversed(marker))] if marker else None
-    return not (isinstance(last, str) and re.fullmatch("[0-9a-f]{64}", last))
+    rest = {key: value for key, value in marker.items() if key != CHECKSUM}
+    # Compare the bytes too: a changed digit of a float, for example, may parse to the same value.
+    return marker.get(CHECKSUM) == _checksum(rest) and content == _text(marker).encode(
+        errors="surrogatepass"
+    )
 
 
 def _text(marker: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ was written.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import entry_of, problems, read_marker, write_marker
+from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
 from ingot.base.remote import bucket
 from ingot.base.remote import service as upload
 from ingot.base.remote.service import EMULATOR
@@ -346,11 +345,8 @@ def test_what_was_fetched_is_kept_when_fetching_breaks(
 def test_what_lies_outside_of_the_folder_is_not_written(
     server: Server, mirror: BucketMirror, tmp_path: Path
 ) -> None:
-    write_marker(tmp_path, COMMIT, {"step": 3}, [])
-    text = json.dumps(
-        {"schema": 1, "step": 3, "files": [{"path": "../../escaped", "bytes": 1, "sha256": "0"}]}
-    )
-    mirror.bucket.put(f"step-00000003/{COMMIT}", text.encode())
+    write_marker(tmp_path, COMMIT, {"step": 3}, [FileEntry("../../escaped", 1, "0")])
+    mirror.bucket.put(f"step-00000003/{COMMIT}", (tmp_path / COMMIT).read_bytes())
     with pytest.raises(Damaged, match=r"lists \.\./\.\./escaped, which lies outside"):
         mirror.fetch(3, tmp_path / "there")
 

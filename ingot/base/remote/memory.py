@@ -30,8 +30,6 @@ tick of the disk's clock have the same time.
 
 Content = tuple[int, str]
 """Bytes and CRC32C."""
-UNKNOWN: Content = (-1, "")
-"""The content in records of older versions, which kept paths only."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,12 @@ class AgreedState(ChecksumCache):
     def __init__(self, root: Path, url: str) -> None:
         super().__init__(root, "memory.json")
         self._url = url
-        known = self._stored.get("known", {}) if self._stored.get("url") == url else {}
-        self.known: dict[str, Content] = {
-            path: (known[path][0], known[path][1]) if isinstance(known, dict) else UNKNOWN
-            for path in known
-        }
+        known = self._stored.get("known") if self._stored.get("url") == url else None
+        self.known: dict[str, Content] = (
+            {path: (bytes, checksum) for path, (bytes, checksum) in known.items()}
+            if isinstance(known, dict)
+            else {}
+        )
 
     def write(self, **more: Any) -> None:
         super().write(url=self._url, known=dict(sorted(self.known.items())), **more)

@@ -289,7 +289,7 @@ def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(
     assert content(tmp_path / "other") == content(run)
 
 
-def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(
+def test_a_memory_without_contents_deletes_nothing_there(
     server: Server, run: Path, tmp_path: Path
 ) -> None:
     push(run, URL)
@@ -301,10 +301,6 @@ def test_a_memory_of_an_older_ingot_that_kept_paths_alone_deletes_nothing_there(
     push(run, URL)
     pull(URL, tmp_path / "other")
     assert content(tmp_path / "other") == content(run) | {"recipe.yaml": b"name: one"}
-    memory.write_text(json.dumps(about | {"known": [*sorted(about["known"]), "notes"]}))
-    fill(run, {"notes": b"of a state that was"})
-    pull(URL, run)
-    assert content(run) == content(tmp_path / "other")
 
 
 def test_what_is_to_be_kept_is_neither_overwritten_nor_deleted_nor_forgotten(
