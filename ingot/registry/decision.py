@@ -47,11 +47,8 @@ def read_decision(path: Path) -> dict[str, Any] | None:
 
 
 def is_about(decided: Mapping[str, Any], report: EvaluationReport) -> bool:
-    """Is the decision about these numbers of this model? Earlier versions wrote of the model
-    alone.
-    """
-    candidate = {"report": _numbers(report), **decided["candidate"]}
-    return evaluation_identity(report).items() <= candidate.items()
+    """Is the decision about these numbers of this model?"""
+    return bool(decided["candidate"] == evaluation_identity(report))
 
 
 def model_identity(report: EvaluationReport) -> dict[str, str]:

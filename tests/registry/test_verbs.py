@@ -188,15 +188,6 @@ def test_a_decision_holds_for_the_numbers_that_it_was_made_of(tmp_path: Path) ->
     assert both(recipe)[1].result == "words v2, live"
 
 
-def test_an_earlier_versions_decision_holds_for_its_model(tmp_path: Path) -> None:
-    recipe = trained(a_recipe(tmp_path), "a")
-    gate(recipe)
-    written = decision(recipe)
-    del written["candidate"]["report"]
-    (recipe.folder.reports / "gate.json").write_text(json.dumps(written))
-    assert register(recipe).result == "words v1, live"
-
-
 def test_without_a_report_or_a_model_the_next_command_is_named(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     with pytest.raises(WrongInput, match="run `ingot evaluate` first"):
