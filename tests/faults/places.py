@@ -713,7 +713,7 @@ FAULTS = [
     Fault(
         "another-tools-weights-unhashed",
         "ingot/registry/verbs.py",
-        "if not recorded and not has_hash(folder, report.model_hash):",
+        "if not recorded and (found := hash_model(folder)) != report.model_hash:",
         "if False:",
         "weights of another tool that changed since they were measured go live as the measured ones",
         "tests/registry/test_verbs.py",
@@ -745,8 +745,8 @@ FAULTS = [
     Fault(
         "cancels-anothers-pipeline",
         "ingot/launch/places/dataflow.py",
-        '            labels[START] = handle.about["start"]\n',
-        "            pass\n",
+        '            START: handle.about["start"],\n',
+        "",
         "a driver that fails here cancels the pipeline that another computer's driver started",
         "tests/launch/places/test_dataflow.py",
     ),

@@ -117,8 +117,7 @@ class DataflowLauncher:
         known = find_handle(self._recipe.folder.root, job.name, KIND)
         labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
         for found in self._dataflow_jobs(job.name, labels):
-            # The pipelines of an earlier version's driver have no such label, nor has its handle.
-            if known is None or found.labels.get(START) != known.about.get("start"):
+            if known is None or found.labels.get(START) != known.about["start"]:
                 return (
                     f"the Dataflow job {found.id} works on this run and was started elsewhere;"
                     " cancel it there, or wait for it"
@@ -207,9 +206,8 @@ class DataflowLauncher:
         labels = {
             **job_labels(self._recipe, handle.name, handle.about["mirror"]),
             ATTEMPT: handle.about["meet"].rpartition("-")[2],
+            START: handle.about["start"],
         }
-        if "start" in handle.about:  # not from an earlier version
-            labels[START] = handle.about["start"]
         for job in self._dataflow_jobs(handle.name, labels):
             data_jobs.cancel_dataflow_job(self._google, job)
 

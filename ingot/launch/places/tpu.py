@@ -281,8 +281,7 @@ class TpuLauncher:
         there_s = time.time() - float(made[0]["t_wall"])
         if not arrived and there_s > self.recipe.launch.start_s:
             return not_come_up(self.recipe, handle.id, 0, rendezvous.notes(BOOT).get(0))
-        # A handle of an earlier version has no limit.
-        limit_s = float(handle.about.get("limit_s", self.recipe.cloud.max_run))
+        limit_s = float(handle.about["limit_s"])
         if there_s > limit_s + SAVE_S + 2 * SPARE_S:
             return (
                 f"{handle.id} was still there {duration(there_s - limit_s)} after its"
