@@ -92,7 +92,7 @@ def _kept_plan(run: RunFolder) -> dict[str, Any]:
     except ValueError as error:
         raise WrongInput(f"{run.plan} cannot be read ({error}); {KEEP_ANEW}") from None
     if not isinstance(plan, dict) or "coefficients" not in plan:
-        raise WrongInput(f"{run.plan} is of an older ingot; {KEEP_ANEW}")
+        raise WrongInput(f"{run.plan} is no plan; {KEEP_ANEW}")
     return plan
 
 
@@ -110,7 +110,7 @@ def _devices(run: RunFolder) -> dict[str, Any]:
         raise WrongInput(f"{run.root} has trained nothing yet; run `ingot train` first")
     found = [_mapping(event.get("devices")) for event in starts]
     if not all(found):
-        raise WrongInput(f"{run.root} does not record its devices: an older ingot trained it")
+        raise WrongInput(f"{run.events} does not tell what {run.root} ran on; train it again")
     if any(one != found[0] for one in found):
         raise WrongInput(
             f"{run.root} ran on several kinds of machines, so that its steps are a measure of none"

@@ -155,7 +155,7 @@ def _title(report: Row) -> str:
 def _parameters(row: Row) -> str:
     """Of a mixture of experts, those that one token meets too."""
     whole = row["parameters"]
-    active = row.get("active_parameters", whole)
+    active = row["active_parameters"]
     few = "" if active == whole else f" ({count(active)} active for a token)"
     return f"{count(whole)} parameters{few}"
 

@@ -120,7 +120,7 @@ def read_layout(run: RunFolder) -> dict[str, Any] | None:
     """What was decided before; None if nothing was, or if it cannot be read."""
     try:
         kept: dict[str, Any] = json.loads(run.layout.read_bytes())
-        whole = kept["schema"] == SCHEMA and set(kept["degrees"]) | {"expert"} == {*AXES, "expert"}
+        whole = kept["schema"] == SCHEMA and set(kept["degrees"]) == {*AXES, "expert"}
         return kept if whole and kept["devices"]["memory"] and kept["settings"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

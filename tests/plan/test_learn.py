@@ -175,7 +175,7 @@ def test_of_a_guessed_device_the_range_becomes_that_of_other_recipes(tmp_path: P
         ({"plan": {"place": {"world": 8}}}, "and its plan is for 8 x quick-9000"),
         ({"plan": {"knobs": {"train": {"steps": 7}}}}, "has other knobs than its plan: train"),
         ({"plan": {"step": {"unknown": "a trace"}}}, "does not tell the seconds of a step"),
-        ({"devices": None}, "does not record its devices: an older ingot trained it"),
+        ({"devices": None}, "does not tell what"),
         ({"devices": HERE | {"name": "Slow 100"}}, "ran on 1 x slow-100-1-x-2-threads, and its"),
         ({"devices": HERE | {"type": "cuda"}}, "device Quick 9000 is not known"),
         ({"seconds": [1.0] * LEAST}, f"has {LEAST - 1} logged steps that nothing disturbed"),
@@ -191,10 +191,10 @@ def test_nothing_is_learned_from_what_is_no_measure(
     assert took(known()).origin == "measured"
 
 
-def test_a_plan_of_an_older_ingot_is_refused(tmp_path: Path) -> None:
+def test_another_file_in_the_place_of_the_plan_is_refused(tmp_path: Path) -> None:
     run = trained(tmp_path, [1.0] * 8)
     run.plan.write_text(json.dumps({"schema": 1, "step": {}}))
-    with pytest.raises(WrongInput, match="is of an older ingot; keep one"):
+    with pytest.raises(WrongInput, match="is no plan; keep one"):
         learn(run)
 
 
