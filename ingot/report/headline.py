@@ -171,20 +171,11 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
 
 
 def trained_tokens(view: RunView) -> int:
-    """Tokens of text in all steps, by the mean since the logged step before; 0 where unknown. Of
-    runs that logged none, padding included.
-    """
+    """Tokens of text in all steps, by the mean since the logged step before; 0 where unknown."""
     logged = view.curves["train/tokens_per_step"]
-    if logged:
-        steps = pairwise((float(view.first_step), *logged.steps))
-        means = zip(steps, logged.values, strict=True)
-        return round(sum(max(step - before, 0.0) * mean for (before, step), mean in means))
-    batch, seq_len = view.knob("train.global_batch"), view.knob("data.seq_len")
-    return (
-        view.steps_trained * batch * seq_len
-        if isinstance(batch, int) and isinstance(seq_len, int)
-        else 0
-    )
+    steps = pairwise((float(view.first_step), *logged.steps))
+    means = zip(steps, logged.values, strict=True)
+    return round(sum(max(step - before, 0.0) * mean for (before, step), mean in means))
 
 
 def bits_per_byte_bars(view: RunView, headline: Headline) -> Markup:

@@ -94,7 +94,7 @@ def test_a_report_comes_back_equal(tmp_path: Path) -> None:
     assert read_report(tmp_path / "reports" / "evaluate.json") == written
 
 
-def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None:
+def test_the_base_comes_back_and_a_report_may_have_none(tmp_path: Path) -> None:
     written = EvaluationReport(
         "m",
         "t",
@@ -106,8 +106,8 @@ def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None
     write_report(tmp_path / "evaluate.json", written)
     assert read_report(tmp_path / "evaluate.json") == written
     assert written.bits_per_byte == {"gzip -9": 2.0}
-    older = {key: value for key, value in asdict(written).items() if key != "base"}
-    (tmp_path / "evaluate.json").write_text(json.dumps(older))
+    without = {key: value for key, value in asdict(written).items() if key != "base"}
+    (tmp_path / "evaluate.json").write_text(json.dumps(without))
     assert read_report(tmp_path / "evaluate.json").base == {}
     with pytest.raises(Failed, match="base loss/loss is inf"):
         write_report(
@@ -118,7 +118,7 @@ def test_the_base_comes_back_and_older_reports_have_none(tmp_path: Path) -> None
         )
 
 
-def test_an_interval_without_width_is_none_also_in_reports_of_before(tmp_path: Path) -> None:
+def test_an_interval_without_width_is_none_also_in_a_report_that_is_read(tmp_path: Path) -> None:
     """Of one document the value was told as both ends: nothing may take that for certainty."""
     before = asdict(report(loss__loss=LOSS))
     before["metrics"]["loss/loss"] |= {"ci_low": 2.5, "ci_high": 2.5, "n": 1}

@@ -136,6 +136,7 @@ def _metrics(run: RunFolder, steps: int, every: int, generator: random.Random) -
                     "step": step,
                     "t_wall": BEGAN + 30 + step / 3,
                     "train/loss": ideal + generator.gauss(0, 0.07),
+                    "train/tokens_per_step": 2048.0,
                     "train/lr": lr,
                     "train/grad_norm": (
                         0.6 + 6 * math.exp(-step / (0.06 * steps)) + abs(generator.gauss(0, 0.12))

@@ -31,6 +31,7 @@ def row(devices: int, micro_batch: int, precision: str = "fp32", **values: Any) 
         "gpu_memory": None,
         "process_memory_bytes": 2_100_000_000,
         "parameters": 56_000_000,
+        "active_parameters": 56_000_000,
         "device": "CPU, 2 threads",
     }
     return {

@@ -78,7 +78,7 @@ def test_the_answer_comes_first(run: RunFolder) -> None:
 
 def test_tokens_are_counted_of_text_where_the_steps_tell_how_many(run: RunFolder) -> None:
     """A line has the mean since the line before; steps whose line a restart cut away count by the
-    next one. Runs of before have none and are told by their rows.
+    next one.
     """
     assert trained_tokens(read_run(run)) == 300 * 2048
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
