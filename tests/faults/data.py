@@ -986,4 +986,30 @@ FAULTS = [
         "a model reads the data's ids as other words, since its tokenizer was replaced",
         "tests/train/test_refused.py",
     ),
+    Fault(
+        "earlier-answers-of-both-sides-are-compared",
+        "ingot/data/documents/preferences.py",
+        "        return _parted(chosen, rejected)\n    return Preference(prompt",
+        "        own = len(prompt or [])\n"
+        "        return Preference(chosen[:own], chosen[own:], rejected[own:])\n"
+        "    return Preference(prompt",
+        "answers that both sides of a preference have are trained as what differs between them",
+        "tests/data/documents/test_preferences.py",
+    ),
+    Fault(
+        "earlier-answers-are-rated",
+        "ingot/data/documents/rated.py",
+        "before, answer = _parted(answer, len(prompt))",
+        "before, answer = prompt, answer[len(prompt) :]",
+        "one verdict is learned of all answers of a conversation, not of the last that it is about",
+        "tests/data/documents/test_preferences.py",
+    ),
+    Fault(
+        "two-system-messages",
+        "ingot/data/documents/messages.py",
+        'if messages and messages[0]["role"] == "system":',
+        "if False:",
+        "a chat that begins with a system message has another one before it, from a column",
+        "tests/data/documents/test_chats.py",
+    ),
 ]

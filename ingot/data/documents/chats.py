@@ -26,10 +26,10 @@ from ingot.data.documents.messages import (
     messages_of,
     missing_columns,
     stored,
-    system_of,
     text_of,
+    with_system,
 )
-from ingot.data.documents.preferences import answer_in, prompt_in
+from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
@@ -86,13 +86,10 @@ def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> l
     if kind == "alpaca":
         messages = _alpaca(record, columns)
     elif kind == "hh":
-        messages = [
-            *system_of(record, columns),
-            *hh_messages(_needed(record, "text", columns), columns.get("text", "text")),
-        ]
+        messages = hh_messages(_needed(record, "text", columns), columns.get("text", "text"))
     else:
-        turns = _turns(record, kind, columns, guess=layout == "auto")
-        messages = [*system_of(record, columns), *turns]
+        messages = _turns(record, kind, columns, guess=layout == "auto")
+    messages = with_system(messages, record, columns)
     if not messages:
         raise RecordError("empty chat")
     if not any(message["role"] == "assistant" and has_content(message) for message in messages):
@@ -114,7 +111,8 @@ def _turns(
             "the prompt has answers",
             "give it as `messages`, and what is not to be trained a `weight` of 0",
         )
-    return [*prompt, *answer_in(record, "completion", kind, columns, guess=guess)]
+    answer = answer_in(record, "completion", kind, columns, guess=guess)
+    return answer if begins_with(answer, prompt) else [*prompt, *answer]
 
 
 def _is_prompted(record: Mapping[str, Any], columns: ColumnNames) -> bool:

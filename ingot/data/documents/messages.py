@@ -231,6 +231,17 @@ def system_of(record: Mapping[str, Any], columns: ColumnNames) -> list[Message]:
     )
 
 
+def with_system(
+    messages: list[Message], record: Mapping[str, Any], columns: ColumnNames
+) -> list[Message]:
+    """The messages behind the system prompt of a column of its own, unless they have one
+    themselves, which counts more, as in other trainers.
+    """
+    if messages and messages[0]["role"] == "system":
+        return messages
+    return [*system_of(record, columns), *messages]
+
+
 def alpaca_prompt(record: Mapping[str, Any], columns: ColumnNames, what: str) -> list[Message]:
     """The messages before the answer in Alpaca's columns: system prompt, earlier exchanges,
     instruction and input.

@@ -4,7 +4,7 @@ chats.
 
 They come in the layouts of chats. The prompt is in the layout's own columns, or in `prompt`, as
 messages or a string; the answers are in `chosen` and `rejected`, as strings or messages. If these
-are whole conversations, the prompt is their common beginning.
+are whole conversations, the prompt is their common beginning, whatever a column repeats of it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ingot.data.documents.messages import (
     messages_of,
     missing_columns,
     stored,
-    system_of,
     text_of,
     user,
+    with_system,
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.documents.tools import tools_of
@@ -148,23 +148,23 @@ def _preference(record: Mapping[str, Any], layout: str, columns: ColumnNames) ->
             )
     kind = _layout(record, columns) if layout == "auto" else layout
     if kind == "hh":
-        return _parted(
-            system_of(record, columns),
-            *(
-                hh_messages(column(record, name, columns), columns.get(name, name))
-                for name in SIDES
-            ),
+        found = _parted(
+            *(hh_messages(column(record, name, columns), columns.get(name, name)) for name in SIDES)
         )
-    guess = layout == "auto"
+    else:
+        found = _prompted(record, kind, columns, guess=layout == "auto")
+    return found._replace(prompt=with_system(found.prompt, record, columns))
+
+
+def _prompted(
+    record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
+) -> Preference:
     chosen, rejected = (answer_in(record, name, kind, columns, guess=guess) for name in SIDES)
     prompt = prompt_in(record, kind, columns, guess=guess)
-    if prompt is None:
-        return _parted(system_of(record, columns), chosen, rejected)
-    if begins_with(chosen, prompt) and begins_with(rejected, prompt):
-        # Some data sets repeat the prompt in both answers.
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    before = prompt if kind == "alpaca" else [*system_of(record, columns), *prompt]
-    return Preference(before, chosen, rejected)
+    if prompt is None or (begins_with(chosen, prompt) and begins_with(rejected, prompt)):
+        # Some data sets repeat the prompt, or but the first question, in both conversations.
+        return _parted(chosen, rejected)
+    return Preference(prompt, chosen, rejected)
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
@@ -248,9 +248,7 @@ def _are_messages(found: Any, columns: ColumnNames) -> bool:
     return False
 
 
-def _parted(
-    before: list[Message], chosen: Sequence[Message], rejected: Sequence[Message]
-) -> Preference:
+def _parted(chosen: Sequence[Message], rejected: Sequence[Message]) -> Preference:
     """Split two whole conversations where they first differ."""
     same = next(
         (
@@ -262,7 +260,7 @@ def _parted(
     )
     if chosen == rejected:
         raise RecordError("chosen and rejected are equal")
-    return Preference([*before, *chosen[:same]], list(chosen[same:]), list(rejected[same:]))
+    return Preference(list(chosen[:same]), list(chosen[same:]), list(rejected[same:]))
 
 
 def begins_with(side: Sequence[Message], prompt: Sequence[Message]) -> bool:

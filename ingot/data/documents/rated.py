@@ -3,7 +3,8 @@ JSON: `{"prompt": [messages], "answer": [messages], "label": 0 or 1}`, and `tool
 
 The prompt is in the columns of a chat layout or in `prompt`, the answer in `completion` (of
 Alpaca's layout in `output`), as strings or messages, and the verdict in `label`. Without an answer
-of its own, a conversation is rated by its last message.
+of its own, a conversation is rated by its last message; one in the place of an answer, by what
+follows its last question.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ingot.data.documents.messages import (
     has_content,
     missing_columns,
     stored,
-    system_of,
+    with_system,
 )
 from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
@@ -108,13 +109,23 @@ def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rate
     prompt = prompt_in(record, kind, columns, guess=guess)
     if prompt is None:
         raise missing_columns(record, "rated answer", "there is no prompt")
-    if kind != "alpaca":
-        prompt = [*system_of(record, columns), *prompt]
     if column(record, name, columns) is None:
         # A whole conversation, of which the last message is rated.
-        return Rated(prompt[:-1], prompt[-1:], label)
-    answer = answer_in(record, name, kind, columns, guess=guess)
-    return Rated(prompt, answer[len(prompt) :] if begins_with(answer, prompt) else answer, label)
+        before, answer = prompt[:-1], prompt[-1:]
+    else:
+        before, answer = prompt, answer_in(record, name, kind, columns, guess=guess)
+        if begins_with(answer, prompt):
+            before, answer = _parted(answer, len(prompt))
+    return Rated(with_system(before, record, columns), answer, label)
+
+
+def _parted(talk: list[Message], asked: int) -> tuple[list[Message], list[Message]]:
+    """Split a whole conversation, of which the first messages were `asked`, behind its last
+    question: earlier answers are part of the prompt.
+    """
+    users = (place for place, message in enumerate(talk[:-1]) if message["role"] == "user")
+    begin = max(asked, *(place + 1 for place in users), 0)
+    return talk[:begin], talk[begin:]
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:

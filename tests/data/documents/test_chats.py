@@ -76,6 +76,11 @@ def bad(record: Any, layout: str = "auto", **columns: str) -> BadRecord:
             {"prompt": HELLO[:1], "completion": HELLO[1:], "messages": None, "system": "s"},
             [("system", "s"), ("user", "hi"), ("assistant", "yo")],
         ),
+        ({"prompt": "hi", "completion": HELLO}, [("user", "hi"), ("assistant", "yo")]),
+        (
+            {"messages": [{"role": "system", "content": "own"}, *HELLO], "system": "s"},
+            [("system", "own"), ("user", "hi"), ("assistant", "yo")],
+        ),
         (
             {
                 "instruction": "i",

@@ -127,6 +127,38 @@ def test_layouts(record: dict[str, Any], expected: Preference) -> None:
     assert of(record) == expected
 
 
+FIRST = [user("q"), bot("a"), user("more?")]
+
+
+def test_a_question_that_stands_before_whole_conversations_is_no_other_prompt() -> None:
+    """Answers that both sides have would be trained, and weigh in losses by length."""
+    sides = {"chosen": [*FIRST, bot("good")], "rejected": [*FIRST, bot("bad")]}
+    expected = SIMPLE._replace(prompt=FIRST)
+    for prompt in ("q", FIRST[:1], FIRST[:2], FIRST, None):
+        assert of({"prompt": prompt, **sides}) == expected
+
+
+def test_a_rated_conversation_is_rated_by_what_follows_its_last_question() -> None:
+    def parts(record: dict[str, Any]) -> tuple[Any, Any]:
+        found = to_rated(1, {"prompt": "q", "label": True, **record}, "auto", {})
+        assert isinstance(found, ParsedDocument), found
+        return from_rated(found.text)[:2]
+
+    assert parts({"completion": [*FIRST, bot("good")]}) == (FIRST, [bot("good")])
+    looked = [{**bot(""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+              {"role": "tool", "content": "3"}, bot("It is 3.")]  # fmt: skip
+    assert parts({"completion": [*FIRST, *looked]}) == (FIRST, looked)
+    system = {"role": "system", "content": "s"}
+    assert parts({"completion": [user("q"), bot("good")], "system": "s"}) == (
+        [system, user("q")],
+        [bot("good")],
+    )
+    assert parts({"completion": [bot("a"), user("more?"), bot("good")]}) == (
+        [user("q")],
+        [bot("a"), user("more?"), bot("good")],
+    ), "an answer of several turns, as it was given"
+
+
 def test_renamed_columns_and_named_layouts() -> None:
     assert (
         of(
