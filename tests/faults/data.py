@@ -1012,4 +1012,12 @@ FAULTS = [
         "a chat that begins with a system message has another one before it, from a column",
         "tests/data/documents/test_chats.py",
     ),
+    Fault(
+        "messages-of-a-csv-are-texts",
+        "ingot/data/documents/preferences.py",
+        "        _refuse_python(value, columns)\n",
+        "",
+        "conversations that were saved as CSV are trained on as the text that Python shows of them",
+        "tests/data/documents/test_preferences.py",
+    ),
 ]

@@ -10,6 +10,7 @@ are whole conversations, the prompt is their common beginning, whatever a column
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -225,8 +226,26 @@ def _in_json(value: Any, columns: ColumnNames) -> Any:
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
+        _refuse_python(value, columns)
         return value
     return found if _are_messages(found, columns) else value
+
+
+def _refuse_python(text: str, columns: ColumnNames) -> None:
+    """Refuse messages as Python or NumPy show them, which would be trained on as they stand."""
+    if not text.rstrip().endswith(("}", "}]")):
+        return
+    for tags in TAGS.values():
+        role, content = (re.escape(columns.get(tag, tag)) for tag in tags)
+        known = "|".join(ROLES)
+        if re.search(rf"'{role}': *'({known})'", text, re.IGNORECASE) and re.search(
+            rf"'({content}|tool_calls|function_call)': ", text
+        ):
+            raise RecordError(
+                "messages as Python shows them",
+                f"{text[:40]!r} is no JSON; save the data set as JSON lines or Parquet instead of"
+                " CSV",
+            )
 
 
 def _are_messages(found: Any, columns: ColumnNames) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -299,6 +300,45 @@ def test_messages_in_json_with_a_fault_are_no_text(prompt: Any, reason: str) -> 
     assert bad({"prompt": json.dumps(prompt), **sides}).reason == reason
     listed = bad({"messages": json.dumps(prompt[1:]), **sides})
     assert listed.reason == reason, "a column for messages holds nothing else"
+
+
+TALK = [user('say "hi"'), {**bot("it's hi\n"), "name": None}]
+
+
+@pytest.mark.parametrize(
+    "shown", [repr(TALK), repr(TALK[1]), str(np.array(TALK, object)), repr(TALK[:1]) + "\n"]
+)
+def test_messages_as_python_shows_them_are_no_text(shown: str) -> None:
+    """So `datasets` and pandas write them into CSV."""
+    reason = "messages as Python shows them"
+    found = bad({"prompt": "q", "chosen": shown, "rejected": "no"})
+    assert found.reason == reason
+    assert "save the data set as JSON lines or Parquet" in found.detail
+    assert bad({"prompt": shown, "chosen": "yes", "rejected": "no"}).reason == reason
+    turned = sharegpt(("human", "q"))
+    assert bad({"prompt": repr(turned), "chosen": "yes", "rejected": "no"}).reason == reason
+    for record in ({"prompt": "q", "completion": shown}, {"messages": shown}):
+        chat = to_chat(1, record, "auto", {})
+        assert isinstance(chat, BadRecord)
+        assert "is no JSON" in chat.detail
+    rated = to_rated(1, {"prompt": "q", "completion": shown, "label": True}, "auto", {})
+    assert isinstance(rated, BadRecord)
+    assert rated.reason == reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'role': 'CTO', 'content': 'Ann Lee'}",
+        "{'role': 'user'}",
+        "{'role': 'user', 'content': 'hi'} is what I send.",
+        "{'from': 'Oslo', 'value': 3}",
+        "[{'name': 'b'}]",
+    ],
+)
+def test_what_is_python_but_no_message_is_text(text: str) -> None:
+    found = of({"prompt": text, "chosen": text, "rejected": "no"})
+    assert found == Preference([user(text)], [bot(text)], [bot("no")])
 
 
 def test_one_message_in_json_is_a_message() -> None:
