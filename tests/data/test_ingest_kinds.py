@@ -4,9 +4,11 @@ does not fit is told.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from ingot.base.errors import WrongInput
@@ -15,7 +17,8 @@ from ingot.data.ingest import ingest
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.local_files import STDLIB
 from tests.data.small import recipe
-from tests.data.test_ingest_chats import found, write
+from tests.data.test_ingest_chats import found, write, write_table
+from tests.lazy import require
 
 KNOBS: dict[str, dict[str, Any]] = {
     "preference": {"objective__kind": "dpo"},
@@ -36,7 +39,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def of(kind: str, root: Path, *sources: Any, **knobs: Any) -> Recipe:
-    return recipe(root, *sources, **KNOBS[kind], **knobs)
+    return recipe(root, *sources, **{**KNOBS[kind], **knobs})
 
 
 @pytest.mark.parametrize("kind", list(ROWS))
@@ -82,6 +85,30 @@ def test_integer_labels_of_tables(tmp_path: Path) -> None:
         made = of("labelled", tmp_path, {"source": str(tmp_path / "a.parquet"), **knobs})
         ingest(made)
         assert found(made) == [{"text": "x", "label": 1}]
+
+
+@pytest.mark.parametrize("source", ["a.parquet", "a.arrow", "hf:set"])
+def test_numbers_go_by_the_names_that_the_data_set_has(tmp_path: Path, source: str) -> None:
+    """`datasets` keeps them beside the table, and the hub in the card."""
+    numbers, names = [{"text": "awful", "class": 0}, {"text": "great", "class": 1}], ["bad", "good"]
+    if source == "hf:set":
+        require("datasets", reason="datasets is not installed")
+        (tmp_path / "set").mkdir()
+        write(tmp_path / "set" / "train.jsonl", numbers)
+        features = [{"name": "text", "dtype": "string"}, {"name": "class", "dtype": {
+            "class_label": {"names": dict(zip("01", names, strict=True))}}}]  # fmt: skip
+        card = {"dataset_info": {"features": features}}
+        (tmp_path / "set" / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+        source = f"hf:{tmp_path}/set"
+    else:
+        features = {"class": {"names": names, "_type": "ClassLabel"}}
+        about = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = pa.Table.from_pylist(numbers).replace_schema_metadata(about)
+        source = str(write_table(tmp_path / source, table))
+    settings = {"source": source, "columns": {"label": "class"}}
+    made = of("labelled", tmp_path, settings, objective__labels=["good", "bad"])
+    ingest(made)
+    assert found(made) == [{"text": "awful", "label": 1}, {"text": "great", "label": 0}]
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("tsv", "\t"), ("csv", ",")])

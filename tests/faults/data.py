@@ -518,7 +518,7 @@ FAULTS = [
     ),
     Fault(
         "label-shifted",
-        "ingot/data/documents/kinds.py",
+        "ingot/data/documents/labels.py",
         "return labels.index(str(value))",
         "return len(labels) - 1 - labels.index(str(value))",
         "classes are named the wrong way round",
@@ -1019,5 +1019,21 @@ FAULTS = [
         "",
         "conversations that were saved as CSV are trained on as the text that Python shows of them",
         "tests/data/documents/test_preferences.py",
+    ),
+    Fault(
+        "two-classes-become-one",
+        "ingot/data/documents/labels.py",
+        "    elif _are_numbers(labels):\n        return None\n",
+        "",
+        "of classes 1 to 5, a number 0 is taken for the class 1, beside those that are",
+        "tests/data/documents/test_kinds.py",
+    ),
+    Fault(
+        "classes-in-another-order",
+        "ingot/data/sources/tables.py",
+        "    return replace(extractor, classes=list(map(str, names)))",
+        "    return extractor",
+        "numbers of classes go by the order of the recipe, though the file says what they mean",
+        "tests/data/test_ingest_kinds.py",
     ),
 ]

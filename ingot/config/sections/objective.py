@@ -365,8 +365,9 @@ class ClassifySettings(ObjectiveSettings):
     kind: Literal["classify"]
     """The way of training."""
     labels: Annotated[list[str], Field(min_length=2)]
-    """Names of the classes. A document gives its label by name, or by its number in this list, from
-    0.
+    """Names of the classes. A document gives its label by name, or by the number that the data set
+    itself has for a name, or, where it tells none, by its place in this list, from 0; but of
+    classes such as 1 to 5, numbers are names.
     """
 
     @field_validator("labels")

@@ -16,6 +16,7 @@ from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 from ingot.data.documents import chats, preferences, rated
 from ingot.data.documents.chats import from_chat, to_chat
+from ingot.data.documents.labels import label_of
 from ingot.data.documents.messages import (
     THOUGHTS,
     ColumnNames,
@@ -79,13 +80,14 @@ def to_pair(
 
 
 def to_labelled(
-    row: int, record: Mapping[str, Any], columns: ColumnNames, labels: Sequence[str]
+    row: int,
+    record: Mapping[str, Any],
+    columns: ColumnNames,
+    labels: Sequence[str],
+    classes: Sequence[str] = (),
 ) -> ParsedDocument | BadRecord:
     """The labelled text of one record as canonical JSON, or the reason why there is none.
-    `columns`: standard name -> name in the record.
-
-    A label is matched with the names in `labels`, else taken as an index into them; a number that
-    is itself a name is a name, whether the file has it as a number or a string.
+    `columns`: standard name -> name in the record. `labels`, `classes`: as for `label_of`.
 
     Raises:
         WrongInput: `columns` renames a column that a labelled text does not have.
@@ -93,7 +95,10 @@ def to_labelled(
     check_columns(frozenset(LABELLED), tuple(columns), "a labelled text")
     text, label = (columns.get(name, name) for name in LABELLED)
     return stored(
-        row, lambda: Labelled(_text(record, text), _label(record, label, labels))._asdict()
+        row,
+        lambda: Labelled(
+            _text(record, text), label_of(_there(record, label), label, labels, classes)
+        )._asdict(),
     )
 
 
@@ -127,20 +132,6 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _label(record: Mapping[str, Any], name: str, labels: Sequence[str]) -> int:
-    value = _there(record, name)
-    if str(value) in labels and isinstance(value, str | int) and not isinstance(value, bool):
-        return labels.index(str(value))
-    digits = isinstance(value, str) and value.isascii() and value.isdigit()
-    number = int(value) if digits and len(value) < 10 else value
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(labels):
-        raise RecordError(
-            "label outside objective.labels",
-            f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}",
-        )
-    return number
-
-
 def _there(record: Mapping[str, Any], name: str) -> Any:
     """The value of a column."""
     if name not in record:
@@ -165,7 +156,7 @@ PLURALS: dict[Documents, str] = {
 @dataclass(frozen=True)
 class DocumentExtractor:
     """Makes a document of each record of a source. `names` are the column names of a table without
-    a header line.
+    a header line, `classes` the names that a table itself has for numbers of classes.
     """
 
     column: str = "text"
@@ -174,6 +165,7 @@ class DocumentExtractor:
     columns: Mapping[str, str] = field(default_factory=dict)
     labels: Sequence[str] = ()
     names: Sequence[str] = ()
+    classes: Sequence[str] = ()
 
     @classmethod
     def for_source(
@@ -240,7 +232,7 @@ class DocumentExtractor:
         if self.documents == "pair":
             return to_pair(row, record, self.columns)
         if self.documents == "labelled":
-            return to_labelled(row, record, self.columns, self.labels)
+            return to_labelled(row, record, self.columns, self.labels, self.classes)
         if self.column not in record:
             return BadRecord(
                 row, f"no `{self.column}`", f"keys: {', '.join(record)[:200]}", tuple(record)

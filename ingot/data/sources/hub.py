@@ -19,7 +19,7 @@ from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile, recall, remember
-from ingot.data.sources.tables import batch_documents, columns_of
+from ingot.data.sources.tables import batch_documents, columns_of, with_classes
 
 SCHEME = "hf:"
 
@@ -166,6 +166,7 @@ def hub_documents(
             return
         if not row:
             columns = columns_of(table.schema, file.path, extractor)
+            extractor = with_classes(extractor, table.schema)
         for batch in table.select(columns).to_batches():
             yield from batch_documents(batch, row, extractor, table.column_names)
             row += batch.num_rows

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from ingot.base.errors import WrongInput
@@ -135,7 +137,7 @@ def parquet(
         yield BadRecord(1, "broken Parquet", str(error)[:120], ends_file=True)
         return
     schema = file.schema_arrow
-    columns = columns_of(schema, path, extractor)
+    columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
     batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
     yield from _rows(batches, "Parquet", extractor, schema.names)
 
@@ -150,7 +152,7 @@ def arrow(
         yield BadRecord(1, "broken Arrow", str(error)[:120], ends_file=True)
         return
     schema = next(batches)
-    columns = columns_of(schema, path, extractor)
+    columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
     yield from _rows((batch.select(columns) for batch in batches), "Arrow", extractor, schema.names)
 
 
@@ -224,6 +226,20 @@ def columns_of(schema: pa.Schema, path: str, extractor: DocumentExtractor) -> li
             f" {', '.join(schema.names)}"
         )
     return extractor.read_columns(schema.names)
+
+
+def with_classes(extractor: DocumentExtractor, schema: pa.Schema) -> DocumentExtractor:
+    """The extractor with the names that `datasets` has put beside a table for its numbers of
+    classes.
+    """
+    if extractor.documents != "labelled":
+        return extractor
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[extractor.columns.get("label", "label")]["names"]
+    except (KeyError, TypeError, ValueError):
+        return extractor
+    return replace(extractor, classes=list(map(str, names)))
 
 
 def _is_text(kind: pa.DataType) -> bool:

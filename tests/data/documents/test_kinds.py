@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from tests.data.small import recipe, sentences, write_jsonl
 LABELS = ["negative", "positive"]
 
 
-def label(value: Any, labels: list[str] = LABELS) -> int | str:
+def label(value: Any, labels: list[str] = LABELS, classes: Sequence[str] = ()) -> int | str:
     """The number of a label, or why it has none."""
-    found = to_labelled(1, {"text": "x", "label": value}, {}, labels)
+    found = to_labelled(1, {"text": "x", "label": value}, {}, labels, classes)
     return (
         f"{found.reason} ({found.detail})"
         if isinstance(found, BadRecord)
@@ -123,7 +124,38 @@ def test_a_number_that_is_a_name_is_a_name() -> None:
     """Stars from 1 to 3 are not shifted by one, whether the file has numbers or texts."""
     stars = ["1", "2", "3"]
     assert [label(value, stars) for value in (1, "1", 3, "3")] == [0, 0, 2, 2]
-    assert label(0, stars) == 0, "no name, but a number in range"
+    for value in (0, "0"):
+        told = str(label(value, stars))
+        assert told.startswith("label outside objective.labels (`label` is '0', the labels are 1,")
+        assert told.endswith("numbers are names here)"), "else 0 and 1 would be one class"
+    for number, others in ((2, ["-1", "0", "1"]), (0, ["1.0", "2.0"]), (0, ["1", "2", "none"])):
+        assert "outside" in str(label(number, others))
+
+
+def test_numbers_have_the_names_that_the_file_has_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which are often in another order, or fewer or more."""
+
+    def numbers(labels: list[str], classes: list[str]) -> list[int | str]:
+        return [label(value, labels, classes) for value in range(3)]
+
+    outside = "label outside objective.labels (`label` is '{}', the labels are {})"
+    assert numbers(["pos", "neg"], ["neg", "pos"])[:2] == [1, 0]
+    assert label("pos", ["pos", "neg"], ["neg", "pos"]) == 0
+    assert label(-1, ["pos", "neg"], ["neg", "pos"]) == outside.format(-1, "pos, neg")
+    assert numbers(["neg", "pos"], ["neg", "even", "pos"]) == [
+        0,
+        outside.format(1, "neg, pos"),
+        1,
+    ]
+    assert numbers(["1", "2", "3"], ["3", "2", "1"]) == [2, 1, 0]
+    assert capsys.readouterr().err == ""
+    assert numbers(["1", "2", "3"], ["1 star", "2 stars", "3 stars"]) == [0, 1, 2]
+    assert capsys.readouterr().err == (
+        "warning: the data set calls its classes 1 star, 2 stars, 3 stars, objective.labels"
+        " 1, 2, 3: its numbers are taken in this order, 0 for 1\n"
+    ), "said once"
 
 
 def test_other_columns() -> None:
