@@ -140,6 +140,64 @@ def test_descriptions_of_tools_are_kept_as_a_server_is_told_of_them(tmp_path: Pa
     assert open_raw(made).splits["train"][0].bad == {"not a list of tools": 4}
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_tools_by_their_older_name(tmp_path: Path, ending: str) -> None:
+    """Calls of the same age are read, and the model must know what it may call."""
+    bare = FRAMED["function"]
+    rows = [{**CHATS[0], "functions": [bare]}, {**CHATS[0], "functions": []}]
+    path = write(tmp_path / f"a.{ending}", rows)
+    ingest(made := chats(tmp_path, path))
+    assert found(made) == [{**CHATS[0], "tools": [FRAMED]}, CHATS[0]]
+    ingest(made := chats(tmp_path, {"source": str(path), "columns": {"tools": "none"}}))
+    assert found(made) == [CHATS[0]] * 2
+    both = {**CHATS[0], "tools": [FRAMED], "functions": [{"name": "older"}]}
+    ingest(made := chats(tmp_path, write(tmp_path / f"b.{ending}", [both])))
+    assert found(made) == [{**CHATS[0], "tools": [FRAMED]}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize(
+    ("column", "value", "nothing", "told"),
+    [
+        (
+            "chat_template_kwargs",
+            {"enable_thinking": False, "xml_tools": []},
+            {"enable_thinking": None, "xml_tools": []},
+            "set tokenizer.template_kwargs",
+        ),
+        ("images", ["a.png"], [], "texts are trained on alone"),
+    ],
+)
+def test_what_would_make_another_chat_is_not_left_out_in_silence(
+    tmp_path: Path, ending: str, column: str, value: Any, nothing: Any, told: str
+) -> None:
+    given = [json.dumps(one) if ending == "csv" else one for one in (value, nothing, None)]
+    rows = [{"prompt": "q", "completion": "a", column: one} for one in given]
+    path = write(tmp_path / f"a.{ending}", rows)
+    ingest(made := chats(tmp_path, path))
+    assert len(found(made)) == 2
+    source = open_raw(made).splits["train"][0]
+    assert source.bad == {f"`{column}` is not read": 1}
+    assert told in source.examples[0]
+    assert f"columns={{{column}: none}} leaves them out" in source.examples[0]
+    ingest(made := chats(tmp_path, {"source": str(path), "columns": {column: "none"}}))
+    assert len(found(made)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [("dpo", {"chosen": "a", "rejected": "b"}), ("kto", {"completion": "a", "label": True})],
+)
+def test_nor_of_a_preference_or_a_rated_answer(
+    tmp_path: Path, kind: str, answers: dict[str, Any]
+) -> None:
+    rows = [{"prompt": "q", **answers, "images": images} for images in ([], ["a.png"])]
+    made = recipe(tmp_path, write(tmp_path / "a.jsonl", rows), objective__kind=kind)
+    ingest(made)
+    source = open_raw(made).splits["train"][0]
+    assert (source.documents, source.bad) == (1, {"`images` is not read": 1})
+
+
 def test_a_table_gives_no_tool_what_only_another_has(tmp_path: Path) -> None:
     """All structs of a column of Arrow have the same keys."""
     a, b = ({"type": "object", "properties": {name: {"type": "string"}}} for name in "ab")

@@ -1036,4 +1036,20 @@ FAULTS = [
         "numbers of classes go by the order of the recipe, though the file says what they mean",
         "tests/data/test_ingest_kinds.py",
     ),
+    Fault(
+        "functions-left-out-in-silence",
+        "ingot/data/documents/beside.py",
+        'if found is None and "tools" not in columns:',
+        "if False:",
+        "calls are trained on, and the model is told of no function that it may call",
+        "tests/data/test_ingest_chats.py",
+    ),
+    Fault(
+        "images-left-out-in-silence",
+        "ingot/data/documents/beside.py",
+        "if _holds(column(record, usual, columns)):",
+        "if False:",
+        "of chats about images, and of those with variables for the template, the words are trained on",
+        "tests/data/test_ingest_chats.py",
+    ),
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
+from ingot.data.documents.beside import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     LAYOUTS,
     ColumnNames,
@@ -31,7 +32,6 @@ from ingot.data.documents.messages import (
 )
 from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
-from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
 
 CHAT_COLUMN = {"messages": "messages", "sharegpt": "conversations"}
@@ -82,6 +82,7 @@ def from_chat(chat: str) -> Chat:
 
 
 def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> list[Message]:
+    refuse_unread(record, columns)
     kind = _layout(record, columns) if layout == "auto" else layout
     if kind == "alpaca":
         messages = _alpaca(record, columns)

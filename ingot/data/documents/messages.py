@@ -42,7 +42,13 @@ ROLES = {
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 THOUGHTS = ("reasoning_content", "thinking")
 """The keys of what is thought before a content."""
-BESIDE = frozenset({"system", "tools"})
+_MEDIA = "texts are trained on alone"
+UNREAD = {
+    "chat_template_kwargs": "set tokenizer.template_kwargs, which are those of all chats",
+    **dict.fromkeys(("images", "image", "videos", "audios"), _MEDIA),
+}
+"""Columns without which a chat is another one, and what is to be done about them."""
+BESIDE = frozenset({"system", "tools", "functions", *UNREAD})
 """Columns beside the messages of any layout."""
 LAYOUTS: dict[str, frozenset[str]] = {
     "messages": BESIDE | {"messages", "role", "content", "prompt", "completion"},

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
+from ingot.data.documents.beside import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     BESIDE,
     LAYOUTS,
@@ -41,7 +42,6 @@ from ingot.data.documents.messages import (
     with_system,
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
-from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import MARKS, Chat
 
 Side = Literal["chosen", "rejected"]
@@ -147,6 +147,7 @@ def _preference(record: Mapping[str, Any], layout: str, columns: ColumnNames) ->
             raise missing_columns(
                 record, "preference", f"`{columns.get(name, name)}` is missing or null"
             )
+    refuse_unread(record, columns)
     kind = _layout(record, columns) if layout == "auto" else layout
     if kind == "hh":
         found = _parted(

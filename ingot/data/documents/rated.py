@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
+from ingot.data.documents.beside import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     LAYOUTS,
     ColumnNames,
@@ -29,7 +30,6 @@ from ingot.data.documents.messages import (
 )
 from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
-from ingot.data.documents.tools import tools_of
 from ingot.tokenizers.chats.chat import Chat
 
 COLUMNS: dict[str, frozenset[str]] = {
@@ -103,6 +103,7 @@ def from_rated(rated: str) -> Rated:
 
 
 def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rated:
+    refuse_unread(record, columns)
     label = _label(record, columns)
     kind = _layout(record, columns) if layout == "auto" else layout
     name, guess = "output" if kind == "alpaca" else "completion", layout == "auto"
