@@ -1052,4 +1052,12 @@ FAULTS = [
         "of chats about images, and of those with variables for the template, the words are trained on",
         "tests/data/test_ingest_chats.py",
     ),
+    Fault(
+        "a-part-is-all",
+        "ingot/data/sources/local_files.py",
+        'if "[" in source.split:',
+        "if False:",
+        "of a file all is read where a tenth of a split was asked for",
+        "tests/data/sources/test_local_files.py",
+    ),
 ]

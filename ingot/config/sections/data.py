@@ -34,7 +34,7 @@ class SourceSettings(Section):
     `.tsv`, `.arrow`, a `pages-articles` dump; everything else is text, one document a file).
     """
     split: str = "train"
-    """Which split of a Hugging Face data set."""
+    """Which split of a Hugging Face data set, as a whole: `fraction` takes a part."""
     text: str = "text"
     """The column or JSON key that holds the text."""
     names: list[str] = []

@@ -45,6 +45,11 @@ DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 
 def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
     pattern = source.source.removeprefix("file://")
+    if "[" in source.split:
+        raise WrongInput(
+            f"{knob} {source.source}: split={source.split} asks for a part, and files are read"
+            " whole; set `fraction` of this source, or give the part as a file of its own"
+        )
     try:
         paths = find_files(pattern)
         if any(path.endswith((f"/{ONE}", f"/{SEVERAL}")) for path in paths):

@@ -19,7 +19,7 @@ from ingot.data.ingest import ingest
 from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import find_source
 from ingot.data.sources.readers import parse_file
-from tests.data.small import recipe, sentences
+from tests.data.small import recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
 
 TEXTS = sentences(30)
@@ -125,6 +125,19 @@ def test_several_splits(tmp_path: Path) -> None:
     assert list(documents(small.folder.raw, "validation").values()) == TEXTS[20:]
     with pytest.raises(WrongInput, match=r"has no split `dev`; it has train, test: set `split`"):
         ingest(recipe(tmp_path, {"source": str(tmp_path / "saved"), "split": "dev"}))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "saved"])
+def test_a_part_of_a_split_is_not_taken_for_all_of_it(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    save(tmp_path / "saved", TEXTS, 1)
+    for split in ("train[:10%]", "train[:100]"):
+        source = SourceSettings(source=str(tmp_path / name), split=split)
+        with pytest.raises(
+            WrongInput, match=r"split=train\[.*files are read whole; set `fraction`"
+        ):
+            find_source(source)
+    assert find_source(SourceSettings(source=str(tmp_path / name), split="test"))
 
 
 def test_one_split_of_a_data_set_in_a_bucket_is_read(tmp_path: Path) -> None:
