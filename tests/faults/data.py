@@ -518,7 +518,7 @@ FAULTS = [
     ),
     Fault(
         "label-shifted",
-        "ingot/data/documents/labels.py",
+        "ingot/data/documents/examples.py",
         "return labels.index(str(value))",
         "return len(labels) - 1 - labels.index(str(value))",
         "classes are named the wrong way round",
@@ -1022,7 +1022,7 @@ FAULTS = [
     ),
     Fault(
         "two-classes-become-one",
-        "ingot/data/documents/labels.py",
+        "ingot/data/documents/examples.py",
         "    elif _are_numbers(labels):\n        return None\n",
         "",
         "of classes 1 to 5, a number 0 is taken for the class 1, beside those that are",

@@ -1,14 +1,14 @@
-"""The kinds of documents: how a record becomes one, how pairs and labelled texts are stored, and
-which texts a stored document of any kind contains.
+"""The kinds of documents: how a record becomes one, and which texts a stored document of any kind
+contains.
 
-All kinds but plain texts are stored as compact JSON; chats and preferences have files of their own.
+All kinds but plain texts are stored as compact JSON, and have files of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
@@ -16,13 +16,17 @@ from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 from ingot.data.documents import chats, preferences, rated
 from ingot.data.documents.chats import from_chat, to_chat
-from ingot.data.documents.labels import label_of
+from ingot.data.documents.examples import (
+    LABELLED,
+    PAIR,
+    from_labelled,
+    from_pair,
+    to_labelled,
+    to_pair,
+)
 from ingot.data.documents.messages import (
     THOUGHTS,
-    ColumnNames,
-    RecordError,
     check_columns,
-    stored,
     written,
 )
 from ingot.data.documents.preferences import from_preference, to_preference
@@ -37,8 +41,6 @@ from ingot.data.documents.records import (
 from ingot.tokenizers.chats.chat import Messages
 
 TEXT = frozenset({"text"})
-PAIR = ("source", "target")
-LABELLED = ("text", "label")
 OF_SEVERAL_TEXTS: tuple[Documents, ...] = (*CHAT_TEMPLATED, "pair")
 CHATS = {"chat": to_chat, "preference": to_preference, "rated": to_rated}
 CHAT_COLUMNS = {"chat": chats.ALL, "preference": preferences.ALL, "rated": rated.ALL}
@@ -48,99 +50,6 @@ USUAL = {
     "rated": "{prompt: YOURS, completion: YOURS, label: YOURS}",
 }
 """What `columns` may say for kinds that are found in several layouts."""
-
-
-class Pair(NamedTuple):
-    """A source text and the target to be generated from it."""
-
-    source: str
-    target: str
-
-
-class Labelled(NamedTuple):
-    """A text and the number of its class."""
-
-    text: str
-    label: int
-
-
-def to_pair(
-    row: int, record: Mapping[str, Any], columns: ColumnNames
-) -> ParsedDocument | BadRecord:
-    """The pair of one record as canonical JSON, or the reason why there is none. `columns`:
-    standard name -> name in the record.
-
-    Raises:
-        WrongInput: `columns` renames a column that a pair does not have.
-    """
-    check_columns(frozenset(PAIR), tuple(columns), "a pair")
-    return stored(
-        row, lambda: Pair(*(_text(record, columns.get(name, name)) for name in PAIR))._asdict()
-    )
-
-
-def to_labelled(
-    row: int,
-    record: Mapping[str, Any],
-    columns: ColumnNames,
-    labels: Sequence[str],
-    classes: Sequence[str] = (),
-) -> ParsedDocument | BadRecord:
-    """The labelled text of one record as canonical JSON, or the reason why there is none.
-    `columns`: standard name -> name in the record. `labels`, `classes`: as for `label_of`.
-
-    Raises:
-        WrongInput: `columns` renames a column that a labelled text does not have.
-    """
-    check_columns(frozenset(LABELLED), tuple(columns), "a labelled text")
-    text, label = (columns.get(name, name) for name in LABELLED)
-    return stored(
-        row,
-        lambda: Labelled(
-            _text(record, text), label_of(_there(record, label), label, labels, classes)
-        )._asdict(),
-    )
-
-
-def from_pair(pair: str) -> Pair:
-    """Parse what `to_pair` wrote. Raises WrongInput if it is no such pair."""
-    try:
-        return Pair(**parse_json(pair))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again"
-        ) from None
-
-
-def from_labelled(labelled: str) -> Labelled:
-    """Parse what `to_labelled` wrote. Raises WrongInput if it is no such text."""
-    try:
-        return Labelled(**parse_json(labelled))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot"
-            " ingest` again"
-        ) from None
-
-
-def _text(record: Mapping[str, Any], name: str) -> str:
-    value = _there(record, name)
-    if not isinstance(value, str):
-        raise RecordError(f"`{name}` is not text", type(value).__name__)
-    if not value.strip():
-        raise RecordError(f"empty `{name}`")
-    return value
-
-
-def _there(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a column."""
-    if name not in record:
-        keys = tuple(str(key) for key in record)
-        raise RecordError(f"no `{name}`", f"keys: {', '.join(keys)[:200]}", keys)
-    if record[name] is None:
-        raise RecordError(f"null `{name}`")
-    return record[name]
-
 
 PLURALS: dict[Documents, str] = {
     "text": "texts",

@@ -27,7 +27,7 @@ from ingot.config.sections.objective import Documents
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import token_columns
 from ingot.data.documents.chats import from_chat
-from ingot.data.documents.kinds import from_labelled, from_pair
+from ingot.data.documents.examples import from_labelled, from_pair
 from ingot.data.documents.messages import written
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated

@@ -17,7 +17,7 @@ from ingot.config.sections.evaluation import RougeTask
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
-from ingot.data.documents.kinds import from_pair
+from ingot.data.documents.examples import from_pair
 from ingot.data.sources.records import read_records
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
 from ingot.data.cleaning.documents import read_documents
-from ingot.data.documents.kinds import (
-    DocumentExtractor,
+from ingot.data.documents.examples import (
     Labelled,
     Pair,
     from_labelled,
     from_pair,
-    plain_text,
-    said,
     to_labelled,
     to_pair,
+)
+from ingot.data.documents.kinds import (
+    DocumentExtractor,
+    plain_text,
+    said,
     with_texts,
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
