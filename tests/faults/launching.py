@@ -332,4 +332,12 @@ FAULTS = [
         "hours of waiting for a machine use up what a training may cost",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "a-hang-that-passes-ends-the-training",
+        "ingot/launch/supervisor/supervise.py",
+        "        if watch.hang is not None:",
+        "        if watch.hang is not None and end.code != EXIT_STOPPED:",
+        "a training whose disk stood still for a minute is over, and says nothing of a hang",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

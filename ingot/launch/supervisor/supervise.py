@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, WrongInput
+from ingot.base.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_KEEP,
+    EXIT_STOPPED,
+    EXIT_WRONG_INPUT,
+    WrongInput,
+)
 from ingot.base.markers import read_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder, in_use, lock_holder
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
-from ingot.launch.attempt import (
-    NON_FAILURE_CODES,
-    StartAttempt,
-    StopRequested,
-    StopRequests,
-    follow,
-)
+from ingot.launch.attempt import StartAttempt, StopRequested, StopRequests, follow
 from ingot.launch.job import Job
 from ingot.launch.node.ranks import LocalRanks
 from ingot.launch.places.local import JobExit, LocalLauncher
@@ -185,13 +186,15 @@ class _Supervisor:
             return JobExit(end.shell_code, self._stops.first)
         if attempt.preempted():
             return _Failure(end.shell_code, end.describe(), noticed_at, preempted=True)
-        if end.code == EXIT_STOPPED and not self._committed():
-            # 75 would promise that the same command can resume, but there is no checkpoint yet.
-            return JobExit(128 + signal.SIGTERM, 0)
-        if end.code in (*NON_FAILURE_CODES, EXIT_WRONG_INPUT):
+        if end.code in (EXIT_DONE, EXIT_KEEP, EXIT_WRONG_INPUT):
             return JobExit(end.code, 0)
+        # Before EXIT_STOPPED: places ask ranks to stop before they kill them, and ranks that stood
+        # still may have come back and saved.
         if watch.hang is not None:
             return _Failure(EXIT_FAILED, watch.failure, noticed_at)
+        if end.code == EXIT_STOPPED:
+            # Without a checkpoint, 75 would promise in vain that the same command resumes.
+            return JobExit(EXIT_STOPPED if self._committed() else 128 + signal.SIGTERM, 0)
         step = f" at step {beats[end.rank].step:,}" if end.rank in beats else ""
         return _Failure(
             end.shell_code,

@@ -493,6 +493,41 @@ def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begi
     assert place.did == ["submit"]
 
 
+def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_the_same(
+    tmp_path: Path, place: Place, begin: Begin, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm and the clouds ask before they kill; a disk that was frozen is back by then, and the
+    ranks save.
+    """
+    recipe = small_recipe(tmp_path, launch__hang_s=0.1)
+    starts = list[RemoteAttempt]()
+
+    def start(job: Job, stops: StopRequests) -> RemoteAttempt:
+        attempt, meeting = begin()
+        attempt.stacks_s = 0.0
+        starts.append(attempt)
+        if len(starts) == 1:
+            place.state = "running"
+            for rank in range(4):
+                HeartbeatWriter(
+                    tmp_path / "heartbeats", rank=rank, local_rank=rank, attempt=1
+                ).beat("step", step=3)
+        else:
+            place.state = "succeeded"
+        code = EXIT_STOPPED if len(starts) == 1 else 0
+        for node in range(2):
+            meeting.leave(node, EXIT, rank=2 * node, code=code)
+        return attempt
+
+    assert supervise(
+        Job("train", ("train",), 2, 2), recipe, start=start, checkpoints=lambda: {4: (1, 1)}
+    ) == JobExit(0, 0)
+    assert place.did == ["submit", "cancel", "submit"]
+    told = capfd.readouterr().err
+    assert "hang in step 4: no heartbeat for" in told
+    assert "starting again from checkpoint 4 (restart 1 of 100)" in told
+
+
 def test_a_log_is_read_from_where_the_last_look_ended(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text("of an earlier start\nnew\n")
