@@ -340,4 +340,12 @@ FAULTS = [
         "a training whose disk stood still for a minute is over, and says nothing of a hang",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "memory-of-the-session-around",
+        "ingot/launch/places/slurm.py",
+        "        left_out.update(unasked, filter(slurm_cluster.is_of_this_job, os.environ))\n",
+        "        left_out.update(unasked)\n",
+        "every job submitted from an interactive session of Slurm dies of that session's memory",
+        "tests/launch/places/test_slurm_script.py",
+    ),
 ]

@@ -284,8 +284,8 @@ class SlurmLauncher:
 
     def _sbatch_environment(self, job: Job) -> dict[str, str]:
         """The environment without secrets, since Slurm keeps exported variables in its spool
-        folders, and without variables that would override the script. A variable named like a
-        secret counts as one: ranks get it only through `launch.secrets`.
+        folders, and without variables that would override the script or the new job's own. A
+        variable named like a secret counts as one: ranks get it only through `launch.secrets`.
         """
         own = {option.partition("=")[0] for option in self._sbatch_options(job, Path())}
         own.update(OWN_OPTIONS, MEMORY_OPTIONS if "mem" in own else ())
@@ -298,7 +298,7 @@ class SlurmLauncher:
                 f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a"
                 f" job that needs it gets it by launch.secrets=[{unasked[0]}]"
             )
-        left_out.update(unasked)
+        left_out.update(unasked, filter(slurm_cluster.is_of_this_job, os.environ))
         return {name: value for name, value in os.environ.items() if name not in left_out}
 
     def _settle_submissions(self, job: Job) -> None:

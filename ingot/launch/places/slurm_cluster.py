@@ -54,6 +54,8 @@ VARIABLES = {
     "switches": "REQ_SWITCH",
 }
 """Options of sbatch whose environment variables have different names."""
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables that tell Slurm's commands which cluster to ask, and how."""
 CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
 """Options of sbatch with which a user sets the cores per node."""
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
@@ -137,6 +139,13 @@ def version() -> tuple[int, int]:
 def environment_variable(option: str) -> str:
     """The environment variable that overrides an option of a script."""
     return f"SBATCH_{VARIABLES.get(option, option.upper().replace('-', '_'))}"
+
+
+def is_of_this_job(name: str) -> bool:
+    """Whether a variable describes the job that this process runs in, such as the nodes and memory
+    of an interactive session. In a job submitted from there they would contradict its own.
+    """
+    return name.startswith(("SLURM_", "SRUN_")) and name not in CLUSTER_VARIABLES
 
 
 def partitions() -> list[Partition]:

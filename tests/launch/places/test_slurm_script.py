@@ -139,6 +139,23 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     assert SECRET not in repr(environ) + Path(command[-2]).read_text()
 
 
+def test_a_job_submitted_from_within_another_inherits_nothing_of_it_but_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun in the new job refuses the memory per core of the old one beside the script's --mem."""
+    outer = {"SLURM_MEM_PER_CPU": "512", "SLURM_JOB_ID": "41", "SRUN_CPUS_PER_TASK": "1"}
+    for name, value in {**outer, "SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "big"}.items():
+        monkeypatch.setenv(name, value)
+    recipe = slurm_recipe(tmp_path)
+    environ = SlurmLauncher(recipe)._sbatch_environment(job_of(recipe))
+    assert {
+        name: value for name, value in environ.items() if name.startswith(("SLURM", "SRUN"))
+    } == {
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_CLUSTERS": "big",
+    }
+
+
 @pytest.mark.parametrize("second", ["answered", "refused", "without an answer"])
 def test_a_request_that_is_carried_out_after_it_was_given_up_does_not_work_beside_its_successor(
     second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
