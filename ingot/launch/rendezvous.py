@@ -32,6 +32,8 @@ ENDED_BY = "because"
 """In an exit note: what ended the ranks if it was no failure of theirs, the number of another node
 or `launcher`.
 """
+SIGNAL_CODES = tuple(code for number in STOP_SIGNALS for code in (-number, 128 + number))
+"""Exit codes of ranks that a signal to stop ended."""
 BUCKET_POLL_S = 2.0
 Version = tuple[int, int]
 Note = dict[str, Any]
@@ -160,7 +162,7 @@ def state_by_notes(place: str, nodes: int) -> JobState:
     """The final state of a job from its nodes' exit notes; a node without one was killed."""
     rendezvous = Rendezvous(place)
     codes = [int(note["code"]) for note in rendezvous.notes(EXIT).values()]
-    stopped = [code for code in codes if code == EXIT_STOPPED or code - 128 in STOP_SIGNALS]
+    stopped = [code for code in codes if code in (EXIT_STOPPED, *SIGNAL_CODES)]
     if len(codes) < nodes or any(code not in (*NON_FAILURE_CODES, *stopped) for code in codes):
         return "failed"
     if not stopped:
@@ -168,7 +170,9 @@ def state_by_notes(place: str, nodes: int) -> JobState:
     requests = [note for note in rendezvous.signals(set()) if note.get("number") in STOP_SIGNALS]
     if requests and not any("by" in note for note in requests):
         return "cancelled"  # by the user, perhaps before there was anything to save
-    return "preempted" if all(code in NON_FAILURE_CODES for code in codes) else "failed"
+    # Asked by its place, a rank with nothing to save yet just ends.
+    is_preempted = requests or all(code in NON_FAILURE_CODES for code in codes)
+    return "preempted" if is_preempted else "failed"
 
 
 def asked_to_stop(rendezvous: Rendezvous) -> bool:
@@ -185,8 +189,7 @@ def taken_away(rendezvous: Rendezvous, exits: Mapping[int, Note]) -> bool:
     """
     codes = {int(note["code"]) for note in exits.values() if ENDED_BY not in note}
     failed = codes.difference(NON_FAILURE_CODES)
-    followed = {code for number in STOP_SIGNALS for code in (-number, 128 + number)}
-    return bool(failed) and failed <= followed and not asked_to_stop(rendezvous)
+    return bool(failed) and failed <= set(SIGNAL_CODES) and not asked_to_stop(rendezvous)
 
 
 def exit_by_notes(
@@ -205,7 +208,7 @@ def exit_by_notes(
     if len(codes) == job.nodes and not failed:
         code = max(codes)
         early = code == EXIT_STOPPED and not stop_requested
-        return AttemptExit(0, code, f"{kind} stopped the job before its time" if early else "")
+        return AttemptExit(0, code, f"{kind} told the job to stop" if early else "")
     if state == "preempted":
         return AttemptExit(0, EXIT_STOPPED, f"{kind} took the job's machines away")
     if state == "cancelled":

@@ -348,4 +348,12 @@ FAULTS = [
         "every job submitted from an interactive session of Slurm dies of that session's memory",
         "tests/launch/places/test_slurm_script.py",
     ),
+    Fault(
+        "time-limits-are-failures",
+        "ingot/launch/supervisor/supervise.py",
+        "        if failure.preempted and progress:\n",
+        "        if False:\n",
+        "a long training on a cluster of short jobs is given up though nothing failed",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

@@ -44,11 +44,13 @@ def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(
 ) -> None:
     """Else whoever supervises it elsewhere would start it again."""
     meeting = Rendezvous(str(tmp_path))
-    for node, code in enumerate((143, 130)):
+    for node, code in enumerate((143, -signal.SIGINT)):
         meeting.leave(node, EXIT, rank=node, code=code)
     assert state_by_notes(str(tmp_path), 2) == "failed", "nobody had asked"
     meeting.send(signal.SIGTERM)
     assert state_by_notes(str(tmp_path), 2) == "cancelled"
+    (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "rank": null, "by": "slurm"}\n')
+    assert state_by_notes(str(tmp_path), 2) == "preempted", "its time was up while it loaded"
     meeting.leave(1, EXIT, rank=1, code=1)
     assert state_by_notes(str(tmp_path), 2) == "failed"
 

@@ -133,7 +133,8 @@ class Launch(Section):
     """
     restarts: Annotated[int, Field(ge=0)] = 100
     """How often a training that failed is started again from its newest checkpoint. Two failures
-    without progress between them end it before.
+    without progress between them end it before. An end by its place, such as Slurm's time limit or
+    a spot machine that is taken away, does not count if a newer checkpoint was made before it.
     """
     hang_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Seconds without a sign of life while steps are done after which a rank counts as hanging;

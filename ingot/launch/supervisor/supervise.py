@@ -59,6 +59,7 @@ def supervise(
     A failure is a rank ended by a signal, an exit code that says so, or a hang; 0, 2, 3, 75 and the
     response to a signal that we forwarded are none. Gives up with the last failure's exit code
     after `launch.restarts` restarts, or after two failures without a newer checkpoint between them.
+    A start that its place ended after a newer checkpoint counts as neither.
     `start` starts the ranks (default: on this machine), whose results go to `results` (default:
     stderr); it may raise StopRequested. `checkpoints` returns the committed steps (default: those
     of the run folder).
@@ -116,7 +117,7 @@ class _Supervisor:
 
     def run(self) -> JobExit:
         old_files = _earlier_training_files(self._run_folder) if FRESH in self._job.argv else {}
-        job, checkpoints = self._job, self._committed()
+        job, checkpoints, most = self._job, self._committed(), self._recipe.launch.restarts
         while True:
             try:
                 outcome = self._run_attempt(job)
@@ -138,13 +139,15 @@ class _Supervisor:
                     self._job,
                     argv=tuple(argument for argument in self._job.argv if argument != FRESH),
                 )
-            self._restarts += 1
+            if counts := not (outcome.preempted and progress):
+                self._restarts += 1
             resumes = found and FRESH not in job.argv
             source = f"from checkpoint {max(found):,}" if resumes else "from the beginning"
             wait = self._backoff_s()
             say(
-                f"{outcome.description}; starting again {source} (restart {self._restarts} of"
-                f" {self._recipe.launch.restarts}){f' in {wait:g} s' if wait else ''}"
+                f"{outcome.description}; starting again {source}"
+                f"{f' (restart {self._restarts} of {most})' if counts else ''}"
+                f"{f' in {wait:g} s' if wait else ''}"
             )
             if not self._wait(wait):
                 return self._stopped(found)
@@ -216,6 +219,8 @@ class _Supervisor:
                 f"no newer checkpoint in {self._failures_without_progress} starts; make"
                 " checkpoint.every smaller, or the time limit longer"
             )
+        if failure.preempted and progress:
+            return None  # no failure, so that it is none of the restarts after failures
         if self._restarts >= self._recipe.launch.restarts:
             return f"launch.restarts={self._recipe.launch.restarts} allows no more"
         return None

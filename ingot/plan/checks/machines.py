@@ -95,7 +95,8 @@ def judge_pauses(recipe: Recipe, cost: RunCost) -> Iterator[PlanFinding]:
         )
     if isinstance(cost.restarts, Unknown) or isinstance(cost.restart_s, Unknown):
         return
-    if cost.restarts.high > recipe.launch.restarts:
+    # Most on spot machines are no failures, which alone are counted.
+    if not recipe.launch.machine.spot and cost.restarts.high > recipe.launch.restarts:
         yield PlanFinding(
             "warning",
             "launch.restarts",

@@ -535,7 +535,7 @@ def test_two_nodes_come_to_what_two_processes_come_to_though_a_node_goes_down(
     assert weights(root) == expected
     # Slurm asks the ranks first, and they may have had the time to save.
     assert re.search(
-        r"slurm (took the job's machines away|stopped the job before its time); starting again from"
+        r"slurm (took the job's machines away|told the job to stop); starting again from"
         r" checkpoint",
         err,
     ), err
@@ -580,7 +580,7 @@ def test_before_its_time_is_over_it_saves_and_goes_on_in_a_new_job(
     code, _, err = ended(training)
     assert code == 75, err
     assert f"Slurm job {first.id}, submitted" in told
-    assert "slurm stopped the job before its time; starting again" in err, err
+    assert "slurm told the job to stop; starting again" in err, err
     assert max(steps(recipe)) >= stop["step"]
     gone(root, slurm)
 

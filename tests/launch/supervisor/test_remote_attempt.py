@@ -114,7 +114,7 @@ Note = dict[str, Any]
         (
             "failed",
             [{"code": 75}, {"code": 75}],
-            AttemptExit(0, 75, "place stopped the job before its time"),
+            AttemptExit(0, 75, "place told the job to stop"),
             True,
         ),
         # The one that failed by itself decides; a killed one before those that noticed.
@@ -491,6 +491,38 @@ def test_a_job_in_the_queue_is_no_hang(tmp_path: Path, place: Place, begin: Begi
         Job("train", ("train",), 2, 2), recipe, start=lambda job, stops: attempt
     ) == JobExit(0, 0)
     assert place.did == ["submit"]
+
+
+@pytest.mark.parametrize(("progress", "starts_expected"), [(True, 4), (False, 1)])
+def test_a_time_limit_is_none_of_the_restarts_allowed_where_there_was_progress(
+    progress: bool,
+    starts_expected: int,
+    tmp_path: Path,
+    place: Place,
+    begin: Begin,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A training of a month on a cluster of four-hour jobs has not failed 180 times."""
+    starts = list[RemoteAttempt]()
+
+    def start(job: Job, stops: StopRequests) -> RemoteAttempt:
+        attempt, meeting = begin()
+        starts.append(attempt)
+        place.state = "preempted" if len(starts) < 4 else "succeeded"
+        for node in range(2):
+            meeting.leave(node, EXIT, rank=2 * node, code=75 if len(starts) < 4 else 0)
+        return attempt
+
+    end = supervise(
+        Job("train", ("train",), 2, 2),
+        small_recipe(tmp_path, launch__restarts=0),
+        start=start,
+        checkpoints=lambda: {len(starts) * progress: (1, 1)},
+    )
+    told = capfd.readouterr().err
+    assert (end, len(starts)) == (JobExit(0 if progress else 75, 0), starts_expected)
+    assert ("place told the job to stop; starting again from checkpoint 3\n" in told) is progress
+    assert ("given up: launch.restarts=0 allows no more" in told) is not progress
 
 
 def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_the_same(
