@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed
+from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
@@ -34,7 +35,12 @@ class RolledBack(Exception):
 
 
 def roll_back(
-    bad: TooManySkipped, plan: TrainSetup, checkpoint: CheckpointHook, mesh: Mesh, events: EventSink
+    bad: TooManySkipped,
+    plan: TrainSetup,
+    checkpoint: CheckpointHook,
+    mesh: Mesh,
+    events: EventSink,
+    heart: HeartbeatWriter,
 ) -> RolledBack | Failed:
     """The exception to raise after too many skipped steps: Failed to end training, or RolledBack
     once the data of the bad steps has been recorded as left out.
@@ -74,6 +80,9 @@ def roll_back(
             f"{cause}: going back to step {checkpoint.saved:,}, samples {span[0]:,} to {span[1]:,}"
             " of the order are left out from now on"
         )
+    # All that follows until the next step may take as long as at a start: closing, reading the
+    # checkpoint again.
+    heart.beat("loading", step=0, place=0)
     return RolledBack()
 
 

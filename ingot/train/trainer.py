@@ -167,7 +167,7 @@ def _train_from_checkpoint(
                 if not end.stopped:  # else the next attempt goes on, and comes to them again
                     hooks.skips.finish()
             except TooManySkipped as bad:
-                raise roll_back(bad, setup, hooks.checkpoint, mesh, events) from None
+                raise roll_back(bad, setup, hooks.checkpoint, mesh, events, process.heart) from None
             reached, stopped = end.step, end.stopped
         hooks.checkpoint.finish(reached)
         seconds = time.monotonic() - loop_began

@@ -343,8 +343,8 @@ FAULTS = [
     Fault(
         "memory-of-the-session-around",
         "ingot/launch/places/slurm.py",
-        "        left_out.update(unasked, filter(slurm_cluster.is_of_this_job, os.environ))\n",
-        "        left_out.update(unasked)\n",
+        "        left_out.update(filter(slurm_cluster.is_of_this_job, os.environ))\n",
+        "",
         "every job submitted from an interactive session of Slurm dies of that session's memory",
         "tests/launch/places/test_slurm_script.py",
     ),

@@ -696,8 +696,8 @@ FAULTS = [
     Fault(
         "taken-away-is-failed",
         "ingot/launch/rendezvous.py",
-        "return bool(failed) and failed <= followed and",
-        "return False and failed <= followed and",
+        "return bool(failed) and failed <= set(SIGNAL_CODES) and",
+        "return False and failed <= set(SIGNAL_CODES) and",
         "a spot machine that is taken away twice while weights load counts as two failures of the"
         " training, which is given up",
         "tests/launch/places/test_gce.py",

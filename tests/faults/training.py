@@ -780,4 +780,12 @@ FAULTS = [
         "`ingot verify layout` cannot try a layout that the recipe's own model can have",
         by="tests/verify/test_layout.py",
     ),
+    Fault(
+        "going-back-is-a-step",
+        "ingot/train/rollback.py",
+        '    heart.beat("loading", step=0, place=0)\n',
+        "",
+        "a training that goes back to a large checkpoint is killed as a hang, and given up",
+        "tests/train/test_skipping.py",
+    ),
 ]

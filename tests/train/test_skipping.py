@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import Failed, Stopped
+from ingot.base.heartbeat import beats_of_main
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.train import step
@@ -208,6 +209,22 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     )
     train(longer)
     assert len(events(recipe, "roll_back")) == 1
+
+
+def test_going_back_may_take_as_long_as_a_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is read for minutes is no hang: its phase is not that of a step."""
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
+    seen = list[tuple[str, int]]()
+
+    def look(*args: Any) -> None:
+        seen.extend((beat.phase, beat.step) for beat in beats_of_main(recipe.folder.heartbeats))
+
+    monkeypatch.setattr("ingot.train.trainer.fetch_missing", look)
+    train(recipe)
+    assert seen == [("loading", 0), ("loading", 0)]
 
 
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

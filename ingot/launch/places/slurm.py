@@ -298,7 +298,8 @@ class SlurmLauncher:
                 f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a"
                 f" job that needs it gets it by launch.secrets=[{unasked[0]}]"
             )
-        left_out.update(unasked, filter(slurm_cluster.is_of_this_job, os.environ))
+        left_out.update(unasked)
+        left_out.update(filter(slurm_cluster.is_of_this_job, os.environ))
         return {name: value for name, value in os.environ.items() if name not in left_out}
 
     def _settle_submissions(self, job: Job) -> None:
