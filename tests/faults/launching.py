@@ -356,4 +356,12 @@ FAULTS = [
         "a long training on a cluster of short jobs is given up though nothing failed",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "standing-still-beside-those-that-wait",
+        "ingot/launch/supervisor/hang_detection.py",
+        "        if (silent := self._silent_while_saving(running, beats)) is not None:\n",
+        "        if (silent := self._silent_while_saving((), beats)) is not None:\n",
+        "a rank that stands still in a save is waited for, and paid for, for ever",
+        "tests/launch/supervisor/test_hang_detection.py",
+    ),
 ]

@@ -1,7 +1,7 @@
 """Detects, from heartbeats alone, the rank that hangs and the rank that slows the others down.
 
 Ranks of one training wait for each other, so only the one furthest behind is judged: the others are
-waiting for it.
+waiting for it. A rank that saves beats while it waits, and is judged by itself.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class HangDetector:
             is_silent = self._last_beat.get(rank, 0.0) == beat_at
             self._quiet_s[rank] = self._quiet_s.get(rank, 0.0) + passed if is_silent else 0.0
             self._last_beat[rank] = beat_at
+        if (silent := self._silent_while_saving(running, beats)) is not None:
+            return silent
         behind = _furthest_behind({rank: beats.get(rank) for rank in running})
         if not behind:
             return None
@@ -86,6 +88,23 @@ class HangDetector:
         if beat is None:
             return Hang(culprits, None, "loading", quiet_s, limit_s)
         return Hang(culprits, beat.step, beat.phase, quiet_s, limit_s)
+
+    def _silent_while_saving(
+        self, running: Collection[int], beats: Mapping[int, Heartbeat]
+    ) -> Hang | None:
+        """Those that save and hang. The others, at the same position, beat on while they wait for
+        them, so that the silence of the furthest behind tells nothing.
+        """
+        limit_s = self._knobs.start_s + self._delay_s
+        culprits = [
+            rank
+            for rank in running
+            if rank in beats and beats[rank].phase == "saving" and self._quiet_s[rank] > limit_s
+        ]
+        if not culprits:
+            return None
+        quiet_s = min(self._quiet_s[rank] for rank in culprits)
+        return Hang(tuple(culprits), beats[culprits[0]].step, "saving", quiet_s, limit_s)
 
     def _limit_s(self, beat: Heartbeat | None) -> float:
         if beat is None or beat.phase != "step":

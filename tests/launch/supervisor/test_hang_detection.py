@@ -103,6 +103,18 @@ def test_who_waits_for_a_rank_that_measures_does_not_hang() -> None:
         assert watch.check([0, 1], {0: works, 1: waits}, look * LOOK_S) is None
 
 
+def test_a_rank_that_stands_still_while_it_saves_is_named_though_others_wait_for_it() -> None:
+    """Who waits for the writers beats, at the same position as the one that does not."""
+    watch, still = HangDetector(Launch(start_s=60), 0.0), beat(1, 5, phase="saving")
+    for look in range(1, 400):
+        waits = beat(0, 5, phase="saving", mono=LOOK_S * look)
+        if hang := watch.check([0, 1], {0: waits, 1: still}, look * LOOK_S):
+            break
+    assert hang is not None
+    assert (hang.ranks, hang.phase, hang.limit_s) == ((1,), "saving", 60)
+    assert 60 < hang.quiet_s < 61
+
+
 def test_a_rank_that_never_says_anything_hangs_after_the_starts_bound() -> None:
     found = found_after(HangDetector(Launch(start_s=20), 0.0), {}, ranks=1)
     assert found is not None
