@@ -246,8 +246,8 @@ def _done(job: Job, recipe: Recipe) -> JobExit:
 
 @launch.command(epilog="Example: ingot launch status runs/quickstart")
 def status(run: RunOrRecipe, as_json: AsJson = False) -> int:
-    """The jobs of a run: queued, running, succeeded, failed, preempted, cancelled or unknown; and
-    how far a training is.
+    """The jobs of a run: queued, running, suspended, succeeded, failed, preempted, cancelled or
+    unknown; and how far a training is.
     """
     from ingot.base.progress import duration
 
@@ -319,7 +319,7 @@ def cancel(run: RunOrRecipe, job: Named = None) -> int:
     from ingot.launch.job import FINAL_STATES
 
     found = [(each, each.state()) for each in _jobs(run, job)]
-    running = [each for each, state in found if state in ("running", "queued")]
+    running = [each for each, state in found if state not in (*FINAL_STATES, "unknown")]
     running += [each for each, state in found if state == "unknown" and _may_run(each, found)]
     if not running:
         states = ", ".join(f"{each.handle.name} {state}" for each, state in found)

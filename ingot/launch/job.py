@@ -18,7 +18,9 @@ from ingot.config.doors import PLACES
 if TYPE_CHECKING:
     from ingot.config.recipe import Recipe
 
-JobState = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled", "unknown"]
+JobState = Literal[
+    "queued", "running", "suspended", "succeeded", "failed", "preempted", "cancelled", "unknown"
+]
 FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "preempted", "cancelled")
 
 

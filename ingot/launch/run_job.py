@@ -15,6 +15,7 @@ from ingot.config.recipe import Recipe
 from ingot.launch.attempt import StartAttempt, StopRequested, StopRequests, follow
 from ingot.launch.handles import check_same_work, find_handle
 from ingot.launch.job import (
+    FINAL_STATES,
     AdoptingLauncher,
     ExclusiveLauncher,
     Job,
@@ -153,7 +154,7 @@ def _already_runs(recipe: Recipe, launcher: Launcher, job: Job) -> bool:
             f"whether {recipe.launch.kind} {handle.id if handle else ''} still does {job.name}"
             " cannot be told now; run the same command again"
         )
-    if handle is None or state not in ("queued", "running"):
+    if handle is None or state in FINAL_STATES:
         return False
     check_same_work(recipe.folder.root, handle, state, job, recipe)
     return True

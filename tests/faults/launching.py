@@ -364,4 +364,12 @@ FAULTS = [
         "a rank that stands still in a save is waited for, and paid for, for ever",
         "tests/launch/supervisor/test_hang_detection.py",
     ),
+    Fault(
+        "suspended-is-running",
+        "ingot/launch/places/slurm_cluster.py",
+        '    "SUSPENDED": "suspended",\n',
+        '    "SUSPENDED": "running",\n',
+        "a job that Slurm suspends for another one is killed as a hang, and given up",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

@@ -207,7 +207,9 @@ class RemoteAttempt:
             sys.stderr.buffer.flush()
 
     def running(self) -> Collection[int]:
-        """Empty while no heartbeats can be read, which does not count as silence of the ranks."""
+        """Empty while no heartbeats can be read or the place suspends the job, which does not count
+        as silence of the ranks.
+        """
         unreadable = self._heartbeats is not None and self._heartbeats.trouble is not None
         return range(self._job.world) if self._state == "running" and not unreadable else ()
 

@@ -171,6 +171,7 @@ def test_every_state_of_slurm_is_one_of_ours() -> None:
             "OUT_OF_MEMORY",
             "PENDING",
             "COMPLETING",
+            "SUSPENDED",
         )
     } == {
         "TIMEOUT": "preempted",
@@ -181,6 +182,7 @@ def test_every_state_of_slurm_is_one_of_ours() -> None:
         "OUT_OF_MEMORY": "failed",
         "PENDING": "queued",
         "COMPLETING": "running",
+        "SUSPENDED": "suspended",
     }
 
 

@@ -137,6 +137,15 @@ def test_a_machine_that_slept_is_no_hang() -> None:
     )
 
 
+def test_ranks_of_a_suspended_job_are_not_judged_by_the_time_that_they_slept() -> None:
+    watch, beats = HangDetector(Launch(hang_s=5), 0.0), {0: beat(0)}
+    looks = [LOOK_S * look for look in range(1, 4000)]
+    assert not any(watch.check([], beats, now) for now in looks)
+    assert watch.check([0], beats, looks[-1] + LOOK_S) is None
+    awake = (looks[-1] + LOOK_S * look for look in range(2, 30))
+    assert any(watch.check([0], beats, now) for now in awake), "it does not go on"
+
+
 def test_ended_ranks_are_not_judged() -> None:
     watch = HangDetector(Launch(hang_s=5), 0.0)
     for look in range(1, 400):

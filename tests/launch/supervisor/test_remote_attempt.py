@@ -20,6 +20,7 @@ from ingot.base.heartbeat import HeartbeatWriter
 from ingot.cloud.instances import NoCapacity
 from ingot.launch.attempt import AttemptExit, StopRequests
 from ingot.launch.job import Handle, Job, JobLog, JobState
+from ingot.launch.places import slurm_cluster
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
@@ -558,6 +559,21 @@ def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_
     told = capfd.readouterr().err
     assert "hang in step 4: no heartbeat for" in told
     assert "starting again from checkpoint 4 (restart 1 of 100)" in told
+
+
+def test_a_suspended_job_neither_hangs_nor_is_it_cancelled_when_it_is_asked_to_stop(
+    place: Place, begin: Begin
+) -> None:
+    """Slurm lets another job go first; when this one goes on, its ranks can still save."""
+    attempt, _ = begin()
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+    place.state = slurm_cluster.STATES["SUSPENDED"]
+    wait_until(lambda: attempt.poll() is None and attempt.running() == ())
+    attempt.send(signal.SIGTERM)
+    assert place.did == ["submit", f"signal {signal.SIGTERM}"]
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
 
 
 def test_a_log_is_read_from_where_the_last_look_ended(tmp_path: Path) -> None:
