@@ -79,7 +79,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
     """
     check_held_out(recipe, "evaluate")
-    with running_mesh() as mesh:
+    with running_mesh(start_s=recipe.launch.start_s) as mesh:
         folder = model_folder(recipe)
         # An adapter's folder has neither tokenizer nor generation settings: it uses those of its
         # base.

@@ -23,7 +23,10 @@ from ingot.config.sections.layout import Parallel
 from ingot.models.device import backend, pick_device, use_all_cores
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT, MARGIN = timedelta(minutes=30), timedelta(minutes=5)
+"""How long ranks wait for another one at least, and how much longer than it may be silent: by then
+a supervisor has noticed that it hangs, and named it.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Mesh:
     """The same for the weights of experts: `pipeline, replicate, shard, expert`; None if no ranks
     share experts.
     """
+    timeout: timedelta = TIMEOUT
+    """How long these ranks wait for one of them."""
 
     @property
     def world(self) -> int:
@@ -175,7 +180,7 @@ class Mesh:
         group = dist.new_group(
             dist.get_process_group_ranks(self.group or dist.group.WORLD),
             backend="gloo",
-            timeout=TIMEOUT,
+            timeout=self.timeout,
             use_local_synchronization=True,
         )
         _never_free(group)
@@ -198,9 +203,14 @@ STAGED = ("pipeline", "ends")
 
 
 @contextlib.contextmanager
-def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B008 (frozen)
+def running_mesh(
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    *,
+    start_s: float = 0.0,
+) -> Iterator[Mesh]:
     """Join the processes that torchrun started, and leave the group at the end; a mesh of one rank
-    if there are no others.
+    if there are no others. `start_s`: how long a rank may be silent while the others wait for it,
+    such as rank 0 while it verifies a checkpoint (`launch.start_s`).
 
     Raises:
         WrongInput: the degrees do not fit the number of processes.
@@ -211,11 +221,12 @@ def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B0
     use_all_cores(here.local_world)
     if device.type == "cpu":
         keep_freed_memory()
+    timeout = max(TIMEOUT, timedelta(seconds=start_s) + MARGIN)
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
-        dist.init_process_group(backend(device), timeout=TIMEOUT)
+        dist.init_process_group(backend(device), timeout=timeout)
         _never_free(dist.group.WORLD)
-    mesh = make_mesh(here, device, degrees)
+    mesh = make_mesh(here, device, degrees, timeout=timeout)
     try:
         yield mesh
         # No rank leaves while another still communicates.
@@ -225,7 +236,9 @@ def running_mesh(parallel: Parallel = Parallel()) -> Iterator[Mesh]:  # noqa: B0
             dist.destroy_process_group()
 
 
-def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
+def make_mesh(
+    here: Ranks, device: torch.device, degrees: Degrees, *, timeout: timedelta = TIMEOUT
+) -> Mesh:
     """The mesh of a job whose process group is initialised. Collective."""
     grid = np.arange(here.world).reshape([getattr(degrees, axis) for axis in AXES])
     parts = {}
@@ -253,6 +266,7 @@ def make_mesh(here: Ranks, device: torch.device, degrees: Degrees) -> Mesh:
         parts,
         None if degrees.world == 1 else _weights(device, degrees),
         None if degrees.expert == 1 else _experts(device, degrees),
+        timeout,
     )
 
 

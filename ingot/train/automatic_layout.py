@@ -86,7 +86,8 @@ def decided(recipe: Recipe, mesh: Mesh, planner: Planner | None) -> tuple[Recipe
     devices = devices_of(mesh)
     degrees = mesh.from_main(lambda: _decide(recipe, devices, planner))
     recipe = with_degrees(recipe, degrees)
-    return recipe, make_mesh(mesh.ranks, mesh.device, degrees_of(recipe.parallel, mesh.world))
+    degrees = degrees_of(recipe.parallel, mesh.world)
+    return recipe, make_mesh(mesh.ranks, mesh.device, degrees, timeout=mesh.timeout)
 
 
 def _decide(recipe: Recipe, devices: StartDevices, planner: Planner | None) -> Degrees:

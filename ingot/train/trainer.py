@@ -97,7 +97,9 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
             if here.is_main and not fresh:
                 record_lost_time(run, events)
             heart.beat("loading")
-            mesh = closing.enter_context(running_mesh(starting_layout(recipe.parallel)))
+            mesh = closing.enter_context(
+                running_mesh(starting_layout(recipe.parallel), start_s=recipe.launch.start_s)
+            )
             if recipe.train.deterministic:
                 closing.enter_context(deterministic_kernels(mesh.device))
             bucket = open_mirror(recipe, mesh, closing, again=heart.attempt > 1)

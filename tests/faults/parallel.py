@@ -284,4 +284,12 @@ FAULTS = [
         "layers that are recomputed beside a kernel that drops draw other masks than in forward",
         by="tests/parallel/test_recompute.py",
     ),
+    Fault(
+        "nobody-waits-longer-than-half-an-hour",
+        "ingot/parallel/mesh.py",
+        "    timeout = max(TIMEOUT, timedelta(seconds=start_s) + MARGIN)\n",
+        "    timeout = TIMEOUT\n",
+        "a checkpoint that is verified for half an hour can never be gone on from",
+        by="tests/train/test_waiting.py",
+    ),
 ]
