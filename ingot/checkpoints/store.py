@@ -52,10 +52,14 @@ def remove_folder(folder: Path) -> None:
 
 def _in_order(checkpoints: Path) -> list[Path]:
     """All checkpoint folders, complete or not, newest first; one that was moved aside follows its
-    replacement.
+    replacement. A file of such a name, as a broken copy leaves, is none.
     """
     return sorted(
-        (folder for folder in checkpoints.glob("step-*") if _step_of(folder.name) >= 0),
+        (
+            folder
+            for folder in checkpoints.glob("step-*")
+            if _step_of(folder.name) >= 0 and folder.is_dir()
+        ),
         key=lambda folder: (-_step_of(folder.name), folder.name),
     )
 

@@ -91,11 +91,13 @@ def test_the_newest_are_kept_and_leftovers_go(made: Path) -> None:
     newer = step_folder(made, 9)
     newer.mkdir()  # being written by a save that goes on
     (made / "step-by-step").mkdir()  # none of ours
+    (made / "step-00000001.before").write_bytes(b"")  # nor is what a broken copy left
     assert retain(made, 2) == ["step-00000004", "step-00000003"]
     assert steps(made) == [4, 3]
     assert not leftover.exists()
     assert newer.exists()
     assert (made / "step-by-step").exists()
+    assert (made / "step-00000001.before").exists()
 
 
 @pytest.mark.parametrize(
