@@ -14,7 +14,7 @@ from pathlib import Path
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed
 from ingot.base.processes import descends_from
-from ingot.base.storage import disk_errors
+from ingot.base.storage import disk_errors, lock_file
 
 RUN_LOCK = "run-lock"
 """The lock that `ingot run` and a supervised training hold all along. Their steps and attempts take
@@ -150,7 +150,7 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor, path, wait=False)
         except BlockingIOError:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
             raise in_use(folder, holder) from None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ingot.base.progress import say
-from ingot.base.storage import disk_errors, fsync_folder, write_atomic
+from ingot.base.storage import disk_errors, fsync_folder, lock_file, write_atomic
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -31,9 +30,8 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            fcntl.flock(
-                descriptor, fcntl.LOCK_EX
-            )  # else another writer's line may be seen half-way, and taken for torn
+            # Else another writer's line may be seen half-way, and taken for torn.
+            lock_file(descriptor, path, wait=True)
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 line = b"\n" + line

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import glob
 import hashlib
@@ -20,6 +21,7 @@ from typing import IO, Any, cast
 from ingot.base.errors import Failed, WrongInput
 
 CHUNK_BYTES = 1 << 20
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _AT_FDCWD, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
@@ -324,3 +326,22 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
                 " `output`"
             ) from error
         raise
+
+
+def lock_file(descriptor: int, path: str | os.PathLike[str], *, wait: bool) -> None:
+    """Lock an open file for this process alone, until the descriptor is closed.
+
+    Raises:
+        BlockingIOError: another process holds it, and we are not to wait.
+        WrongInput: its disk has no locks, without which two runs would write over each other.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise WrongInput(
+            f"{os.fspath(path)} cannot be locked ({error.strerror}): its disk is mounted without"
+            " locks; mount it with them (Lustre: the option `flock`; NFS: not `nolock`, and a lock"
+            " daemon), or choose another `output`"
+        ) from error

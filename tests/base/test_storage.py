@@ -14,6 +14,8 @@ import pytest
 
 from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.runfolder import folder_lock
+from ingot.base.runlog import append_line
 from ingot.base.storage import (
     atomic_file,
     atomic_folder,
@@ -167,6 +169,25 @@ def test_refusals_of_the_operating_system_become_one_line(
 ) -> None:
     with pytest.raises(kind, match=words), disk_errors("/x/y"):
         raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_told_with_what_to_mount(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre without `flock`, NFS without a lock daemon."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with (
+        pytest.raises(WrongInput, match=r"/\.lock cannot be locked .* the option `flock`"),
+        folder_lock(tmp_path),
+    ):
+        pass
+    with pytest.raises(WrongInput, match=r"/lines cannot be locked"):
+        append_line(tmp_path / "lines", {})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -6,7 +6,6 @@ never pushed to a replica.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import IndexEntry, read_index
 from ingot.base.remote.service import Missing
 from ingot.base.remote.transfer import OtherContent, fetch_file
-from ingot.base.storage import disk_errors, write_atomic
+from ingot.base.storage import disk_errors, lock_file, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
 PATIENCE_S = 20.0
@@ -94,7 +93,7 @@ class DeferredFiles:
         with disk_errors(self.folder / name):
             descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            lock_file(descriptor, self.folder / name, wait=wait)
             yield True
         except BlockingIOError:
             yield False
