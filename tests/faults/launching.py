@@ -372,4 +372,20 @@ FAULTS = [
         "a job that Slurm suspends for another one is killed as a hang, and given up",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "a-path-is-a-pattern-of-slurm",
+        "ingot/launch/places/slurm.py",
+        'str(logs).replace("%", "%%")',
+        "str(logs)",
+        "jobs of Slurm under a path with a % die without a log, since its folder is not there",
+        "tests/launch/places/test_slurm_script.py",
+    ),
+    Fault(
+        "progress-bars-are-never-shown",
+        "ingot/launch/places/logs.py",
+        '*earlier, rest = bar.split(b"\\r")',
+        "*earlier, rest = [bar]",
+        "hosts that load for an hour say nothing, since their progress has no end of line",
+        "tests/launch/places/test_ssh.py",
+    ),
 ]

@@ -19,6 +19,8 @@ from ingot.launch.rendezvous import BOOT, EXIT, Rendezvous
 
 QUERY_INTERVAL_S = 10.0
 """Seconds between two queries of Cloud Logging, which allows a project sixty per minute."""
+LONGEST_LINE = 1 << 16
+"""Bytes of a line that is shown though it has no end yet."""
 STARTUP_SCRIPT = "startup-script"
 """Marks the lines on the serial port that our script writes; the others are the system's."""
 
@@ -53,7 +55,8 @@ class HostsLog:
     file, and how many of its bytes belong to earlier starts; a file without a name is shown
     unchanged.
 
-    Only complete lines are shown, so that lines of two hosts do not mix; `is_over` says whether an
+    Only complete lines are shown, so that lines of two hosts do not mix, and at each call the state
+    of a progress bar, which returns to the beginning of its line. `is_over` says whether an
     incomplete line will stay incomplete.
     """
 
@@ -84,9 +87,20 @@ class HostsLog:
             if not name:
                 text += new
                 continue
-            *lines, self._unfinished[number] = new.split(b"\n")
-            text += b"".join(name + b": " + line + b"\n" for line in lines)
+            *lines, bar = new.split(b"\n")
+            shown = [_as_seen(line) for line in lines]
+            *earlier, rest = bar.split(b"\r")
+            shown += [state for state in earlier if state][-1:]
+            if len(rest) > LONGEST_LINE:
+                shown, rest = [*shown, rest], b""
+            self._unfinished[number] = rest
+            text += b"".join(name + b": " + line + b"\n" for line in shown)
         return text
+
+
+def _as_seen(line: bytes) -> bytes:
+    """What a terminal shows of a line in the end: the last state of a progress bar."""
+    return line.removesuffix(b"\r").rpartition(b"\r")[2]
 
 
 class ComputeLog:

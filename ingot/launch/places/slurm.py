@@ -193,7 +193,8 @@ class SlurmLauncher:
             **slurm_cluster.node_share(knobs, job.nodes),
             "signal": f"B:USR1@{knobs.signal_s}",
             "no-requeue": "",
-            "output": str(logs / f"slurm-{job.name}-%j.log"),
+            # A path of a user may hold a %, which Slurm would read as one of its own patterns.
+            "output": str(logs).replace("%", "%%") + f"/slurm-{job.name}-%j.log",
             "open-mode": "append",
             "export": "ALL",
             "chdir": working_folder(self.recipe),

@@ -54,6 +54,13 @@ def test_it_is_told_of_its_time_limit_as_long_before_it_as_the_recipe_says(tmp_p
     assert option(SlurmLauncher(recipe).render(job_of(recipe)), "signal") == "B:USR1@321"
 
 
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(tmp_path: Path) -> None:
+    recipe = slurm_recipe(tmp_path / "100%j")
+    log = option(SlurmLauncher(recipe).render(job_of(recipe)), "output") or ""
+    assert "/100%%j/" in log
+    assert log.endswith("/slurm-train-%j.log")
+
+
 def shares(script: str) -> dict[str, str]:
     """What a script asks of each node."""
     lines = re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, re.MULTILINE)

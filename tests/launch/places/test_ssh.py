@@ -456,6 +456,20 @@ def test_a_last_line_without_an_end_is_shown_when_nobody_will_end_it(tmp_path: P
     assert log.read() == b""
 
 
+def test_of_a_progress_bar_its_state_is_shown_and_no_line_is_kept_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "one"
+    file.write_text("\r1%\r2%\r3")
+    log = HostsLog([("h1", file, 0)], lambda: False)
+    assert (log.read(), log.read()) == (b"h1: 2%\n", b"")
+    with file.open("a") as stream:
+        stream.write("%\r100%\nnext\r\n")
+    assert log.read() == b"h1: 100%\nh1: next\n"
+    with file.open("a") as stream:
+        stream.write("." * 100_000)
+    assert len(log.read()) == 100_005
+    assert log._unfinished == [b""]
+
+
 @pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(
     ("fault", "kind", "told"),
