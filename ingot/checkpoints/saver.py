@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.lazy import importing
-from ingot.base.progress import say
+from ingot.base.progress import duration, say
 from ingot.checkpoints.collective import describe_error, run_on_all
 from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
 from ingot.checkpoints.store import BEFORE, retain, step_folder, sweep
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from ingot.checkpoints.writer import Written
 
 WAIT_INTERVAL_S = 0.5
+LONG_WAIT_S = 600.0
+"""How long training waits for a save before it says so: whoever waits beats, and is no hang, but a
+disk that does not answer ends no save, and no training.
+"""
 NICE = 10
 """Niceness of the writer thread: training wins where both want the same core."""
 
@@ -188,9 +192,17 @@ class Saver:
             say(f"warning: {self._error}")
 
     def _join(self, on_wait: Callable[[], None]) -> None:
+        began, is_told = time.monotonic(), not self._side_channel.is_main
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(WAIT_INTERVAL_S)
             on_wait()
+            if not is_told and (waited_s := time.monotonic() - began) > LONG_WAIT_S:
+                is_told = True
+                say(
+                    f"warning: training has waited {duration(waited_s)} for a checkpoint in"
+                    f" {self._checkpoints}; see whether the disks of all nodes answer"
+                    f"{', and the bucket' if self._mirror is not None else ''}"
+                )
         self._thread = None
 
     def _raise(self) -> None:

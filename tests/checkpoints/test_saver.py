@@ -192,6 +192,28 @@ def test_a_save_waits_for_the_one_before_and_says_that_it_lives(
     assert_equal(load(tmp_path), first)
 
 
+def test_a_save_that_does_not_end_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever waits beats, so that nobody else would notice a disk that does not answer."""
+    monkeypatch.setattr(saving, "LONG_WAIT_S", 0.0)
+    monkeypatch.setattr(saving, "WAIT_INTERVAL_S", 0.001)
+    waits = list[None]()
+    with gate() as opened:
+
+        def on_wait() -> None:
+            waits.append(None)
+            if len(waits) == 5:
+                opened.set()
+
+        saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=on_wait)
+        saver.save(1, *trained(0), {}, keep=1, best=None)
+        saver.wait()
+    saver.close()
+    told = f"for a checkpoint in {tmp_path}; see whether the disks of all nodes answer\n"
+    assert capsys.readouterr().err.count(told) == 1
+
+
 def test_the_memory_of_the_copy_is_used_again_and_written_from_where_it_is(tmp_path: Path) -> None:
     masters, optimizer = trained(0)
     staging = Staging()

@@ -388,4 +388,12 @@ FAULTS = [
         "hosts that load for an hour say nothing, since their progress has no end of line",
         "tests/launch/places/test_ssh.py",
     ),
+    Fault(
+        "a-save-that-never-ends",
+        "ingot/checkpoints/saver.py",
+        "            if not is_told and (",
+        "            if False and (",
+        "a training waits for a disk that does not answer, for ever and without a word",
+        "tests/checkpoints/test_saver.py",
+    ),
 ]
