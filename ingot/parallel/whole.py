@@ -76,7 +76,7 @@ class WholeMatrices:
     def apply(
         self,
         part_of: Callable[[Matrix], Tensor],
-        function: Callable[[Tensor], Tensor],
+        function: Callable[[Matrix, Tensor], Tensor],
         take: Callable[[Matrix, Tensor], None],
         meanwhile: Callable[[], None],
     ) -> None:
@@ -88,10 +88,10 @@ class WholeMatrices:
         arriving = self._gather(rounds[0], part_of)
         meanwhile()
         for this, following in zip(rounds, [*rounds[1:], []], strict=True):
-            whole = self._assemble(this, arriving)
+            mine, whole = self._mine(this), self._assemble(this, arriving)
             # Under way while this matrix is computed: the next one, and the last one's result.
             arriving = self._gather(following, part_of)
-            result = None if whole is None else function(whole)
+            result = None if mine is None or whole is None else function(mine, whole)
             if returning is not None:
                 _take(*returning, take)
             returning = this, self._scatter(this, result)

@@ -108,6 +108,22 @@ FAULTS = [
         BY,
     ),
     Fault(
+        "muon-gate-and-up-as-one",
+        MUON,
+        "return self._gate_and_up.get(matrix.master.parameter, (slice(None),))",
+        "return (slice(None),)",
+        "gate and up of an expert are orthogonalised together: one of them hardly moves",
+        BY,
+    ),
+    Fault(
+        "muon-gate-and-up-in-turns",
+        "ingot/models/native/experts.py",
+        "return slice(0, None, 2), slice(1, None, 2)",
+        "pass",
+        "Muon takes the first half of gpt-oss's rows in turns for the gate",
+        BY,
+    ),
+    Fault(
         "muon-without-decay",
         MUON,
         'new = old.float() * (1 - group["lr"] * group["weight_decay"])',
@@ -130,7 +146,7 @@ FAULTS = [
         "        rounds, returning = [], None\n"
         "        for one in sum(self._rounds, []):\n"
         "            part = part_of(one).to(self._nothing)\n"
-        "            take(one, function(part) if part.numel() else part)\n"
+        "            take(one, function(one, part) if part.numel() else part)\n"
         "        return meanwhile()\n",
         "each rank orthogonalises its shard of a matrix: the layout changes the result",
         BY,

@@ -58,6 +58,14 @@ SPARSE = {
     "moe_intermediate_size": 10,
     "mlp_only_layers": [0, 2],
 }
+# As gpt-oss has them: the rows of gate and up take turns.
+IN_TURNS = {
+    **{name: value for name, value in CONFIG.items() if name != "attention_bias"},
+    "model_type": "gpt_oss",
+    "intermediate_size": 10,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 SETTINGS = Muon(kind="muon", lr=0.02, weight_decay=0.1, compute="fp32")
 ORTHOGONAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -204,6 +212,27 @@ def test_each_expert_is_a_matrix_of_its_own_and_a_router_is_none() -> None:
     for number in range(3):
         update = orthogonalise(whole[number], 5) * 0.2 * 6**0.5 * -0.02
         torch.testing.assert_close(stack[number].detach(), update)
+
+
+@pytest.mark.parametrize(
+    ("config", "gate", "up"),
+    [(SPARSE, slice(0, 10), slice(10, 20)), (IN_TURNS, slice(0, None, 2), slice(1, None, 2))],
+    ids=["one-above-the-other", "in-turns"],
+)
+def test_gate_and_up_of_an_expert_are_two_matrices(
+    config: dict[str, Any], gate: slice, up: slice
+) -> None:
+    """In one, that of the smaller gradient would hardly move."""
+    masters, optimizer = alone(SETTINGS.model_copy(update={"weight_decay": 0.0}), config)
+    (both,) = [one for one in masters if one.name.endswith("layers.1.mlp.experts.gate_up_proj")]
+    before, both.tensor.grad = both.tensor.detach().clone(), torch.randn_like(both.tensor)
+    both.tensor.grad[:, up] *= 0.03
+    expected = before.clone()
+    for expert, whole in zip(expected, both.tensor.grad, strict=True):
+        for rows in (gate, up):
+            expert[rows] -= 0.02 * 0.2 * 24**0.5 * orthogonalise(whole[rows].clone(), 5)
+    optimizer.step()
+    torch.testing.assert_close(both.tensor.detach(), expected)
 
 
 def test_what_would_be_wrong_is_refused(tmp_path: Path) -> None:

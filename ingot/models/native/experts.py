@@ -248,6 +248,16 @@ class Experts(nn.Module):
             for each in matrices
         )
 
+    @property
+    def gate_and_up(self) -> tuple[slice, slice]:
+        """The rows of an expert's `gate_up_proj` that are its gate, and those that are its up, as
+        `_multiply` takes them apart.
+        """
+        if self.swiglu is not None:
+            return slice(0, None, 2), slice(1, None, 2)
+        width = self.gate_up_proj.shape[1] // 2
+        return slice(0, width), slice(width, None)
+
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x `[R, D]`, the experts of each row and their weights `[R, k]` -> `[R, D]`."""
         slots, k = chosen.flatten(), chosen.shape[1]

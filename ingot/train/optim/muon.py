@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import Muon
 from ingot.models.device import fast_compute
+from ingot.models.native.experts import Experts
 from ingot.parallel.apply import TYPES
 from ingot.parallel.masters import Masters
 from ingot.parallel.pipeline import local_stages
@@ -61,7 +62,7 @@ def update_scale(rows: int, columns: int) -> float:
 
 def layer_matrices(masters: Masters) -> list[Place]:
     """The matrices that Muon updates: each trained weight of a linear layer inside the model's
-    layers, routers excepted, and each expert of a stack `[E, A, B]`.
+    layers, routers excepted, and each expert of a stack `[E, A, B]`; `gates_and_ups` are two each.
 
     Raises:
         WrongInput: a matrix consists of several, or there is none.
@@ -90,6 +91,17 @@ def layer_matrices(masters: Masters) -> list[Place]:
             " adamw"
         )
     return found
+
+
+def gates_and_ups(masters: Masters) -> dict[nn.Parameter, tuple[slice, slice]]:
+    """The stacks of experts that hold gate and up in one matrix, and the rows of each. Together
+    orthogonalised, the one with the smaller gradient would hardly move.
+    """
+    return {
+        module.gate_up_proj: module.gate_and_up
+        for _, module in _modules_of_layers(masters)
+        if isinstance(module, Experts)
+    }
 
 
 def _modules_of_layers(masters: Masters) -> Iterator[tuple[str, nn.Module]]:
@@ -147,6 +159,7 @@ class MuonOptimizer(EagerOptimizer):
             places, ranks, TYPES[fast_compute(settings.compute, ranks.device)]
         )
         self._group_of = {weight: group for group in groups for weight in group["params"]}
+        self._gate_and_up = gates_and_ups(masters)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -180,15 +193,23 @@ class MuonOptimizer(EagerOptimizer):
         buffer.copy_(torch.where(self._skipped(weight), buffer, moved))
         return gradient.lerp(moved, momentum)
 
-    def _orthogonal(self, matrix: Tensor) -> Tensor:
-        flat = matrix.view(matrix.shape[-2:])  # an expert's is [1, A, B]
-        return orthogonalise(flat, self._settings.iterations).reshape(matrix.shape)
+    def _orthogonal(self, matrix: Matrix, whole: Tensor) -> Tensor:
+        flat = whole.view(whole.shape[-2:])  # an expert's is [1, A, B]
+        direction = torch.empty_like(flat)
+        for rows in self._alone(matrix):
+            direction[rows] = orthogonalise(flat[rows], self._settings.iterations)
+        return direction.view(whole.shape)
+
+    def _alone(self, matrix: Matrix) -> Sequence[slice]:
+        """The rows of each of the matrices that are one above the other in `matrix`."""
+        return self._gate_and_up.get(matrix.master.parameter, (slice(None),))
 
     def _update(self, matrix: Matrix, direction: Tensor) -> None:
         weight = matrix.master.tensor
         group, old = self._group_of[weight], weight[matrix.rows]
         new = old.float() * (1 - group["lr"] * group["weight_decay"])
-        rate = group["lr"] * update_scale(*matrix.shape[-2:])
+        rows, columns = matrix.shape[-2:]
+        rate = group["lr"] * update_scale(rows // len(self._alone(matrix)), columns)
         new = new.add_(direction.to(weight.device), alpha=-rate)
         if self._stochastic:
             count = self.state[weight]["step"] + 1
