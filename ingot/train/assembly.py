@@ -166,7 +166,7 @@ def make_hooks(
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
     a_pass = len(setup.rows) * recipe.objective.samples_per_row, knobs.global_batch
     evaluate_every = Recurrence(knobs.evaluate_every, *a_pass)
-    evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account)
+    evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account, setup.last)
     if start is not None:
         evaluation.restore(start.commit["watched"])
     samples = SampleHook(

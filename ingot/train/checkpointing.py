@@ -62,7 +62,7 @@ class CheckpointHook:
             self.finish(info.step)
             raise self.stopper.refused
         # While steps are being skipped no checkpoint is made: training may have to roll back to the
-        # state before them.
+        # state before them. Evaluations wait for the same reason.
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
         due = is_best or (self._due and not float(info.outcome.skipped))
         if due and info.step < self._last:  # `finish` saves the last one

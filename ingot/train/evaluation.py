@@ -187,7 +187,9 @@ def sample_texts(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[
 @dataclass
 class EvaluateHook:
     """Evaluates at the recurrence `every`, and ends training when `stopping` has seen no
-    improvement `patience` times in a row.
+    improvement `patience` times in a row. While steps are being skipped an evaluation waits, but
+    for that of the step `last`: what is found best is saved, and training may have to roll back to
+    the state before the skipped steps.
 
     `measure` returns None if it was interrupted.
     """
@@ -199,9 +201,10 @@ class EvaluateHook:
     best: BestTracker | None
     sinks: Sequence[JsonLines | FailSafeSink]
     account: TimeAccount
+    last: int
 
     def __post_init__(self) -> None:
-        self.owes = False
+        self.owes, self._due = False, False
         self.refused: WrongInput | NotJudged | None = None
         """Why the newest evaluation could not be taken; raised by the checkpoint hook, so that the
         steps up to it are not lost.
@@ -215,17 +218,20 @@ class EvaluateHook:
         measure: Callable[[], Mapping[str, Measured] | None],
         sinks: Sequence[JsonLines | FailSafeSink],
         account: TimeAccount,
+        last: int,
     ) -> EvaluateHook:
         """The hook that the recipe asks for."""
         stop, best = recipe.train.early_stop, recipe.checkpoint.best
         stopping = None if stop is None else BestTracker(stop.metric, stop.min_delta)
         patience = 0 if stop is None else stop.patience
         tracked = None if best is None else BestTracker(best)
-        return cls(measure, every, stopping, patience, tracked, sinks, account)
+        return cls(measure, every, stopping, patience, tracked, sinks, account, last)
 
     def after_step(self, info: StepInfo) -> bool:
-        if not self.every.is_due(info.step):
+        self._due = self._due or self.every.is_due(info.step)
+        if not self._due or (info.step < self.last and float(info.outcome.skipped)):
             return False
+        self._due = False
         try:
             self.at(info.step)
         except (WrongInput, NotJudged) as error:
@@ -267,13 +273,15 @@ class EvaluateHook:
         """The state that a resumed run needs to stop at the same step and keep the same
         checkpoint.
         """
-        return {
+        trackers = {
             name: tracker.state()
             for name, tracker in (("early_stop", self.stopping), ("best", self.best))
             if tracker is not None
         }
+        return {"due": self._due, **trackers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        self._due = state["due"]
         for name, tracker in (("early_stop", self.stopping), ("best", self.best)):
             if tracker is not None and name in state and state[name]["metric"] == tracker.metric:
                 tracker.restore(state[name])

@@ -227,6 +227,64 @@ def test_going_back_may_take_as_long_as_a_start(
     assert seen == [("loading", 0), ("loading", 0)]
 
 
+def test_going_back_leaves_the_same_out_with_a_best_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One saved at a bad step, since it was due to be evaluated and is the best, would stand
+    between the bad steps and the one to go back to.
+    """
+    best = {**KNOBS, "train__evaluate_every": 6, "checkpoint__best": "loss"}
+    other = small_recipe(copy_of(root, tmp_path / "other"), **best, data__skip="[[20, 28]]")
+    train(other)
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **best, train__skip__then="roll_back")
+    train(recipe)
+    assert [event["samples"] for event in events(recipe, "roll_back")] == [[20, 28]]
+    assert measured(recipe) == measured(other)
+    expected = weights(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
+
+
+def measured(recipe: Recipe) -> dict[int, float]:
+    """The held-out loss by step."""
+    name = "validation/loss"
+    return {line["step"]: line[name] for line in read_lines(recipe.folder.metrics) if name in line}
+
+
+def test_an_evaluation_waits_for_a_step_that_is_taken(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also for one after a resume; not beyond the end."""
+    poison(monkeypatch, range(20, 28))
+    knobs = {**KNOBS, "train__skip__in_row": 3, "train__evaluate_every": 6}
+    whole = small_recipe(copy_of(root, tmp_path / "whole"), **knobs)
+    train(whole)
+    assert list(measured(whole)) == [8, 12]
+    recipe = small_recipe(root, **knobs)
+    with monkeypatch.context() as patch:
+        asked_to_stop_in(6, patch)
+        with pytest.raises(Stopped):
+            train(recipe)
+    assert not measured(recipe)
+    train(recipe)
+    assert measured(recipe) == measured(whole)
+    short = small_recipe(root, **{**knobs, "train__steps": 6})
+    train(short, fresh=True)
+    assert list(measured(short)) == [6]
+
+
+def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
+    """A signal comes in step `last` (from 1)."""
+    accumulate = step.accumulate_gradients
+
+    def stopping(context: Any, number: int, batches: Any) -> Any:
+        if number + 1 == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(context, number, batches)
+
+    patch.setattr(step, "accumulate_gradients", stopping)
+
+
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 400))
     recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__skip__rollbacks=2)
@@ -292,15 +350,8 @@ def test_steps_in_a_row_are_counted_on_after_a_resume(
     """A training that is often taken away would otherwise never learn that nothing is learnt."""
     poison(monkeypatch, range(16, 400))
     recipe = small_recipe(root, **{**KNOBS, "train__skip__in_row": 4})
-    accumulate = step.accumulate_gradients
-
-    def asked_to_stop(context: Any, number: int, batches: Any) -> Any:
-        if number == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(context, number, batches)
-
     with monkeypatch.context() as patch:
-        patch.setattr(step, "accumulate_gradients", asked_to_stop)
+        asked_to_stop_in(6, patch)
         with pytest.raises(Stopped):
             train(recipe)
     with pytest.raises(Failed, match="not finite in 4 steps in a row, 5 to 8"):

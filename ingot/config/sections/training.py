@@ -329,8 +329,8 @@ class Train(Section):
     """Stop early; needs `evaluate_every`."""
     evaluate_every: Every | None = None
     """Steps between evaluations of the loss on the validation rows; `epoch`: one after each pass
-    over the training rows; `30m` (or `90s`, `2h`): one after so much time. Null for none while
-    training.
+    over the training rows; `30m` (or `90s`, `2h`): one after so much time. One that is due at a
+    skipped step waits for the next that is not. Null for none while training.
     """
     evaluate_rows: Positive = 64
     """Validation rows used by each evaluation while training; the first ones, always the same."""
