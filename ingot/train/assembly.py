@@ -159,6 +159,7 @@ def make_hooks(
         Workload.of(setup, mesh),
         mesh,
         gpu=recipe.track.gpu,
+        clock=account.in_steps,
         skipped_before=commit.get("skipped", 0.0),
         remarks=source.remarks if isinstance(source, Rollout) else dict,
     )

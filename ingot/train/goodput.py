@@ -85,12 +85,17 @@ class TimeAccount:
         self.heart, self._events = heart, events
         self._spent: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
         self._kept: dict[int, dict[TimeUse, float]] = {}
-        self._mark, self._elsewhere = time.monotonic(), 0.0
+        self.begin()
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self) -> None:
         """Start the clock of the first step."""
-        self._mark, self._elsewhere = time.monotonic(), 0.0
+        self._mark = self._began = time.monotonic()
+        self._elsewhere = self._beside = 0.0
+
+    def in_steps(self) -> float:
+        """Seconds since `begin` less those of evaluating and saving. Waiting for data counts."""
+        return time.monotonic() - self._began - self._beside
 
     @contextmanager
     def spending(self, what: TimeUse, phase: Phase | None = None) -> Iterator[None]:
@@ -106,6 +111,8 @@ class TimeAccount:
             seconds = time.monotonic() - began
             self._spent[what] += seconds
             self._elsewhere += seconds
+            if what != "waiting":
+                self._beside += seconds
             if phase is not None:
                 self.heart.beat(before)
 

@@ -63,29 +63,36 @@ class LogHook:
     _: KW_ONLY
     gpu: bool
     """Whether the use of GPUs is asked for, too."""
+    clock: Callable[[], float]
+    """Seconds that all steps so far have taken. Read after a result of the newest one was, since
+    the host is ahead of a GPU.
+    """
     skipped_before: float = 0.0
     """Steps that earlier attempts skipped."""
     remarks: Callable[[], Mapping[str, str]] = dict
     """What else the line of progress is to say, asked when metrics are written."""
 
     def __post_init__(self) -> None:
-        self._skipped = torch.tensor(self.skipped_before)
-        self._forget()
+        # Where the outcomes are: reading one each step would make the GPU wait for the host.
+        self._skipped = torch.tensor(self.skipped_before, device=self.mesh.device)
+        self._forget(0.0)
         self._notes: dict[str, str] = {}
         self._shown_at = 0.0
         self._measured_peak = MeasuredPeak(self.mesh.device, self.work.compute)
 
-    def _forget(self) -> None:
+    def _forget(self, now: float) -> None:
         """Begin to count anew, after a line was written."""
-        self._seconds, self._steps, self._samples, self._tokens, self._positions = 0.0, 0, 0, 0, 0
+        self._since, self._steps, self._samples, self._tokens, self._positions = now, 0, 0, 0, 0
+
+    def _elapsed(self) -> float:
+        return max(self.clock() - self._since, 1e-9)
 
     def after_step(self, info: StepInfo) -> bool:
-        self._seconds += info.seconds
         self._steps += 1
         self._samples += info.samples
         self._tokens += info.counts.tokens
         self._positions += info.counts.positions
-        self._skipped = self._skipped + info.outcome.skipped.to(self._skipped.device)
+        self._skipped = self._skipped + info.outcome.skipped
         if info.step % self.every == 0 or info.step in (1, self.last):
             self._write(info)
         if self.progress.is_watched:
@@ -100,14 +107,13 @@ class LogHook:
         now = time.monotonic()
         if now - self._shown_at < (1.0 if info.outcome.loss.is_cuda else 0.5) or not self._tokens:
             return {}
-        self._shown_at, pace = now, self._tokens / max(self._seconds, 1e-9)
-        return {"loss": f"{float(info.outcome.loss):.3f}", "tokens/s": f"{pace:,.0f}"}
+        self._shown_at, loss = now, float(info.outcome.loss)
+        return {"loss": f"{loss:.3f}", "tokens/s": f"{self._tokens / self._elapsed():,.0f}"}
 
     def _write(self, info: StepInfo) -> None:
-        usage = self._usage()
-        loss = float(info.outcome.loss)  # synchronises with the device, so that `seconds` is right
-        seconds = max(self._seconds, 1e-9)
-        rate = self._tokens / seconds
+        loss = float(info.outcome.loss)  # waits for the device, so that `seconds` is right
+        seconds = self._elapsed()
+        rate, usage = self._tokens / seconds, self._usage()
         values: dict[str, float | str] = {
             "train/loss": loss,
             "train/lr": info.lr,
@@ -130,7 +136,7 @@ class LogHook:
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", **self.remarks(), "tokens/s": f"{rate:,.0f}"}
-        self._forget()
+        self._forget(self.clock())
 
     @property
     def skipped(self) -> float:

@@ -9,7 +9,6 @@ number of ranks, padding and packing therefore never change the result.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,8 +78,6 @@ class StepInfo:
     """Of this step's batch, over all ranks."""
     outcome: StepOutcome
     lr: float
-    seconds: float
-    """Host time of the step, waiting for data included."""
 
 
 class Hook(Protocol):
@@ -240,8 +237,6 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
     masters, control = context.masters, context.control
     outcome: StepOutcome | None = None
     for step in range(first, last):
-        began = time.monotonic()
-
         # Fetch this rank's micro-batches. The ranks sum the target count of the global batch and
         # combine stop votes on the host, without synchronising with a device.
         batches = control.fetch(step)
@@ -292,8 +287,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
 
         # Hooks: all of them run, even if one asks to end training.
         lr = float(optimizer.param_groups[0]["lr"]) if rate is None else rate
-        seconds = time.monotonic() - began
-        info = StepInfo(step + 1, context.samples, counts, outcome, lr, seconds)
+        info = StepInfo(step + 1, context.samples, counts, outcome, lr)
         answers = [hook.after_step(info) for hook in context.hooks]
         if any(answers):
             return LoopEnd(step + 1, outcome)

@@ -388,6 +388,31 @@ FAULTS = [
         "tests/train/test_skipping.py",
     ),
     Fault(
+        "pace-of-the-host",
+        "ingot/train/hooks.py",
+        "        loss = float(info.outcome.loss)  # waits for the device, so that `seconds` is right\n"
+        "        seconds = self._elapsed()\n",
+        "        seconds = self._elapsed()\n        loss = float(info.outcome.loss)\n",
+        "the pace and use of a GPU leave out the time in which it computes",
+        "tests/train/test_hooks.py",
+    ),
+    Fault(
+        "log-waits-each-step",
+        "ingot/train/hooks.py",
+        "self._skipped = self._skipped + info.outcome.skipped\n",
+        "self._skipped = self._skipped + float(info.outcome.skipped)\n",
+        "the GPU is idle after each step, until the host has read that it was taken",
+        "tests/train/test_hooks.py",
+    ),
+    Fault(
+        "evaluating-slows-the-pace",
+        "ingot/train/goodput.py",
+        "return time.monotonic() - self._began - self._beside",
+        "return time.monotonic() - self._began",
+        "evaluations and checkpoints are told as slow steps",
+        "tests/train/test_hooks.py",
+    ),
+    Fault(
         "left-out-too-little",
         "ingot/train/rollback.py",
         "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",

@@ -1,17 +1,20 @@
-"""What a terminal shows between two logged steps."""
+"""What is logged of a training and its pace, and what a terminal shows between two lines."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ingot.base.environment import Ranks
+from ingot.base.heartbeat import TIME_USES, HeartbeatWriter
 from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
+from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import LogHook, Workload
 from ingot.train.micro_batch.trial import made_up_plan
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
@@ -38,13 +41,14 @@ def test_loss_and_pace_move_between_logged_steps(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr("ingot.train.hooks.time.monotonic", lambda: clock[0])
+    work = Workload(None, None, "fp32")
     progress, mesh = Watched(), Mesh(Ranks(), torch.device("cpu"))
     sinks = [JsonLines(tmp_path / "metrics.jsonl")]
-    hook = LogHook(sinks, progress, 50, 100, Workload(None, None, "fp32"), mesh, gpu=False)
+    hook = LogHook(sinks, progress, 50, 100, work, mesh, gpu=False, clock=lambda: clock[0] - 100)
     for step in range(1, 9):
         clock[0] += 0.2
         loss, zero = torch.tensor(5.0 - step), torch.tensor(0.0)
-        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(loss, zero, zero), 0.1, 0.2))
+        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(loss, zero, zero), 0.1))
     hook.close()
     losses = [fields["loss"] for fields in progress.seen]
     # The first step is logged; then a line is renewed each half second, and stays between.
@@ -52,14 +56,76 @@ def test_loss_and_pace_move_between_logged_steps(
     assert progress.seen[-1]["tokens/s"] == "2,000"
 
 
+class Late(torch.Tensor):
+    """A number that a device has `at` some time: the host that reads it waits until then."""
+
+    at = 0.0
+    now = 0.0
+    """What time it is."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.Tensor.to, torch.Tensor.__float__, torch.Tensor.item):
+            Late.now = max(Late.now, *(one.at for one in args if isinstance(one, Late)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_the_pace_is_that_of_a_device_behind_the_host(tmp_path: Path) -> None:
+    """The host has queued a step in 0.1 s, the device computes it in 1 s; 10,000 tokens/s were
+    told. The host waits for the device where a line is written, and nowhere else.
+    """
+    mesh, path, at = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl", 0.0
+    work, progress = Workload(1000.0, 4e6, "fp32"), Progress("train", 9, "steps")
+    sinks = [JsonLines(path)]
+    hook = LogHook(sinks, progress, 3, 6, work, mesh, gpu=False, clock=lambda: Late.now)
+    Late.now, waited = 0.0, []
+    for step in range(1, 7):
+        Late.now += 0.1
+        at = max(at, Late.now) + 1.0
+        late = torch.tensor(0.0).as_subclass(Late)
+        late.at, before = at, Late.now
+        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(late, late, late), 0.1))
+        waited.append(Late.now > before)
+    hook.close()
+    assert waited == [True, False, True, False, False, True]
+    first, second, last = read_lines(path)
+    assert first["train/tokens_per_s"] == pytest.approx(400 / 1.1)
+    assert second["train/tokens_per_s"] == pytest.approx(800 / 2.1)
+    assert last["train/tokens_per_s"] == pytest.approx(1200 / 3.1)
+    assert last["train/examples_per_s"] == pytest.approx(12 / 3.1)
+    assert last["train/mfu"] == pytest.approx(1200 * 1000 / 3.1 / 4e6)
+
+
+def test_steps_take_what_evaluating_and_saving_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    heart = HeartbeatWriter(tmp_path, rank=0, local_rank=0, attempt=1)
+    account = TimeAccount(heart, EventSink(tmp_path / "events.jsonl", heart, is_main=True))
+    monkeypatch.setattr("ingot.train.goodput.time.monotonic", lambda: clock[0])
+    with account.spending("evaluating"):  # what the last attempt owed
+        clock[0] += 7
+    account.begin()
+    clock[0] += 1
+    for use in TIME_USES[1:]:
+        with account.spending(use):
+            clock[0] += 10
+    assert account.in_steps() == 11  # with the one of waiting
+
+
 def test_padding_is_computed_and_is_no_token(tmp_path: Path) -> None:
     """Pairs of 30 tokens in rows of 100 were told as three times as many a second."""
     mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
-    work, zero = Workload(1000.0, 8e6, "fp32"), torch.tensor(0.0)
-    hook = LogHook([JsonLines(path)], Progress("train", 3, "steps"), 3, 3, work, mesh, gpu=False)
+    work, zero, seconds = Workload(1000.0, 8e6, "fp32"), torch.tensor(0.0), 0.0
+    progress = Progress("train", 3, "steps")
+    sinks = [JsonLines(path)]
+    hook = LogHook(sinks, progress, 3, 3, work, mesh, gpu=False, clock=lambda: seconds)
     for step, tokens in enumerate((100, 110, 150), start=1):
+        seconds += 0.1
         counts, outcome = BatchCounts(50, tokens, 400), StepOutcome(zero, zero, zero)
-        hook.after_step(StepInfo(step, 4, counts, outcome, 0.1, 0.1))
+        hook.after_step(StepInfo(step, 4, counts, outcome, 0.1))
     hook.close()
     first, last = read_lines(path)
     assert (first["train/tokens_per_step"], last["train/tokens_per_step"]) == (100, 130)
@@ -84,10 +150,13 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     """A CPU's peak that was measured while others worked gave 120 %."""
     monkeypatch.setattr("ingot.models.device.measured_peak", lambda device, compute: 3e6)
     mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
-    work, zero = Workload(1000.0, None, "fp32"), torch.tensor(0.0)
-    hook = LogHook([JsonLines(path)], Progress("train", 3, "steps"), 1, 3, work, mesh, gpu=False)
-    for step, seconds in enumerate((0.2, 0.1, 0.2), start=1):
-        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(zero, zero, zero), 0.1, seconds))
+    work, zero, seconds = Workload(1000.0, None, "fp32"), torch.tensor(0.0), 0.0
+    progress = Progress("train", 3, "steps")
+    sinks = [JsonLines(path)]
+    hook = LogHook(sinks, progress, 1, 3, work, mesh, gpu=False, clock=lambda: seconds)
+    for step, more in enumerate((0.2, 0.1, 0.2), start=1):
+        seconds += more
+        hook.after_step(StepInfo(step, 4, FULL, StepOutcome(zero, zero, zero), 0.1))
     hook.close()
     use = [line["train/mfu"] for line in read_lines(path)]
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])

@@ -55,7 +55,7 @@ def turn(
         weight = torch.ones(WIDTH, WIDTH, requires_grad=True)
         (torch.ones(step + 1, WIDTH) @ weight).sum().backward()
         for one in hooks:
-            one.after_step(StepInfo(step + 1, 1, COUNTS, StepOutcome(ZERO, ZERO, ZERO), 0.0, 0.0))
+            one.after_step(StepInfo(step + 1, 1, COUNTS, StepOutcome(ZERO, ZERO, ZERO), 0.0))
     hook.close()
     return sorted(folder.iterdir()) if folder.exists() else []
 
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_warns_and_training_goes_on(
         done=0,
         last=LAST,
     )
-    assert hook.after_step(StepInfo(1, 1, COUNTS, StepOutcome(ZERO, ZERO, ZERO), 0.0, 0.0)) is False
+    assert hook.after_step(StepInfo(1, 1, COUNTS, StepOutcome(ZERO, ZERO, ZERO), 0.0)) is False
     assert "warning: the trace of steps 1 to 1 is lost" in capsys.readouterr().err
 
 
