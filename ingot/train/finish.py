@@ -71,6 +71,12 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
     recipe, run = plan.recipe, plan.recipe.folder
     model, tensors = _to_export(plan, train_state, step)
     about = lineage(plan, step)
+    if (mean := about.get("average", {})).get("kind") == "last":
+        steps = mean["steps"]
+        say(
+            f"train: the mean of {len(steps)} of {mean['checkpoints']} checkpoints is exported,"
+            f" steps {min(steps):,} to {max(steps):,}"
+        )
     # A model drawn at random may have another vocabulary than its source, whose token ids would
     # then be those of other tokens.
     spec = plan.model_spec

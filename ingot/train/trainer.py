@@ -52,6 +52,7 @@ from ingot.train.hooks import (
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.micro_batch.search import with_fitting_micro_batch
 from ingot.train.optim.averaging import averaged_steps
+from ingot.train.optim.schedules import too_short
 from ingot.train.reference import reference_tables
 from ingot.train.resume import (
     complete,
@@ -243,6 +244,9 @@ def _announce(
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
+        rows = len(plan.rows) * plan.recipe.objective.samples_per_row
+        for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last):
+            say(f"train: warning: {knob}: {why}")
         if mixture := _mixture(plan):
             say(f"train: {mixture}")
         if advice := advice_on_compute(plan.recipe, plan.compute, mesh.device, size):

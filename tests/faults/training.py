@@ -413,6 +413,22 @@ FAULTS = [
         "tests/train/test_hooks.py",
     ),
     Fault(
+        "too-short-and-not-told",
+        "ingot/train/trainer.py",
+        'say(f"train: warning: {knob}: {why}")',
+        "pass",
+        "a mean of checkpoints is asked for, and the weights of the only one are exported",
+        "tests/train/test_averaging.py",
+    ),
+    Fault(
+        "evaluated-at-the-end-alone",
+        "ingot/train/optim/schedules.py",
+        "may_be_due(first, last + 1)",
+        "may_be_due(first, last)",
+        "a training that is evaluated after its last step is told that it is not",
+        "tests/train/test_recurrence.py",
+    ),
+    Fault(
         "left-out-too-little",
         "ingot/train/rollback.py",
         "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",

@@ -106,6 +106,14 @@ def test_the_warm_up_ends_within_the_steps(tmp_path: Path, warmup: float, about:
     assert warned(judge_length(recipe, cost(recipe), SAMPLE.rows)) == about
 
 
+def test_what_a_training_is_too_short_for_is_told(tmp_path: Path) -> None:
+    knobs = {"train__evaluate_every": "epoch", "checkpoint__best": "loss"}
+    recipe = small_recipe(tmp_path, train__steps=99, **knobs)
+    assert warned(judge_length(recipe, cost(recipe), SAMPLE.rows)) == ["checkpoint.best"]
+    recipe = small_recipe(tmp_path, train__steps=100, **knobs)
+    assert warned(judge_length(recipe, cost(recipe), SAMPLE.rows)) == []
+
+
 def test_fewer_rows_than_a_batch_and_many_passes_are_told(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, train__steps=1000)
     few = Range.exactly(3.0)

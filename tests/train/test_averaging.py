@@ -123,14 +123,29 @@ def test_the_average_is_measured_and_exported_and_resumed(
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
 
 
-def test_the_mean_of_the_newest_checkpoints_is_exported(root: Path) -> None:
+def test_the_mean_of_the_newest_checkpoints_is_exported(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = small_recipe(root, train__average="{kind: last, checkpoints: 3}", **EVERY)
     train(recipe)
+    told = capsys.readouterr().err
+    assert "train: the mean of 3 of 3 checkpoints is exported, steps 4 to 6" in told
+    assert "warning: train.average" not in told
     last = [WholeWeights(step_folder(recipe.folder.checkpoints, at)) for at in (4, 5, 6)]
     for name, weight in exported(recipe).items():
         mean = torch.stack([one[name].double() for one in last]).mean(0)
         torch.testing.assert_close(weight.double(), mean, rtol=1e-6, atol=1e-8)
         assert not torch.equal(weight, last[-1][name])
+
+
+def test_a_mean_of_fewer_checkpoints_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before and after a training that makes one alone, whose weights are the last ones."""
+    train(small_recipe(root, train__average="{kind: last}", train__steps=3, checkpoint__keep=5))
+    told = capsys.readouterr().err
+    assert "warning: train.average: of the 5 checkpoints that it asks for there will be 1" in told
+    assert "train: the mean of 1 of 5 checkpoints is exported, steps 3 to 3" in told
 
 
 def test_what_a_signal_had_saved_is_not_in_the_mean(

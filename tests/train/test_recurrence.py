@@ -23,7 +23,7 @@ from ingot.config.sections.training import Train
 from ingot.config.shape import total_steps
 from ingot.parallel.mesh import Mesh
 from ingot.train import assembly
-from ingot.train.optim.schedules import Recurrence
+from ingot.train.optim.schedules import Recurrence, too_short
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
@@ -67,10 +67,38 @@ def test_whether_it_may_be_due_on_the_way_is_known_before(every: int | str | Non
         recurrence = Recurrence(every, rows, batch)
         for first in range(12):
             for last in range(first, 24):
-                due = any(map(recurrence.is_due, range(first + 1, last)))
-                assert recurrence.may_be_due(first, last) == due, (every, rows, first, last)
+                due = sum(map(recurrence.is_due, range(first + 1, last)))
+                assert recurrence.most_often(first, last) == due, (every, rows, first, last)
+                assert recurrence.may_be_due(first, last) == (due > 0)
     assert Recurrence("1h", 10, 4).may_be_due(0, 2), "nobody knows how long a step takes"
     assert not Recurrence("1h", 10, 4).may_be_due(0, 1)
+
+
+STOP_EARLY = {"train__early_stop": "{}", "train__steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({**STOP_EARLY, "train__evaluate_every": 10}, ["train.early_stop"]),
+        ({**STOP_EARLY, "train__evaluate_every": 9}, []),
+        ({**STOP_EARLY, "train__evaluate_every": "epoch"}, ["train.early_stop"]),
+        ({**STOP_EARLY, "train__evaluate_every": 10, "train__start_step": 4}, ["train.early_stop"]),
+        ({"train__evaluate_every": 500, "checkpoint__best": "loss"}, ["checkpoint.best"]),
+        ({"train__evaluate_every": 500}, []),
+        ({"train__average": "{kind: last}", "checkpoint__every": 2}, []),
+        ({"train__average": "{kind: last}", "checkpoint__every": 3}, ["train.average"]),
+        ({"train__average": "{kind: last}", "checkpoint__every": "1h"}, []),
+        ({"train__average": "{kind: last, export: false}", "checkpoint__every": 3}, []),
+        ({"train__average": "{}", "checkpoint__every": 500}, []),
+    ],
+)
+def test_what_a_training_is_too_short_for_is_told(
+    knobs: dict[str, Any], told: list[str], tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, checkpoint__keep=5, **{"train__steps": 9, **knobs})
+    first = recipe.train.start_step or 0
+    assert [knob for knob, _ in too_short(recipe, 40, first, 9)] == told
 
 
 @pytest.mark.parametrize(("every", "on_the_way"), [(2, True), (4, False), (500, False)])

@@ -25,7 +25,7 @@ from ingot.plan.ranges import Range
 from ingot.plan.run_cost import RunCost
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown, times
-from ingot.train.optim.schedules import warmup_steps
+from ingot.train.optim.schedules import too_short, warmup_steps
 
 MUCH_EVALUATED, MUCH_REPEATED = 0.1, 0.2
 """Shares from which on a finding is a warning."""
@@ -60,6 +60,9 @@ def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[
             " good as new ones (Muennighoff et al. 2023)",
         )
     steps = round(cost.steps.likely)
+    samples = 1 if rows is None else max(1, round(rows.likely)) * recipe.objective.samples_per_row
+    for knob, why in too_short(recipe, samples, recipe.train.start_step or 0, steps):
+        yield PlanFinding("warning", knob, why)
     warmup = warmup_steps(recipe.train.schedule, steps)
     if warmup >= steps:
         yield PlanFinding(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 from ingot.config.doors import SCHEDULES
+from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Every, seconds_of
 from ingot.config.sections.training import ScheduleSettings, WSDSchedule
 
@@ -141,11 +142,18 @@ class Recurrence:
 
     def may_be_due(self, first: int, last: int) -> bool:
         """Whether it can be due after a step between `first` and `last`, which are left out."""
+        return self.most_often(first, last) > 0
+
+    def most_often(self, first: int, last: int) -> int:
+        """After how many of the steps between `first` and `last`, which are left out, it is due; by
+        the clock it may be so after all of them.
+        """
+        between = max(0, last - first - 1)
         if isinstance(self.every, int):
-            return (last - 1) // self.every > first // self.every
+            return max(0, (last - 1) // self.every - first // self.every)
         if self.every == "epoch":
-            return self._passes(last) > self._passes(first + 1)
-        return self.every is not None and first + 1 < last
+            return max(0, min(between, self._passes(last) - self._passes(first + 1)))
+        return 0 if self.every is None else between
 
     def _passes(self, steps: int) -> int:
         """Passes over the rows that `steps` steps begin."""
@@ -154,3 +162,32 @@ class Recurrence:
     def restart(self) -> None:
         """Restart the interval: it has just been done."""
         self._since, self._due = self._clock(), False
+
+
+def too_short(
+    recipe: Recipe, samples: Fraction | int, first: int, last: int
+) -> Iterator[tuple[str, str]]:
+    """Knobs that do less than they say in a training that begins after step `first` and ends with
+    `last`, and why. `samples`: as of a Recurrence.
+    """
+    knobs, batch, steps = recipe.train, recipe.train.global_batch, f"{first + 1:,} to {last:,}"
+    measured = {
+        "train.early_stop": knobs.early_stop is not None,
+        "checkpoint.best": recipe.checkpoint.best is not None,
+    }
+    if not Recurrence(knobs.evaluate_every, samples, batch).may_be_due(first, last + 1):
+        for name in [name for name, is_set in measured.items() if is_set]:
+            yield (
+                name,
+                f"it has no effect, since train.evaluate_every {knobs.evaluate_every} comes to no"
+                f" evaluation in steps {steps}; lower that",
+            )
+    average, every = knobs.average, recipe.checkpoint.every
+    if average is not None and average.needs_kept:
+        made = 1 + Recurrence(every, samples, batch).most_often(first, last)
+        if made < average.checkpoints:
+            yield (
+                "train.average",
+                f"of the {average.checkpoints} checkpoints that it asks for there will be {made} at"
+                f" most: checkpoint.every is {every}, in steps {steps}; lower that",
+            )
