@@ -275,7 +275,9 @@ def total_steps(train: Train, samples: Fraction | int, seq_len: int) -> int:
         return train.steps
     if train.tokens is not None:
         return math.ceil(train.tokens / (train.global_batch * seq_len))
-    return max(1, math.floor((train.epochs or 1.0) * samples / train.global_batch))
+    # As it is written: in binary 1.4 is less, which is a step less at times.
+    epochs = Fraction(str(train.epochs or 1.0))
+    return max(1, math.floor(epochs * samples / train.global_batch))
 
 
 def parameter_count(config: Mapping[str, Any], *, active: bool = False) -> int:

@@ -70,6 +70,8 @@ from ingot.train.step import (
 
 LARGE = 20
 """Millions of weights from which on it matters how a step is computed."""
+UNLIKE = 0.05
+"""Share by which text and places of rows must differ for `train.tokens` to be explained."""
 
 
 def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None) -> VerbOutcome:
@@ -247,6 +249,8 @@ def _announce(
         rows = len(plan.rows) * plan.recipe.objective.samples_per_row
         for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last):
             say(f"train: warning: {knob}: {why}")
+        if text := _text_of_tokens(plan):
+            say(f"train: warning: {text}")
         if mixture := _mixture(plan):
             say(f"train: {mixture}")
         if advice := advice_on_compute(plan.recipe, plan.compute, mesh.device, size):
@@ -268,6 +272,24 @@ def _announce(
         before = start or (None if plan.recipe.train.reset_optimizer else plan.origin)
         for line in plan.learning_rate.told(first, before.commit if before else {}):
             say(f"train: {line}")
+
+
+def _text_of_tokens(plan: TrainSetup) -> str | None:
+    """What `train.tokens` comes to, where rows have places without text, or two sequences each."""
+    recipe, rows = plan.recipe, plan.rows
+    knobs = recipe.train
+    if knobs.tokens is None or recipe.objective.samples_answers:
+        return None
+    a_row = (rows.tokens - rows.left_out) / len(rows)
+    text = a_row * plan.last * recipe.objective.rows_of(knobs.global_batch)
+    share = text / (plan.last * knobs.global_batch * recipe.data.seq_len)
+    if abs(share - 1) < UNLIKE:
+        return None
+    return (
+        f"train.tokens {knobs.tokens:,} counts places of rows, which hold about {text:,.0f} tokens"
+        f" of text in these {plan.last:,} steps; for so many of text set it to"
+        f" {math.ceil(knobs.tokens / share):,}"
+    )
 
 
 def _mixture(plan: TrainSetup) -> str | None:

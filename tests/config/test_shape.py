@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -250,9 +251,13 @@ def test_presets_differ_and_an_unknown_one_names_the_nearest() -> None:
         ({"epochs": 2}, 100, 6),
         ({"epochs": 0.5}, 100, 1),
         ({"epochs": 0.01}, 100, 1),
+        ({"epochs": 1.4}, 1440, 63),
+        ({"epochs": 4.6}, Fraction(800), 115),
     ],
 )
-def test_steps_mean_what_the_knob_says(train: dict[str, Any], rows: int, steps: int) -> None:
+def test_steps_mean_what_the_knob_says(
+    train: dict[str, Any], rows: Fraction | int, steps: int
+) -> None:
     assert total_steps(Train(global_batch=32, **train), rows, seq_len=128) == steps
 
 

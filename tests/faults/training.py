@@ -429,6 +429,22 @@ FAULTS = [
         "tests/train/test_recurrence.py",
     ),
     Fault(
+        "epochs-in-binary",
+        "ingot/config/shape.py",
+        "epochs = Fraction(str(train.epochs or 1.0))",
+        "epochs = Fraction(train.epochs or 1.0)",
+        "1.4 epochs are a step less than that many",
+        "tests/config/test_shape.py",
+    ),
+    Fault(
+        "places-told-as-text",
+        "ingot/train/trainer.py",
+        "a_row = (rows.tokens - rows.left_out) / len(rows)",
+        "a_row = recipe.data.seq_len",
+        "a part of the tokens that were asked for is trained on, and nobody is told",
+        "tests/train/test_sft.py",
+    ),
+    Fault(
         "left-out-too-little",
         "ingot/train/rollback.py",
         "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",

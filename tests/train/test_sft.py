@@ -5,6 +5,7 @@ travels with it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
+from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.ingest import ingest
@@ -67,6 +69,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(trained: Path, tmp_path: Path) -> Path:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+def test_text_that_fills_rows_in_part_is_told_beside_the_tokens_asked_for(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(root)
+    rows = open_rows(recipe.folder.columns, "train", 64, pack="best_fit", pad_last=False)
+    asked = 4 * 64 * len(rows)  # four whole passes
+    train(recipe_of(root, train__steps="null", train__tokens=asked), fresh=True)
+    said = (
+        r"warning: train\.tokens (\S+) counts places of rows, which hold about (\S+) tokens of text"
+    )
+    told = re.search(
+        said + r" in these (\S+) steps; for so many of text set it to (\S+)\n",
+        capsys.readouterr().err,
+    )
+    assert told is not None
+    of_tokens, text, steps, instead = (int(number.replace(",", "")) for number in told.groups())
+    each = [line["train/tokens_per_step"] for line in read_lines(recipe.folder.metrics)]
+    assert (of_tokens, steps, text) == (asked, len(each), sum(each))
+    assert instead * text / asked == pytest.approx(asked, abs=1)
 
 
 def test_the_report_counts_what_the_assistant_says(root: Path) -> None:

@@ -306,7 +306,9 @@ class Train(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training rows."""
     tokens: Positive | None = None
-    """Training tokens, rounded up to whole steps."""
+    """Training tokens, rounded up to whole steps. Each sequence of `global_batch` counts as
+    `data.seq_len` of them, however much of it is text.
+    """
     global_batch: Positive = 32
     """Sequences in one optimizer step, over all ranks and micro-batches."""
     micro_batch: Positive | Literal["auto"] = 8
