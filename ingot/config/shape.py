@@ -341,8 +341,11 @@ def least_parameters(config: Mapping[str, Any]) -> int:
     return embeddings + encoder * (attention + forward) + decoder * (2 * attention + forward)
 
 
-def flops_per_token(config: Mapping[str, Any], seq_len: int, lora: Lora | None) -> float:
+def flops_per_token(
+    config: Mapping[str, Any], seq_len: int, lora: Lora | None, forward_only: float = 0.0
+) -> float:
     """Floating-point operations of forward and backward for one token; nothing is computed twice.
+    The mean, where a share `forward_only` of the tokens has no backward.
 
     6 per matrix weight that a token meets (including the head, excluding the embedding lookup),
     plus 12 * heads * head size per layer and token attended to: seq_len / 2 on average, since
@@ -353,12 +356,12 @@ def flops_per_token(config: Mapping[str, Any], seq_len: int, lora: Lora | None) 
     """
     read = sizes(config)
     matrices = _matrices(read, active=True) + read.vocab * read.hidden
-    work = (6.0 if lora is None else 4.0) * matrices
-    if lora is not None and lora.targets == "all-linear":
-        work += 6.0 * lora_parameters(config, lora.rank)
-    return work + 12.0 * read.heads * read.head_dim * sum(
-        _seen(seq_len, window) for window in read.windows
-    )
+    on_all = lora is not None and lora.targets == "all-linear"
+    adapters = lora_parameters(config, lora.rank) if lora is not None and on_all else 0
+    attention = read.heads * read.head_dim * sum(_seen(seq_len, window) for window in read.windows)
+    forward = 2.0 * (matrices + adapters) + 4.0 * attention
+    backward = (4.0 if lora is None else 2.0) * matrices + 4.0 * adapters + 8.0 * attention
+    return forward + (1 - forward_only) * backward
 
 
 def _seen(seq_len: int, window: int | None) -> float:

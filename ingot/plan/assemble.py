@@ -289,7 +289,8 @@ def _flops(recipe: Recipe, config: Mapping[str, Any] | None) -> float | None:
     if config is None or trained_kind(recipe) != "decoder":
         return None
     try:
-        return flops_per_token(config, recipe.data.seq_len, recipe.model.lora)
+        seq_len, forward_only = recipe.data.seq_len, recipe.objective.forward_only
+        return flops_per_token(config, seq_len, recipe.model.lora, forward_only)
     except (KeyError, TypeError, ValueError, WrongInput):
         return None
 

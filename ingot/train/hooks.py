@@ -43,7 +43,12 @@ class Workload:
     def of(cls, setup: TrainSetup, mesh: Mesh) -> Workload:
         config, recipe = setup.model_spec.config, setup.recipe
         cost = (
-            flops_per_token(config.to_hf(), recipe.data.seq_len, recipe.model.lora)
+            flops_per_token(
+                config.to_hf(),
+                recipe.data.seq_len,
+                recipe.model.lora,
+                recipe.objective.forward_only,
+            )
             if setup.model_spec.kind == "decoder"
             else None
         )

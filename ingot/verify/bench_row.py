@@ -27,9 +27,10 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.hostmemory import host_memory
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
-from ingot.config.shape import flops_per_token, parameter_count
-from ingot.models.device import device_name, gpu_usage, measured_peak, peak_flops, peak_memory_bytes
+from ingot.config.shape import parameter_count
+from ingot.models.device import device_name, gpu_usage, measured_peak, peak_memory_bytes
 from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.train.hooks import Workload
 from ingot.train.micro_batch.memory import forget_peak, is_out_of_memory
 from ingot.train.micro_batch.trial import Trial, made_up_plan, open_trial
 from ingot.train.setup import TrainSetup, make_setup
@@ -127,8 +128,8 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
     )
     tokens = statistics.mean(step.tokens for step in counted)
     positions = statistics.mean(step.positions for step in counted)
-    asked = plan.recipe
-    cost = flops_per_token(config, asked.data.seq_len, asked.model.lora) if native else None
+    work = Workload.of(plan, mesh)
+    cost = work.flops_per_token
     reached = positions / seconds * (cost or 0.0)  # padding is computed too
     best = max(best, reached)  # the machine may have been disturbed whenever a peak was measured
     return {
@@ -141,7 +142,7 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         "positions_per_step": positions,
         "flops_per_token": cost,
         "peak_flops": best,
-        "stated_peak_flops": peak_flops(mesh.device, plan.compute),
+        "stated_peak_flops": work.stated_peak,
         "share_of_peak": None if cost is None else reached / best,
         "cpu": sum(busy) / _cores(),
         "host_memory": max(host),

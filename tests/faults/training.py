@@ -445,6 +445,14 @@ FAULTS = [
         "tests/train/test_sft.py",
     ),
     Fault(
+        "forward-rows-counted-whole",
+        "ingot/config/shape.py",
+        "return forward + (1 - forward_only) * backward",
+        "return forward + backward",
+        "KTO's use of its machine is told half as high again",
+        "tests/train/test_hooks.py",
+    ),
+    Fault(
         "left-out-too-little",
         "ingot/train/rollback.py",
         "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ingot.base.environment import Ranks
 from ingot.base.heartbeat import TIME_USES, HeartbeatWriter
@@ -16,7 +17,7 @@ from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import LogHook, Workload
-from ingot.train.micro_batch.trial import made_up_plan
+from ingot.train.micro_batch.trial import made_up_plan, open_trial
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
 from tests.small import small_recipe
 
@@ -142,6 +143,24 @@ def test_what_lora_keeps_is_counted_without_gradients(tmp_path: Path) -> None:
     config, lora = setup.model_spec.config.to_hf(), recipe.model.lora
     told, seq_len = Workload.of(setup, mesh).flops_per_token, recipe.data.seq_len
     assert told == flops_per_token(config, seq_len, lora) < flops_per_token(config, seq_len, None)
+
+
+@pytest.mark.parametrize("lora", [{}, {"model__lora": {"rank": 1}}])
+def test_rows_that_only_go_forward_are_counted_so(lora: dict[str, Any], tmp_path: Path) -> None:
+    """KTO's use of its machine was told as 1.5 times what it is."""
+    mesh, ratios = Mesh(Ranks(), torch.device("cpu")), list[float]()
+    for kind in ("dpo", "kto"):
+        plan = made_up_plan(small_recipe(tmp_path, objective__kind=kind, **lora), mesh)
+        told = Workload.of(plan, mesh).flops_per_token
+        assert told is not None
+        with (
+            open_trial(plan, mesh, quick=True) as trial,
+            trial.step_function(plan.batch) as take,
+            FlopCounterMode(display=False) as counted,
+        ):
+            take(0)
+        ratios.append(told / counted.get_total_flops())  # both have as many positions
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.05)
 
 
 def test_no_training_is_faster_than_the_peak_of_its_machine(

@@ -61,6 +61,8 @@ class ObjectiveSettings(KindSettings):
     """
     needs_teacher: ClassVar[bool] = False
     """Whether it reads a second model beside the trained one; the knob `teacher` then names it."""
+    forward_only: ClassVar[float] = 0.0
+    """The share of the tokens of a batch that only a first pass reads, which has no backward."""
 
     @property
     def training_documents(self) -> Documents:
@@ -294,6 +296,7 @@ class KTOSettings(ObjectiveSettings):
 
     implementation = "ingot.objectives.kto:KTO.from_settings"
     document_kind = "rated"
+    forward_only = 0.5  # each sample's prompt with another answer
     pipeline_parallel = False  # the loss needs all tokens of a row at once
     needs_reference = True
     kind: Literal["kto"]
