@@ -142,15 +142,16 @@ def _to_export(
 ) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
     """The model to export, and its weights if they are not in the model itself.
 
-    A sharded model is read back from its checkpoint: a decoder tensor by tensor, so that it is
-    never in memory as a whole; a transformers model is built whole on this host, since only the
-    built model knows its tensor names and ties.
+    A sharded model is read back from its checkpoint, as is an average that bf16 weights would
+    round: a decoder tensor by tensor, so that it is never in memory as a whole; a transformers
+    model is built whole on this host, since only the built model knows its tensor names and ties.
     """
     average, checkpoints = plan.recipe.train.average, plan.recipe.folder.checkpoints
     stored: NamedWeights | None = None
     if average is not None and average.export:
         stored = stored_average(average, checkpoints, step)
-    if _is_whole(train_state):
+    rounds = stored is not None and train_state.masters.stochastic
+    if _is_whole(train_state) and not rounds:
         if stored is not None:
             load_average(train_state.masters, stored)
         train_state.masters.work_in(torch.float32)

@@ -345,6 +345,14 @@ FAULTS = [
         AVERAGED,
     ),
     Fault(
+        "average-rounded",
+        "ingot/train/finish.py",
+        "if _is_whole(train_state) and not rounds:",
+        "if _is_whole(train_state):",
+        "a float32 export of the average of bf16 weights has their few digits",
+        AVERAGED,
+    ),
+    Fault(
         "averaged-one-pushed-out",
         "ingot/train/checkpointing.py",
         "                due=self._averaged,\n",

@@ -22,7 +22,13 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW
 from ingot.train.hooks import SkipHook
-from ingot.train.optim.averaging import AVERAGE, COUNT, AveragedWeights, averaged_steps
+from ingot.train.optim.averaging import (
+    AVERAGE,
+    COUNT,
+    AveragedWeights,
+    averaged_steps,
+    stored_average,
+)
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import make_setup
 from ingot.train.step import StepInfo
@@ -179,6 +185,26 @@ def test_what_a_signal_had_saved_is_not_in_the_mean(
     assert averaged_steps(broken.train.average, broken.folder.checkpoints, 9) == [9, 8, 6]
     ours = exported(whole)
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
+
+
+@pytest.mark.parametrize("kind", ["{decay: 0.5}", "{kind: last, checkpoints: 3}"])
+def test_an_average_of_bf16_weights_is_exported_in_float32(kind: str, root: Path) -> None:
+    recipe = small_recipe(
+        root,
+        precision__master="stochastic",
+        precision__compute="bf16",
+        train__average=kind,
+        train__steps=4,
+        **EVERY,
+    )
+    train(recipe)
+    assert recipe.train.average is not None
+    mean, ours = (
+        stored_average(recipe.train.average, recipe.folder.checkpoints, 4),
+        exported(recipe),
+    )
+    assert all(torch.equal(weight, mean[name]) for name, weight in ours.items())
+    assert not all(torch.equal(weight, weight.bfloat16().float()) for weight in ours.values())
 
 
 def on_ranks(root: Path, knobs: dict[str, Any]) -> None:
