@@ -12,7 +12,7 @@ throughout; the step divides once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ class Masters:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad or name.removesuffix(".weight") in kept
         }
-        self.on_host = _first_share(trained, on_host)
+        self.on_host = _first_share(trained, on_host, self._shared)
         """Names of the parameters whose masters are on the host."""
         self._masters = [
             self._of(name, parameter, exact=not stochastic, on_host=name in self.on_host)
@@ -229,17 +229,19 @@ def _accumulate(master: Master, grad: Tensor) -> None:
         master.tensor.grad += grad.to(master.tensor.device)
 
 
-def _first_share(trained: Mapping[str, Tensor], share: float) -> set[str]:
+def _first_share(trained: Mapping[str, Tensor], share: float, shared: Collection[str]) -> set[str]:
     """Names of the first parameters that together hold this share of all elements as nearly as
-    possible; the same on all ranks that hold them.
+    possible; the same on all ranks that hold them. Of the ends of a pipeline, each has others
+    beside the `shared` ones, whose gradients they sum: those are among them only where all are.
     """
-    sizes = {name: parameter.numel() for name, parameter in trained.items()}
-    before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    return {
-        name
-        for name, size in sizes.items()
-        if before[name] + size / 2 < share * sum(sizes.values())
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in trained.items()
+        if share == 1 or name not in shared
     }
+    before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    total = sum(parameter.numel() for parameter in trained.values())
+    return {name for name, size in sizes.items() if before[name] + size / 2 < share * total}
 
 
 def _sharded_axes(parameter: Tensor) -> Axes:

@@ -179,6 +179,25 @@ def test_as_large_a_share_of_the_optimizer_as_was_asked_for(share: float, away: 
     )
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+def test_both_ends_of_a_pipeline_keep_what_they_share_in_one_place(share: float) -> None:
+    """They sum its gradient: one on the host and one on a GPU would wait for each other."""
+    alone = Mesh(Ranks(), HOST)
+    first, last = (
+        Masters(nn.ModuleDict(parts), alone, shared=["embedding.weight"], on_host=share)
+        for parts in (
+            {"embedding": nn.Linear(10, 10, bias=False), "layers": Sizes()},
+            {
+                "norm": nn.Linear(3, 3),
+                "layers": Sizes(),
+                "embedding": nn.Linear(10, 10, bias=False),
+            },
+        )
+    )
+    places = {"embedding.weight" in masters.on_host for masters in (first, last)}
+    assert places == {share == 1}
+
+
 def test_what_is_on_the_host_is_published() -> None:
     model = Sizes()
     masters = Masters(model, Mesh(Ranks(), HOST), on_host=1.0)

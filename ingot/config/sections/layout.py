@@ -135,7 +135,7 @@ class Offload(Section):
     """Weights, gradients and optimizer state; needs `parallel.shard` above 1."""
     optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the optimizer's state that stays on the host, where its part of the update is
-    computed.
+    computed. An embedding that both ends of a pipeline hold is there with 1 alone.
     """
 
 
