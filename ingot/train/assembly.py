@@ -137,9 +137,8 @@ def make_hooks(
     """The hooks that run after each step, in this order: skipped steps, logging, evaluation and
     samples, time accounting, the checkpoint (which records all of these), the profiler.
     """
-    recipe, mesh = process.recipe, process.mesh
+    recipe, mesh, knobs = process.recipe, process.mesh, process.recipe.train
     first, commit = (start.step, start.commit) if start else (setup.begin, {})
-    knobs = recipe.train
     account = TimeAccount(process.heart, process.events)
     spikes = (
         None
