@@ -16,10 +16,12 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import open_rows
+from ingot.data.cleaning.clean import clean
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import read_documents, sample
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import read_prepared
+from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.raw import ranges as ranges_module
@@ -464,9 +466,35 @@ def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
         texts = sampled(wanted)
         places = np.array([int(text.split(":")[0].removeprefix("Text ")) for text in texts])
         assert len(set(places)) == len(places)
-        assert (
-            0.5 * wanted * 0.8 < sum(len(text.encode()) for text in texts) < 1.6 * wanted * 0.8
-        ), "a fifth is held out"
+        assert 0.5 * wanted < sum(len(text.encode()) for text in texts) < 1.6 * wanted, (
+            "although a fifth is held out"
+        )
         assert abs(places.mean() - 1500) < 500
         assert texts == sampled(wanted)
     assert len(sampled(10 * total)) == sum(1 for _ in read_documents(small, "train"))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_sample_is_as_large_as_asked_for_whatever_is_not_trained_on(
+    tmp_path: Path, fraction: float
+) -> None:
+    """Else a tenth of the data for a trial gives a vocabulary of a tenth of the sample."""
+    kept, dropped = sentences(400), ["ingot"] * 4000
+    source = write_jsonl(tmp_path / "a.jsonl", [*kept[:200], *dropped, *kept[200:]])
+    small = ingested(tmp_path, source, data__clean__min_chars=8, data__fraction=fraction)
+    opened, wanted = raw_module.open_raw(small), sum(len(text.encode()) for text in kept) // 5
+    cleaned = clean(small, opened, LocalEngine(1))
+    found = sample(opened, cleaned, Shares.of(small.data), wanted)
+    assert 0.7 * wanted < sum(len(document.text.encode()) for document in found) < 1.4 * wanted
+
+
+def test_what_a_vocabulary_was_really_learnt_from_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [text * 9 for text in sentences(60)] + ["x" * 999999]
+    )
+    prepare(ingested(tmp_path, source, data__clean__max_chars=9999))
+    told = re.search(r"learning a vocabulary of 280 from ([\d.]+) MB", capsys.readouterr().err)
+    assert told is not None
+    assert 0 < float(told[1]) < 0.5, "not the megabyte that was dropped"

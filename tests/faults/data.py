@@ -1060,4 +1060,12 @@ FAULTS = [
         "of a file all is read where a tenth of a split was asked for",
         "tests/data/sources/test_local_files.py",
     ),
+    Fault(
+        "vocabulary-of-a-share-of-the-sample",
+        "ingot/data/cleaning/documents.py",
+        "    trained = total * _trained(cleaned, shares)\n",
+        "    trained = total\n",
+        "a vocabulary is learnt from as little of the sample as cleaning and data.fraction leave",
+        "tests/data/test_prepare.py",
+    ),
 ]

@@ -19,6 +19,8 @@ from ingot.data.splits import Shares, Split, chosen
 # At most SPREAD times the sample's size is read: of a corpus much larger than the sample, evenly
 # spread row groups suffice.
 SPREAD = 16
+SAMPLING = 2
+"""Raise when the same documents come to give another sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,16 @@ def documents_of(
 def sample(
     raw: RawData, cleaned: CleaningResult, shares: Shares, sample_bytes: int
 ) -> Iterator[Document]:
-    """Training documents of about `sample_bytes` in total, evenly spread, at least one;
-    deterministic.
+    """Training documents of about `sample_bytes` in total once they are cleaned, evenly spread, at
+    least one; deterministic. Existing token columns have no text to give.
     """
-    tasks = list(pieces(raw, "train"))
-    total = sum(source.bytes for source in raw.splits["train"])
-    step = max(1, min(total // (SPREAD * sample_bytes), len(tasks)))
-    share = min(1.0, sample_bytes * step / max(total, 1))
+    tasks = [task for task in pieces(raw, "train") if task.kind != "tokens"]
+    total = sum(task.bytes for task in tasks)
+    # What cleaning drops, what is held out and what `data.fraction` leaves is passed over.
+    trained = total * _trained(cleaned, shares)
+    wanted = min(1.0, sample_bytes / max(trained, 1.0))
+    step = max(1, min(int(1 / (SPREAD * wanted)), len(tasks)))
+    share = min(1.0, wanted * step)
     found = False
     for task in tasks[::step]:
         for document in documents_of(task, raw, cleaned, shares, "train"):
@@ -81,3 +86,11 @@ def sample(
             for document in documents_of(task, raw, cleaned, shares, "train")
         )
         yield from itertools.islice(everything, 1)
+
+
+def _trained(cleaned: CleaningResult, shares: Shares) -> float:
+    """The share of the bytes of training sources that is trained on."""
+    report = cleaned.report
+    dropped = sum(step.bytes for step in report.steps)
+    kept = 1 - dropped / report.bytes if report.bytes else 1.0
+    return kept * (1 - (shares.validation or 0.0)) * shares.fraction

@@ -20,7 +20,7 @@ from ingot.base.progress import Progress, say
 from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.cleaned import CleaningResult
-from ingot.data.cleaning.documents import sample
+from ingot.data.cleaning.documents import SAMPLING, sample
 from ingot.data.documents.kinds import plain_text
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
@@ -61,6 +61,7 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
         "library": tokenizers.__version__,
         "vocab_size": recipe.tokenizer.vocab_size,
         "sample_bytes": recipe.tokenizer.sample_bytes,
+        "sampling": SAMPLING,
         **Shares.of(recipe.data).identity(),
         "cleaned": cleaned.identity,
         "template": recipe.tokenizer.template and find_template(recipe.tokenizer.template),
@@ -86,9 +87,8 @@ def learn_tokenizer(recipe: Recipe, texts: Iterable[str]) -> Tokenizer:
 
 def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
-    say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {size / 1e6:,.1f} MB")
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
-        tokenizer = learn_tokenizer(recipe, _shown(_texts(recipe, raw, cleaned), progress))
+        tokenizer = learn_tokenizer(recipe, _shown(recipe, _texts(recipe, raw, cleaned), progress))
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(
             f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens"
@@ -102,7 +102,8 @@ def _texts(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Iterator[st
         yield plain_text(recipe.documents, document.text)
 
 
-def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
+def _shown(recipe: Recipe, texts: Iterator[str], progress: Progress) -> Iterator[str]:
+    """The texts, and how much they were once all are read: a sample has about the size wanted."""
     done = 0
     for text in texts:
         done += len(text.encode())
@@ -113,6 +114,7 @@ def _shown(texts: Iterator[str], progress: Progress) -> Iterator[str]:
             "there is no training document to learn a vocabulary from; raise data.fraction or"
             " tokenizer.sample_bytes"
         )
+    say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {done / 1e6:,.2f} MB")
 
 
 def _is_current(folder: Path, inputs: str) -> bool:
