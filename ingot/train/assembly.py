@@ -110,6 +110,7 @@ class CommitFields:
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
             "left_out": left_out(self.setup, self.recipe),
+            **({"data_begin": begin} if (begin := self.setup.data_begin) else {}),
             **({"rollout": self.source.state(step)} if isinstance(self.source, Rollout) else {}),
         }
 
@@ -165,7 +166,7 @@ def make_hooks(
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
     a_pass = len(setup.rows) * recipe.objective.samples_per_row, knobs.global_batch
-    evaluate_every = Recurrence(knobs.evaluate_every, *a_pass)
+    evaluate_every = Recurrence(knobs.evaluate_every, *a_pass, begin=setup.data_begin)
     evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account, setup.last)
     if start is not None:
         evaluation.restore(start.commit["watched"])
@@ -180,7 +181,7 @@ def make_hooks(
     )
     skips = SkipHook(knobs.skip.in_row, process.events, commit.get("skipped_in_row", 0))
     fields = CommitFields(recipe, setup, log, evaluation, samples, skips, spikes, run_id, source)
-    save_every = Recurrence(recipe.checkpoint.every, *a_pass)
+    save_every = Recurrence(recipe.checkpoint.every, *a_pass, begin=setup.data_begin)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     hooks: list[Hook] = [
         skips,

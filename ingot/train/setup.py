@@ -4,8 +4,9 @@ checks recipe, data, tokenizer, model, teacher, device and ranks against each ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.degrees import Degrees
 from ingot.config.identity import training_identity, weights_identity
-from ingot.config.models.source import ModelKind, check_lora, model_config, named_folder
+from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import Muon
@@ -42,12 +43,12 @@ from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
-from ingot.tokenizers.chats.templates import with_template
 from ingot.tokenizers.familiar import check_own
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.optim.optimizers import check_groups
 from ingot.train.optim.schedules import LearningRate
+from ingot.train.teacher import check_teacher, teacher_folder, teacher_vocabulary
 
 
 def computing_type(recipe: Recipe, device: torch.device) -> Compute:
@@ -150,6 +151,20 @@ class TrainSetup:
     """Total number of steps, at which training ends."""
     compute: Compute
     identity: dict[str, Any]
+    data_begin: int = 0
+    """Step that takes the first rows of the data's order: `begin` where `origin` was trained on
+    other data, of which its step says nothing here.
+    """
+
+    def as_begun(self, commit: Mapping[str, Any]) -> TrainSetup:
+        """The setup of the training that a checkpoint is of: since it began, the run of `origin`
+        may have gone on.
+        """
+        begin = int(commit.get("data_begin", 0))
+        if begin == self.data_begin:
+            return self
+        last = _last_step(self.recipe, self.rows, begin)
+        return replace(self, begin=begin or self.begin, last=last, data_begin=begin)
 
     @property
     def wrapping(self) -> WrapSettings:
@@ -162,7 +177,12 @@ class TrainSetup:
     @property
     def order(self) -> SampleOrder:
         """The mapping from sample number to row number."""
-        return order_of(self.recipe, self.rows)
+        return order_of(self.recipe, self.rows, self.drawn(self.data_begin))
+
+    def drawn(self, step: int) -> int:
+        """How many samples of `order` the first `step` steps take."""
+        samples = step * self.batch.global_batch
+        return math.ceil(samples / self.recipe.objective.samples_per_row)
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -196,9 +216,8 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     rows = _open_split(recipe, "train", hiding)
     holds_out = recipe.data.holds_out
     held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
-    origin, begin = _origin(recipe)
-    samples = len(rows) * recipe.objective.samples_per_row
-    last = total_steps(recipe.train, samples, recipe.data.seq_len)
+    origin, begin, data_begin = _origin(recipe, rows.fingerprint)
+    last = _last_step(recipe, rows, data_begin)
     _check_steps(recipe, len(rows), batch, begin, last)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity: dict[str, Any] = {
@@ -224,6 +243,7 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         last,
         compute,
         identity,
+        data_begin,
     )
 
 
@@ -331,11 +351,20 @@ def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: 
         )
 
 
-def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
-    """The checkpoint to start from, and the first step."""
+def _last_step(recipe: Recipe, rows: Rows | Samples, data_begin: int) -> int:
+    """The step at which training ends; epochs are counted from where the data's order begins."""
+    train, samples = recipe.train, len(rows) * recipe.objective.samples_per_row
+    of_epochs = train.steps is None and train.tokens is None
+    return total_steps(train, samples, recipe.data.seq_len) + of_epochs * data_begin
+
+
+def _origin(recipe: Recipe, data: str) -> tuple[CommittedCheckpoint | None, int, int]:
+    """The checkpoint to start from, the first step, and the step at which the order of `data`
+    begins.
+    """
     knobs = recipe.train
     if knobs.start_from is None:
-        return None, knobs.start_step or 0
+        return None, knobs.start_step or 0, 0
     found = checkpoint_in(Path(knobs.start_from))
     own = load_tokenizer(recipe.folder.tokenizer).identity()
     if found.commit["identity"]["tokenizer"] != own:
@@ -344,48 +373,6 @@ def _origin(recipe: Recipe) -> tuple[CommittedCheckpoint | None, int]:
             " tokenizer as tokenizer.source"
         )
     if knobs.start_step is not None:
-        return found, knobs.start_step
-    return found, 0 if knobs.reset_optimizer else found.step
-
-
-def teacher_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
-    """The teacher's folder; None unless the objective needs one.
-
-    Raises:
-        WrongInput: there is no such model, or its tokenizer gives other ids than the student's.
-    """
-    teacher = recipe.objective.teacher_source
-    if teacher is None:
-        return None
-    folder = named_folder(teacher, "objective.teacher")
-    own, theirs = (with_template(one, "").identity() for one in (tokenizer, load_tokenizer(folder)))
-    if own != theirs:
-        raise WrongInput(
-            f"the tokenizer of objective.teacher {teacher} is not the student's, so their"
-            f" distributions are over other tokens; set tokenizer.source to {teacher}, or choose"
-            " another teacher"
-        )
-    return folder
-
-
-def teacher_vocabulary(folder: Path) -> int:
-    """The width of the teacher's logits, which a randomly initialised student adopts."""
-    return DecoderConfig.from_hf(model_config(folder), str(folder)).vocab_size
-
-
-def check_teacher(folder: Path, student: ModelSpec, recipe: Recipe) -> None:
-    """Raises WrongInput if teacher and student differ in vocabulary size, or the teacher has fewer
-    positions than a row has tokens.
-    """
-    config = DecoderConfig.from_hf(model_config(folder), str(folder))
-    if config.vocab_size != student.config.vocab_size:
-        raise WrongInput(
-            f"the teacher {folder} has a vocabulary of {config.vocab_size:,} tokens, the student"
-            f" {recipe.model.source} one of {student.config.vocab_size:,}; distillation compares"
-            " them token by token: choose two of the same vocabulary"
-        )
-    if config.max_position_embeddings < recipe.data.seq_len:
-        raise WrongInput(
-            f"data.seq_len {recipe.data.seq_len} exceeds the {config.max_position_embeddings}"
-            f" positions of the teacher {folder}; lower it"
-        )
+        return found, knobs.start_step, 0
+    begin = 0 if knobs.reset_optimizer else found.step
+    return found, begin, 0 if found.commit["identity"].get("data") == data else begin

@@ -142,6 +142,7 @@ def _train_from_checkpoint(
         average = recipe.train.average
         averaged = 0 if average is None else average.needs_kept
         exchange_missing(process.bucket, start, averaged, mesh)
+        setup = setup if start is None else setup.as_begun(start.commit)
         first = start.step if start else setup.begin
         if first > setup.last:
             raise WrongInput(
@@ -201,7 +202,7 @@ def _check_prompts(setup: TrainSetup) -> None:
     if recipe.objective.samples_answers:
         folder, seq_len = recipe.folder.columns, recipe.data.seq_len
         packed = read_packed(folder, prepared_for(recipe), seq_len, recipe.row_plan)
-        check_prompts(recipe, setup.rows, packed, setup.tokenizer, setup.begin)
+        check_prompts(recipe, setup.rows, packed, setup.tokenizer, setup.begin - setup.data_begin)
 
 
 def _find_start(
@@ -246,8 +247,10 @@ def _announce(
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
+        if plan.data_begin:
+            say("train: train.start_from was trained on other data; this begins with its first row")
         rows = len(plan.rows) * plan.recipe.objective.samples_per_row
-        for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last):
+        for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last, plan.data_begin):
             say(f"train: warning: {knob}: {why}")
         if text := _text_of_tokens(plan):
             say(f"train: warning: {text}")
@@ -297,8 +300,7 @@ def _mixture(plan: TrainSetup) -> str | None:
     one may be repeated many times, and a large one not be seen whole.
     """
     recipe = plan.recipe
-    samples = plan.last * plan.batch.global_batch
-    passes = plan.order.passes(math.ceil(samples / recipe.objective.samples_per_row))
+    passes = plan.order.passes(range(plan.drawn(plan.begin), plan.drawn(plan.last)))
     if len(passes) == 1:
         return None
     sources, total = recipe.data.train, sum(source.weight for source in recipe.data.train)

@@ -877,4 +877,20 @@ FAULTS = [
         "a training that goes back to a large checkpoint is killed as a hang, and given up",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "other-data-from-the-middle-of-its-order",
+        "ingot/train/setup.py",
+        '0 if found.commit["identity"].get("data") == data else begin',
+        "0",
+        "a stage that starts from another run leaves out the first rows of its own data",
+        "tests/train/test_origin.py",
+    ),
+    Fault(
+        "where-other-data-began-is-asked-anew",
+        "ingot/train/trainer.py",
+        "setup if start is None else setup.as_begun(start.commit)",
+        "setup",
+        "a resumed stage reads its data from elsewhere, since the run that it started from went on",
+        "tests/train/test_origin.py",
+    ),
 ]

@@ -18,6 +18,8 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.evaluate.subject import NotJudged
 from ingot.parallel.mesh import Mesh
 from ingot.train.evaluation import BestTracker, Measured
@@ -46,6 +48,7 @@ def two(prepared_root: Path, tmp_path: Path) -> tuple[Path, Path]:
     return copy_of(prepared_root, tmp_path / "one"), copy_of(prepared_root, tmp_path / "two")
 
 
+ALONE = Mesh(Ranks(), torch.device("cpu"))
 CONSTANT = {"train__schedule": "{kind: constant, warmup: 0}", "precision__export": "fp32"}
 
 
@@ -113,6 +116,57 @@ def test_a_start_step_moves_schedule_and_data(two: tuple[Path, Path]) -> None:
         train(small_recipe(second, train__steps=6, train__start_step=6), fresh=True)
 
 
+def on_other_data(root: Path, origin: Path, **knobs: Any) -> Recipe:
+    """A recipe that goes on from the run in `origin` with other rows and the same tokenizer."""
+    recipe = small_recipe(
+        root,
+        data__validation__fraction=0.3,
+        tokenizer__source=str(origin / "runs" / "small" / "data" / "tokenizer"),
+        tokenizer__vocab_size=None,
+        train__start_from=str(origin / "runs" / "small"),
+        **{"train__steps": None, "train__epochs": 1, **CONSTANT, **knobs},
+    )
+    ingest(recipe)
+    prepare(recipe)
+    return recipe
+
+
+def test_other_data_is_read_from_its_beginning(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the other run stood in its own data says nothing of this one's."""
+    first, second = two
+    train(small_recipe(first, train__steps=5, **CONSTANT))
+    onward = on_other_data(second, first)
+    setup = make_setup(onward, ALONE)
+    begin, last, size = setup.begin, setup.last, setup.batch.global_batch
+    assert (begin, last) == (5, 5 + len(setup.rows) // size), "a whole pass after the other's steps"
+    rows = setup.order.rows(begin * size, (last - begin) * size)
+    assert len(set(rows.tolist())) == len(rows) > len(setup.rows) - size
+    kept = setup.order.rows((begin + 2) * size, 4).tolist()
+    skipping = on_other_data(second, first, data__skip=[[5 * size, 7 * size]])
+    assert make_setup(skipping, ALONE).order.rows(begin * size, 4).tolist() == kept
+    train(onward)
+    assert "trained on other data; this begins with its first row" in capsys.readouterr().err
+    assert len(logged(onward)) == last - begin
+
+
+def test_where_other_data_began_is_kept_when_the_other_run_goes_on(two: tuple[Path, Path]) -> None:
+    first, second = two
+    third = copy_of(second, second.parent / "three")
+    train(small_recipe(first, train__steps=4, **CONSTANT))
+    whole, broken = (
+        on_other_data(root, first, train__epochs=0.1, checkpoint__every=1)
+        for root in (second, third)
+    )
+    train(whole)
+    train_until(6, broken)
+    train(small_recipe(first, train__steps=7, **CONSTANT))
+    train(broken)
+    assert logged(broken) == logged(whole)
+    assert same(broken, whole)
+
+
 def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
     first, second = two
     with pytest.raises(WrongInput, match="holds no checkpoint; give a run folder"):
@@ -161,7 +215,7 @@ def test_a_training_that_took_over_another_state_is_resumed(
         train_until(4, begun)
     train(begun)
     assert len(logged(begun)) == 4
-    make_setup(begun, Mesh(Ranks(), torch.device("cpu")))  # as the verbs about a finished one do
+    make_setup(begun, ALONE)  # as the verbs about a finished one do
     with pytest.raises(WrongInput, match=r"train\.reset_optimizer=true"):
         train(begun, fresh=True)
     assert committed(begun.folder.checkpoints), "nothing was set aside"

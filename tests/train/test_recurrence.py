@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_steps_epochs_and_times() -> None:
     assert [step for step in range(1, 9) if Recurrence("epoch", 10, 4).is_due(step)] == [2, 5, 7]
     assert [step for step in range(1, 9) if Recurrence("epoch", 8, 4).is_due(step)] == [2, 4, 6, 8]
     assert [step for step in range(1, 4) if Recurrence("epoch", 2, 4).is_due(step)] == [1, 2, 3]
+    late = Recurrence("epoch", 10, 4, begin=3)
+    assert [step for step in range(4, 12) if late.is_due(step)] == [5, 8, 10], "of other data"
     assert not any(Recurrence(None, 10, 4).is_due(step) for step in range(1, 9))
     now = 100.0
     timed = Recurrence("2m", 10, 4, lambda: now)
@@ -202,7 +205,7 @@ class Ticks:
 def train_by_the_clock(root: str, fast: list[float], knobs: dict[str, Any]) -> list[list[int]]:
     ticks = Ticks(fast[int(os.environ["RANK"])])
     real = assembly.Recurrence
-    assembly.Recurrence = lambda *given: real(*given, clock=ticks)  # type: ignore[assignment,misc]
+    assembly.Recurrence = partial(real, clock=ticks)  # type: ignore[assignment,misc]
     try:
         recipe = small_recipe(Path(root), **knobs)
         train(recipe)

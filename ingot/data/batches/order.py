@@ -36,6 +36,7 @@ class SampleOrder:
         skipped: ranges [begin, end) of the sequence that are left out on purpose. Samples then are
             counted without them, so
             that the position still is one number: how many were seen.
+        begin: the sample that is the first of the sequence; none before it is asked for.
 
     Raises:
         WrongInput: there is nothing to choose from, a weighted source has no rows, or a skipped
@@ -51,6 +52,7 @@ class SampleOrder:
         *,
         parts: Sequence[Sequence[int]] = (),
         window: int | None = None,
+        begin: int = 0,
     ) -> None:
         if sum(sizes) == 0:
             raise WrongInput("there are 0 training rows; add documents or lower data.seq_len")
@@ -65,6 +67,7 @@ class SampleOrder:
         self._offset = int(mix(np.array([seed], np.uint64))[0])
         self._edges = [0, CIRCLE] if weights is None else _edges(weights)
         self._gaps, self._shifts = _gaps(skipped)
+        self._begin = self.place(begin - 1) + 1  # a range skipped from there on is skipped
         of_each = parts if weights is not None else [[rows for source in parts for rows in source]]
         self._windows = (
             [WindowedPermutation(rows, window) for rows in of_each] if window is not None else []
@@ -90,7 +93,7 @@ class SampleOrder:
         while sample < end:
             gap = bisect.bisect_right(self._gaps, sample)
             until = min([end, *self._gaps[gap : gap + 1]])
-            yield sample + self._shifts[gap], until - sample
+            yield sample + self._shifts[gap] - self._begin, until - sample
             sample = until
 
     def place(self, sample: int) -> int:
@@ -157,11 +160,15 @@ class SampleOrder:
         below = [_below(samples, self._offset, edge) for edge in self._edges[source : source + 2]]
         return below[1] - below[0]
 
-    def passes(self, samples: int) -> list[float]:
-        """How many times over the first `samples` samples take the rows of each weighted source;
-        one number where there are no weights.
+    def passes(self, samples: range) -> list[float]:
+        """How many times over `samples` take the rows of each weighted source; one number where
+        there are no weights.
         """
-        return [self.drawn(source, samples) / size for source, size in enumerate(self._sizes)]
+        first, after = samples.start - self._begin, samples.stop - self._begin
+        return [
+            (self.drawn(source, after) - self.drawn(source, first)) / size
+            for source, size in enumerate(self._sizes)
+        ]
 
     def _sources(self, first_sample: int, count: int) -> npt.NDArray[np.int64]:
         """The source of each sample."""
@@ -184,8 +191,8 @@ def _place(sample: int, gaps: Sequence[int], shifts: Sequence[int]) -> int:
     return sample + shifts[bisect.bisect_right(gaps, sample)]
 
 
-def order_of(recipe: Recipe, rows: PreparedSplit) -> SampleOrder:
-    """The order in which the recipe trains on `rows`."""
+def order_of(recipe: Recipe, rows: PreparedSplit, begin: int = 0) -> SampleOrder:
+    """The order in which the recipe trains on `rows`, from sample `begin` on."""
     data = recipe.data
     return SampleOrder(
         rows.sizes,
@@ -194,6 +201,7 @@ def order_of(recipe: Recipe, rows: PreparedSplit) -> SampleOrder:
         data.skip,
         parts=rows.part_rows,
         window=data.window,
+        begin=begin,
     )
 
 

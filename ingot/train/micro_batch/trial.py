@@ -20,6 +20,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS, Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
 from ingot.data.batches.loader import Loader
+from ingot.data.batches.order import order_of
 from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
@@ -30,7 +31,7 @@ from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import Tables
-from ingot.train.setup import TrainSetup, check_teacher, computing_type, teacher_vocabulary
+from ingot.train.setup import TrainSetup, computing_type
 from ingot.train.step import (
     DropoutSeeds,
     Hook,
@@ -39,6 +40,7 @@ from ingot.train.step import (
     StepOutcome,
     train_step,
 )
+from ingot.train.teacher import check_teacher, teacher_vocabulary
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Trial:
         same rows share their checks.
         """
         plan, train_state, mesh = self.plan, self.train_state, self.mesh
-        with contextlib.closing(Loader(plan.rows, plan.order, batch, mesh.data.rank)) as loader:
+        order = order_of(plan.recipe, plan.rows)  # from its beginning, wherever training begins
+        with contextlib.closing(Loader(plan.rows, order, batch, mesh.data.rank)) as loader:
             context = StepContext(
                 train_state.module,
                 train_state.objectives.training,

@@ -110,6 +110,7 @@ class Recurrence:
     Args:
         every: the recipe's value; None for never.
         samples: how many a pass over the training rows makes; `batch` of them are used per step.
+        begin: steps before the first pass.
     """
 
     def __init__(
@@ -118,8 +119,11 @@ class Recurrence:
         samples: Fraction | int,
         batch: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        begin: int = 0,
     ) -> None:
         self.every, self._samples, self._batch, self._clock = every, samples, batch, clock
+        self._begin = begin
         self._seconds = seconds_of(every)
         self._since, self._due = clock(), False
 
@@ -157,7 +161,7 @@ class Recurrence:
 
     def _passes(self, steps: int) -> int:
         """Passes over the rows that `steps` steps begin."""
-        return -(-steps * self._batch // self._samples)
+        return -((self._begin - steps) * self._batch // self._samples)
 
     def restart(self) -> None:
         """Restart the interval: it has just been done."""
@@ -165,17 +169,19 @@ class Recurrence:
 
 
 def too_short(
-    recipe: Recipe, samples: Fraction | int, first: int, last: int
+    recipe: Recipe, samples: Fraction | int, first: int, last: int, begin: int = 0
 ) -> Iterator[tuple[str, str]]:
     """Knobs that do less than they say in a training that begins after step `first` and ends with
-    `last`, and why. `samples`: as of a Recurrence.
+    `last`, and why. `samples`, `begin`: as of a Recurrence.
     """
     knobs, batch, steps = recipe.train, recipe.train.global_batch, f"{first + 1:,} to {last:,}"
     measured = {
         "train.early_stop": knobs.early_stop is not None,
         "checkpoint.best": recipe.checkpoint.best is not None,
     }
-    if not Recurrence(knobs.evaluate_every, samples, batch).may_be_due(first, last + 1):
+    if not Recurrence(knobs.evaluate_every, samples, batch, begin=begin).may_be_due(
+        first, last + 1
+    ):
         for name in [name for name, is_set in measured.items() if is_set]:
             yield (
                 name,
@@ -184,7 +190,7 @@ def too_short(
             )
     average, every = knobs.average, recipe.checkpoint.every
     if average is not None and average.needs_kept:
-        made = 1 + Recurrence(every, samples, batch).most_often(first, last)
+        made = 1 + Recurrence(every, samples, batch, begin=begin).most_often(first, last)
         if made < average.checkpoints:
             yield (
                 "train.average",

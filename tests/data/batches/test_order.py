@@ -178,6 +178,24 @@ def test_skipped_ranges_are_never_seen(
     assert order.place(first) == places[first]
 
 
+@given(seed=SEEDS, begin=st.integers(0, 400), first=st.integers(0, 300))
+def test_an_order_may_begin_at_any_sample(seed: int, begin: int, first: int) -> None:
+    """That of data that another run has not seen. Skipped ranges are counted as ever."""
+    weights, skipped = [0.3, 2.0], [(50, 70), (begin + 90, begin + 120)]
+    whole = SampleOrder([70, 90], seed, weights)
+    order = SampleOrder([70, 90], seed, weights, skipped, begin=begin)
+    sequence = [place for place in range(1000) if all(not a <= place < b for a, b in skipped)]
+    origin = sequence[begin - 1] + 1 if begin else 0
+    wanted = [sequence[begin + sample] - origin for sample in range(first, first + 20)]
+    assert order.rows(begin + first, 20).tolist() == [whole.rows(at, 1)[0] for at in wanted]
+
+
+def test_passes_are_those_over_the_samples_asked_for() -> None:
+    order = SampleOrder([70, 90], 0, [1.0, 1.0], begin=40)
+    assert order.passes(range(40, 180)) == pytest.approx([1.0, 7 / 9], abs=0.03)
+    assert order.passes(range(180, 180)) == [0, 0]
+
+
 def test_another_global_batch_is_another_training(tmp_path: Path) -> None:
     """A step is a range of samples only as long as the batch is the same: who resumes with another
     one is refused by what changed.
