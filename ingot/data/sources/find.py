@@ -5,9 +5,10 @@ since `ingest`. Reads no content.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,8 +52,7 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
                 replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file
                 for file in _distinct(files)
             ]
-            while any(file.name in taken for file in files):
-                files = [replace(file, name=f"{split}{number}/{file.name}") for file in files]
+            files = _apart(files, source.source, taken)
             taken.update(file.name for file in files)
             found[split].append(files)
     return found
@@ -68,6 +68,36 @@ def _distinct(files: list[SourceFile]) -> list[SourceFile]:
     for number, file in enumerate(files):
         made.append(file if counts[file.name] == 1 else replace(file, name=f"{file.name}~{number}"))
     return made
+
+
+def _apart(files: list[SourceFile], source: str, taken: Collection[str]) -> list[SourceFile]:
+    """Give those files a suffix whose names an earlier source has. It is made of the source, not
+    of its place in the recipe, and stands behind the name, where `validation.group` does not look:
+    a source more, or a file of another name, changes nothing in what is held out of this one.
+    """
+    own = {file.name for file in files}
+    equal = own.intersection(taken)
+    if not equal:
+        return files
+    suffix = next(
+        suffix
+        for suffix in _suffixes(source)
+        if not any(f"{name}{suffix}" in taken or f"{name}{suffix}" in own for name in equal)
+    )
+    return [
+        replace(file, name=f"{file.name}{suffix}") if file.name in equal else file for file in files
+    ]
+
+
+def _suffixes(source: str) -> Iterator[str]:
+    """Suffixes for a source's files: of the end of its path, which is the same when the data is
+    moved; of more of it where that is another source's, too; and of a source that is given twice.
+    """
+    parts = source.rstrip("/").split("/")
+    for count in range(2, max(2, len(parts)) + 1):
+        yield f"~{fingerprint(parts[-count:])[:8]}"
+    for number in itertools.count(1):
+        yield f"~{fingerprint([*parts, number])[:8]}"
 
 
 def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,29 @@ def test_equal_names_in_two_sources_are_told_apart(tmp_path: Path) -> None:
             data__validation=[{"source": str(tmp_path / "three")}],
         )
     )
-    assert [file.name for sources in found.values() for files in sources for file in files] == [
-        "a.txt",
-        "train1/a.txt",
-        "validation0/a.txt",
-    ]
+    first, *others = (file.name for every in found.values() for files in every for file in files)
+    assert first == "a.txt"
+    assert all(re.fullmatch(r"a\.txt~[0-9a-f]{8}", name) for name in others)
+    assert len(set(others)) == 2
+
+
+def test_a_file_has_its_name_whatever_other_sources_there_are(tmp_path: Path) -> None:
+    """Else another source, or one README, swaps what is held out for what is trained on."""
+    for path in ("wiki/train/0.txt", "news/train/0.txt", "news/train/1.txt", "web/train/0.txt"):
+        for root in ("here", "there"):
+            (tmp_path / root / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / path).write_text(path)
+
+    def names_of(*sources: str) -> list[list[str]]:
+        found = source_files(recipe(tmp_path, *(tmp_path / source for source in sources)))
+        return [[file.name for file in files] for files in found["train"]]
+
+    wiki, news = names_of("here/wiki/train", "here/news/train")
+    assert news[1] == "1.txt", "only what clashes is renamed"
+    assert names_of("here/wiki/train", "here/web/train", "here/news/train")[::2] == [wiki, news]
+    assert names_of("there/wiki/train", "there/news/train") == [wiki, news], "moved"
+    both = names_of("here/wiki/train", "here/news/train", "there/news/train", "here/news/train")
+    assert len({name for names in both for name in names}) == 7
 
 
 def test_excluded_files_are_left_out(corpus: Path) -> None:
