@@ -116,12 +116,9 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     knobs = recipe.select(
         ("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer")
     )
-    write_prepared(
-        folder,
-        prepared,
-        {"raw": raw.identity, "knobs": knobs, "dropped": _dropped(raw, made, splits, cleaned)},
-        files,
-    )
+    dropped = _dropped(raw, made, splits, cleaned)
+    about = {"raw": raw.identity, "cleaned": cleaned.identity, "knobs": knobs, "dropped": dropped}
+    write_prepared(folder, prepared, about, files)
     keep_packed(run.columns, folder, prepared)
     packed = _pack(recipe, prepared, tokenizer, engine)
     with disk_errors(run.columns):

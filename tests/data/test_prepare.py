@@ -498,3 +498,29 @@ def test_what_a_vocabulary_was_really_learnt_from_is_told(
     told = re.search(r"learning a vocabulary of 280 from ([\d.]+) MB", capsys.readouterr().err)
     assert told is not None
     assert 0 < float(told[1]) < 0.5, "not the megabyte that was dropped"
+
+
+def test_documents_are_those_of_the_columns_and_cleaned_by_prepare_alone(
+    tmp_path: Path, source: Path
+) -> None:
+    """An evaluation reads them after training, perhaps where files of benchmarks are not."""
+    texts = [" ".join(f"word{number}x{place}" for place in range(20)) for number in range(60)]
+    write_jsonl(source, texts)
+    bench = write_jsonl(tmp_path / "bench.jsonl", texts[:20])
+    knobs = {"data__clean__contamination": {"against": [str(bench)]}}
+    small = ingested(tmp_path, source, **knobs)
+    prepare(small)
+    before, lying = list(read_documents(small, "train")), everything(small.folder.data / "clean")
+    assert not {document.text for document in before}.intersection(texts[:20])
+    write_jsonl(bench, texts[:1])
+    assert list(read_documents(small, "train")) == before
+    bench.unlink()
+    assert list(read_documents(small, "train")) == before
+    assert everything(small.folder.data / "clean") == lying
+    for other in ({}, {"data__clean__normalize": "nfc"}):
+        with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare`"):
+            list(read_documents(recipe(tmp_path, source, **other), "train"))
+    write_jsonl(source, texts[::-1])
+    ingest(small)
+    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare`"):
+        list(read_documents(small, "train"))

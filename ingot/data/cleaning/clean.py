@@ -78,30 +78,15 @@ def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
     """
     # A worker's working directory may differ from this process's.
     knobs, folder = recipe.data.clean, (recipe.folder.data / "clean").absolute()
-    if not knobs.wanted:
-        return CleaningResult.nothing()
+    if (undropped := _undropped(knobs)) is not None:
+        return undropped
     against = read_against(knobs) if knobs.against else None
     filters = DocumentFilters.of(knobs)
     inputs = _inputs(knobs, raw, Shares.of(recipe.data), against)
-    if not _dropping(knobs):
-        return CleaningResult(
-            None,
-            knobs.normalize,
-            fingerprint([CODE, knobs.normalize, fold_identity()]),
-            CleaningReport(),
-            fold_identity(),
-        )
-    fates, stages = folder / f"fates-{inputs}", folder / f"stages-{inputs}-{boot_id()}"
-    marker = read_marker(folder, MARKER)
-    if (
-        marker is not None
-        and marker.get("inputs") == inputs
-        and not problems(folder, marker, checksums=False)
-    ):
+    fates, stages = _fates(folder, inputs), folder / f"stages-{inputs}-{boot_id()}"
+    if (found := _found(folder, knobs, inputs)) is not None:
         _sweep(folder, fates.name)
-        return CleaningResult(
-            fates, knobs.normalize, inputs, CleaningReport.of(marker["report"]), fold_identity()
-        )
+        return found
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).unlink(missing_ok=True)
@@ -115,8 +100,44 @@ def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
     return CleaningResult(fates, knobs.normalize, inputs, report, fold_identity())
 
 
-def _dropping(knobs: Clean) -> bool:
-    return knobs.model_copy(update={"normalize": "none"}).wanted
+def cleaned_as(recipe: Recipe, identity: str | None) -> CleaningResult | None:
+    """The result of this identity that an earlier `clean` of the recipe had, without a look at what
+    that was made of; None if it is not there. Without an identity only where no document is
+    dropped.
+    """
+    knobs = recipe.data.clean
+    undropped = _undropped(knobs)
+    if undropped is not None:
+        return undropped if identity in (None, undropped.identity) else None
+    folder = (recipe.folder.data / "clean").absolute()
+    return None if identity is None else _found(folder, knobs, identity)
+
+
+def _undropped(knobs: Clean) -> CleaningResult | None:
+    """The result where no step is asked for that drops documents, else None."""
+    if knobs.model_copy(update={"normalize": "none"}).wanted:
+        return None
+    if not knobs.wanted:
+        return CleaningResult.nothing()
+    identity = fingerprint([CODE, knobs.normalize, fold_identity()])
+    return CleaningResult(None, knobs.normalize, identity, CleaningReport(), fold_identity())
+
+
+def _found(folder: Path, knobs: Clean, inputs: str) -> CleaningResult | None:
+    """What lies in `folder` already, if it was made of these inputs."""
+    marker = read_marker(folder, MARKER)
+    if (
+        marker is None
+        or marker.get("inputs") != inputs
+        or problems(folder, marker, checksums=False)
+    ):
+        return None
+    report = CleaningReport.of(marker["report"])
+    return CleaningResult(_fates(folder, inputs), knobs.normalize, inputs, report, fold_identity())
+
+
+def _fates(folder: Path, inputs: str) -> Path:
+    return folder / f"fates-{inputs}"
 
 
 def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) -> str:

@@ -8,10 +8,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ingot.base.errors import WrongInput
+from ingot.base.markers import read_marker
 from ingot.config.recipe import Recipe
-from ingot.data.cleaning.clean import clean
+from ingot.data.cleaning.clean import cleaned_as
 from ingot.data.cleaning.cleaned import CleaningResult
-from ingot.data.engines.local import LocalEngine
+from ingot.data.columns.manifest import MANIFEST
 from ingot.data.raw.ranges import RawRange, pieces, ranges, read_range
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.splits import Shares, Split, chosen
@@ -34,14 +36,23 @@ class Document:
 
 
 def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
-    """The documents that `prepare` puts into `split`, in the order of its columns; sources of
-    existing token columns have no text and are not included.
+    """The documents that `prepare` has put into `split`, in the order of its columns; sources of
+    existing token columns have no text and are not included. Nothing is cleaned here: what the
+    columns were made of is what counts, also where files of `data.clean.contamination.against` are
+    others by now, or out of reach.
 
     Raises:
-        WrongInput: `ingest` has not run, or ran for other sources than the recipe's.
+        WrongInput: `ingest` has not run, or ran for other sources than the recipe's; or the
+            documents or `data.clean` are others than those of the columns.
     """
     raw = open_raw(recipe)
-    cleaned = clean(recipe, raw, LocalEngine())
+    made = read_marker(recipe.folder.columns, MANIFEST) or {"raw": raw.identity}
+    cleaned = cleaned_as(recipe, made.get("cleaned"))
+    if made["raw"] != raw.identity or cleaned is None:
+        raise WrongInput(
+            f"{recipe.folder.columns} was not made of the documents in {recipe.folder.raw} as"
+            " data.clean leaves them; run `ingot prepare` with this recipe"
+        )
     for task in ranges(raw):
         yield from documents_of(task, raw, cleaned, Shares.of(recipe.data), split)
 
