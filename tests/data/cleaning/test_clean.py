@@ -244,6 +244,15 @@ def test_contamination_counts_different_matches(tmp_path: Path) -> None:
     )
 
 
+def test_a_copy_of_what_repeats_itself_is_contaminated_whatever_matches_is(tmp_path: Path) -> None:
+    """A refrain has few different n-grams, and many in all."""
+    refrain = "row row row your boat " * 12
+    texts = [f"{refrain}gently", text(1), f"{text(2)} and then {refrain}"]
+    for matches in (1, 5, 12, 60):
+        found = stays(tmp_path, texts, [f"{refrain}gently"], contamination={"matches": matches})
+        assert found[:-1] == numbered(2) + numbered(3) * (matches > 5), matches
+
+
 def test_contamination_by_held_out_documents(tmp_path: Path) -> None:
     texts = [text(number) for number in range(40)]
     made = small(tmp_path, texts + [f"again: {copied}" for copied in texts], contamination={})

@@ -145,7 +145,9 @@ class MergeNgrams(ContaminationStage):
 
 @dataclass(frozen=True)
 class SearchNgrams(ContaminationStage):
-    """From a range to its training documents that contain at least `matches` of the n-grams."""
+    """From a range to its training documents that contain at least `matches` different ones of the
+    n-grams; of a document that has fewer, all of its own.
+    """
 
     def open(self) -> Callable[[RawRange, Advance], TaskFigures]:
         self.corpus.check()
@@ -155,12 +157,12 @@ class SearchNgrams(ContaminationStage):
         def search(task: RawRange, advance: Advance) -> TaskFigures:
             gone = [np.zeros(0, np.int64)]
             for batch, grams in self.read(task, advance, "train"):
-                gone.append(
-                    batch.numbers[
-                        matching_ngrams(grams, known, sieve)
-                        >= np.minimum(self.knobs.matches, np.maximum(grams.counts, 1))
-                    ]
-                )
+                found = matching_ngrams(grams, known, sieve)
+                wanted = np.full(len(grams), self.knobs.matches)
+                for text in np.flatnonzero((found > 0) & (found < self.knobs.matches)).tolist():
+                    own = grams.values[grams.offsets[text] : grams.offsets[text + 1]]
+                    wanted[text] = min(self.knobs.matches, len(distinct(own)))
+                gone.append(batch.numbers[found >= wanted])
             drops: Columns = drop_rows(np.concatenate(gone))
             write_rows(self.corpus.local_drops("contamination", task), [drops])
             return {}
