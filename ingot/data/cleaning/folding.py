@@ -42,6 +42,7 @@ DIACRITICS = (
     r"\x{0610}-\x{061A}\x{064B}-\x{065F}\x{0670}\x{06D6}-\x{06DC}\x{06DF}-\x{06E4}\x{06E7}\x{06E8}\x{06EA}-\x{06ED}]+"
 )
 SHARP_S = ("ß", "ẞ")
+IOTA_BELOW = "\u0345"
 WIDEST = 4
 ASCII = bytes(
     SPACE if byte in ASCII_SPACES else ord(chr(byte).lower()) if byte < 128 else byte
@@ -66,7 +67,7 @@ class FoldedTexts:
 @dataclass(frozen=True)
 class _Tables:
     """By code point: the folded character's bytes [LIMIT, 4] and their number, whether folding
-    changes it, and whether it combines with the previous character.
+    changes it, and whether its text is normalised first.
     """
 
     bytes: Bytes
@@ -113,11 +114,17 @@ def _shortened(folded: pa.Array) -> pa.Array:
 
 
 def _joins() -> Flags:
-    """Code points other than diacritics that NFC may compose with the previous one; a text that has
-    one is normalised first.
+    """Code points of which a table does not know what they become; a text that has one is
+    normalised first. NFC may compose them with the previous one and they are no diacritics, or it
+    takes them apart into more bytes than a buffer has room for (Hindi letters with a nukta), or
+    their upper case is a letter (the iota below a Greek one).
     """
     letters = seconds().filter(pc.invert(pc.match_substring_regex(seconds(), DIACRITICS)))
-    return np.asarray(pc.is_in(code_points(), value_set=letters))
+    composed = np.asarray(pc.is_in(code_points(), value_set=letters))
+    parted = pc.greater(pc.binary_length(normalized("NFC")), pc.binary_length(code_points()))
+    joins = composed | np.asarray(parted)
+    joins[ord(IOTA_BELOW)] = True
+    return joins
 
 
 def fold(texts: pa.Array) -> FoldedTexts:

@@ -49,10 +49,27 @@ WRITTEN = st.text(
         ("مُحَمَّد", "محمد"),
         ("\u1e9b\u0323", "s"),
         ("ệ", "e"),
+        ("\u0958\u0947", "\u0915\u093c\u0947"),  # Hindi
+        ("\u0a5b", "\u0a1c\u0a3c"),  # Punjabi
+        ("\u0b5c", "\u0b21\u0b3c"),  # Odia
+        ("\u0f43", "\u0f42\u0fb7"),  # Tibetan
+        ("\u1fa7", "\u03c9\u0314\u0342\u0345"),  # Greek
+        ("\ufa6c", "\U000242ee"),
     ],
 )
 def test_alike(one: str, other: str) -> None:
     assert folded(one) == folded(other)
+
+
+def test_canonically_equal_characters_fold_alike() -> None:
+    """Of every character, alone or decomposed; else one text in two spellings is two texts."""
+    written = [chr(point) for point in range(0x80, 0x30000) if not 0xD800 <= point < 0xE000]
+    parted = [unicodedata.normalize("NFD", letter) for letter in written]
+    apart = [pair for pair in zip(written, parted, strict=True) if pair[0] != pair[1]]
+    ones, others = (folded(*texts) for texts in zip(*apart, strict=True))
+    assert [
+        letter for (letter, _), one, other in zip(apart, ones, others, strict=True) if one != other
+    ] == []
 
 
 @pytest.mark.parametrize(
