@@ -8,12 +8,17 @@ import lzma
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import Baseline
+from ingot.config.sections.evaluation import (
+    Baseline,
+    CompressorName,
+    compressors_of,
+    why_not_compressed,
+)
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedData
@@ -21,8 +26,6 @@ from ingot.data.raw.store import open_raw
 from ingot.evaluate.bigram import bigram_nll
 from ingot.evaluate.corpus import document_bytes, open_columns, pairs
 from ingot.tokenizers.load import load_tokenizer
-
-CompressorName = Literal["gzip", "xz"]
 
 
 class _Compressor(Protocol):
@@ -70,12 +73,10 @@ def check_baselines(recipe: Recipe, names: Sequence[Baseline]) -> None:
             f"evaluate.tasks: the baselines {', '.join(names)} are for objective.kind pretrain, or"
             f" distill on texts; remove them for {recipe.objective.kind}"
         )
-    if _compressor_names(names):
+    if problem := why_not_compressed(names, recipe.data.held_out_columns):
+        raise WrongInput(problem)
+    if compressors_of(names):
         open_raw(recipe)
-
-
-def _compressor_names(names: Sequence[Baseline]) -> list[CompressorName]:
-    return [name for name in ("gzip", "xz") if name in names]
 
 
 def baselines(
@@ -92,7 +93,7 @@ def baselines(
     """
     found: dict[str, float] = {}
     total = prepared.total("validation", "bytes")
-    if programs := _compressor_names(names):
+    if programs := compressors_of(names):
         size, compressed = _compressed(recipe, programs, total)
         if size != total:
             raise WrongInput(

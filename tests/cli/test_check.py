@@ -121,6 +121,13 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("evaluate.tasks=[{kind: classification}]",),
         "classification is for encoder models",
     ),
+    "compressed ids": (
+        (
+            'data.train=[{source: texts.jsonl}, {source: "megatron:old"}]',
+            "evaluate.tasks=[{kind: loss, baselines: [gzip, bigram]}]",
+        ),
+        "gzip compress held-out texts, and megatron:",
+    ),
     "evaluated model": (("evaluate.model=nosuch",), "evaluate.model nosuch is neither"),
     "gate of another figure": (
         ("gate.metric=loss/bits_per_bite",),

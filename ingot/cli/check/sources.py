@@ -28,7 +28,7 @@ from ingot.base.storage import is_remote, open_read
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.evaluation import TaskSettings
+from ingot.config.sections.evaluation import TaskSettings, why_not_compressed
 from ingot.config.values import Findings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord
@@ -196,6 +196,8 @@ def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: 
                     f" installed; {get_it}",
                     knob,
                 )
+        if problem := why_not_compressed(task.baseline_names, recipe.data.held_out_columns):
+            found.add(problem, knob)
         for source in task.sources:
             _check_items(task, source, knob, found, far)
 

@@ -286,6 +286,12 @@ class Data(Section):
         return self.validation != []
 
     @property
+    def held_out_columns(self) -> list[str]:
+        """The sources of documents that are held out which hold ids alone, without texts."""
+        held_out = self.validation if isinstance(self.validation, list) else self.train
+        return [source.source for source in held_out if source.scheme == "megatron"]
+
+    @property
     def examples_split(self) -> Literal["train", "validation"]:
         """Where examples of documents are taken from, held-out ones where there are any."""
         return "validation" if self.holds_out else "train"

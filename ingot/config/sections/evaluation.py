@@ -15,8 +15,25 @@ from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.config.sections.rewards import Reward
 
+CompressorName = Literal["gzip", "xz"]
 Baseline = Literal["gzip", "xz", "bigram"]
 """What a loss is compared with: two general compressors, and a bigram of the same tokens."""
+
+
+def compressors_of(baselines: Sequence[Baseline]) -> list[CompressorName]:
+    """Those of the baselines that compress texts."""
+    return [name for name in ("gzip", "xz") if name in baselines]
+
+
+def why_not_compressed(baselines: Sequence[Baseline], columns: Sequence[str]) -> str | None:
+    """Why baselines cannot be had where documents are held out of these existing `columns`."""
+    if not columns or not compressors_of(baselines):
+        return None
+    return (
+        f"evaluate.tasks: {' and '.join(compressors_of(baselines))} compress held-out texts, and"
+        f" {columns[0]} holds ids alone; remove them (`bigram` stays), or hold out documents of"
+        " other sources by data.validation=[{source: PATH}]"
+    )
 
 
 class TaskSettings(KindSettings):
@@ -85,7 +102,8 @@ class LossTask(TaskSettings):
     """The name that its metrics carry in the report."""
     baselines: list[Baseline] = []
     """Compressors and models to stand beside the result, on the same bytes: `gzip` -9, `xz` -9, and
-    a smoothed `bigram` of the same tokens counted on the training split.
+    a smoothed `bigram` of the same tokens counted on the training split. Compressors want texts,
+    so nothing held out may come from a `megatron:` source.
     """
 
     @property
