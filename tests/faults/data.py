@@ -1100,4 +1100,12 @@ FAULTS = [
         "the same Hindi in two spellings is two texts to every step that looks for duplicates",
         "tests/data/cleaning/test_folding.py",
     ),
+    Fault(
+        "wide-ids-cut-before-they-are-checked",
+        "ingot/data/tokenizing/encode.py",
+        "    for doc_id, stored in _documents(task):\n",
+        "    for doc_id, stored in _documents(task):\n        stored = stored.astype(np.int32)\n",
+        "ids of another tokenizer beyond 32 bits are trained on as ids of this one",
+        "tests/data/tokenizing/test_encode.py",
+    ),
 ]

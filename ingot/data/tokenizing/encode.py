@@ -326,13 +326,15 @@ def existing_records(
     """
     waiting: dict[Split, list[Ids]] = {}
     tokens: Counter[Split] = Counter()
-    for doc_id, ids in _documents(task):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+    for doc_id, stored in _documents(task):
+        low, high = (int(stored.min()), int(stored.max())) if len(stored) else (0, 0)
+        if not 0 <= low <= high < tokenizer.vocab_size:
             raise WrongInput(
-                f"{bin_path(Path(task.path))}: document {doc_id} has the id {int(ids.max()):,}, the"
-                f" tokenizer only {tokenizer.vocab_size:,} ids; another one made these columns: set"
+                f"{bin_path(Path(task.path))}: document {doc_id} has the id"
+                f" {low if low < 0 else high:,}, the tokenizer only {tokenizer.vocab_size:,} ids; another one made these columns: set"
                 " tokenizer.source to it"
             )
+        ids = stored.astype(np.int32)  # only now, since it cuts large ones
         split = shares.split(task.split, doc_id)
         if split is None:
             continue
@@ -345,18 +347,17 @@ def existing_records(
         yield split, _token_records(batch, split, tokenizer)
 
 
-def _documents(task: RawRange) -> Iterator[tuple[str, Ids]]:
-    """(doc_id, ids); a document is all sequences that Megatron's document index groups together."""
+def _documents(task: RawRange) -> Iterator[tuple[str, npt.NDArray[np.integer[Any]]]]:
+    """(doc_id, ids as they are stored); a document is all sequences that Megatron's document index
+    groups together.
+    """
     column, name = Column(Path(task.path)), Path(task.path).name
     counts = column.document_lengths()
     first = int(counts[: task.within].sum())
     for number, count in enumerate(
         counts[task.within : task.within + task.documents].tolist(), start=task.within + 1
     ):
-        yield (
-            f"{name}:{number}",
-            column.slice(column.begin(first), column.begin(first + count)).astype(np.int32),
-        )
+        yield f"{name}:{number}", column.slice(column.begin(first), column.begin(first + count))
         first += count
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
+from ingot.data.columns.column import ColumnWriter
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import ParsedDocument
+from ingot.data.raw.ranges import RawRange
+from ingot.data.splits import Shares
 from ingot.data.tokenizing.encode import (
     RECORDS,
     TokenRecords,
     encode_documents,
     encode_framed,
     encode_records,
+    existing_records,
     identity,
 )
 from ingot.tokenizers.chats.templates import find_template
@@ -165,3 +171,23 @@ def test_a_chat_of_which_an_answer_is_not_trained_is_another_set_and_one_prompt(
 def hashed(messages: list[dict[str, object]]) -> int:
     text = json.dumps({"messages": messages})
     return int.from_bytes(hashlib.sha256(text.encode()).digest())
+
+
+@pytest.mark.parametrize("beyond", [2**32 + 7, -(2**32) + 7, 2**31, -1])
+def test_ids_of_another_tokenizer_are_refused_however_wide_they_are(
+    tmp_path: Path, beyond: int
+) -> None:
+    """Cut to 32 bits, some of them would be ids of this one."""
+    path, tokenizer = tmp_path / "old", TOKENIZERS["eos"]
+    with ColumnWriter(path, np.dtype(np.int64)) as writer:
+        for last in (8, beyond):
+            writer.append(np.array([7, last]), np.array([2]))
+
+    def of(documents: int) -> list[list[int]]:
+        task = RawRange("train", 0, 0, "tokens", str(path), "", 0, 1, 0, 0, documents, 0)
+        found = existing_records(task, Shares(None, 1.0), tokenizer)
+        return [records.columns["tokens"].tolist() for _, records in found]
+
+    assert of(1) == [[7, 8]]
+    with pytest.raises(WrongInput, match=rf"document old:2 has the id {beyond:,}, the tokenizer"):
+        of(2)
