@@ -1095,8 +1095,8 @@ FAULTS = [
     Fault(
         "letters-with-a-nukta-left-whole",
         "ingot/data/cleaning/folding.py",
-        "joins = composed | np.asarray(parted)",
-        "joins = composed.copy()",
+        "joins: Flags = composed | np.asarray(parted)",
+        "joins: Flags = composed.copy()",
         "the same Hindi in two spellings is two texts to every step that looks for duplicates",
         "tests/data/cleaning/test_folding.py",
     ),

@@ -122,7 +122,7 @@ def _joins() -> Flags:
     letters = seconds().filter(pc.invert(pc.match_substring_regex(seconds(), DIACRITICS)))
     composed = np.asarray(pc.is_in(code_points(), value_set=letters))
     parted = pc.greater(pc.binary_length(normalized("NFC")), pc.binary_length(code_points()))
-    joins = composed | np.asarray(parted)
+    joins: Flags = composed | np.asarray(parted)
     joins[ord(IOTA_BELOW)] = True
     return joins
 

@@ -331,8 +331,8 @@ def existing_records(
         if not 0 <= low <= high < tokenizer.vocab_size:
             raise WrongInput(
                 f"{bin_path(Path(task.path))}: document {doc_id} has the id"
-                f" {low if low < 0 else high:,}, the tokenizer only {tokenizer.vocab_size:,} ids; another one made these columns: set"
-                " tokenizer.source to it"
+                f" {low if low < 0 else high:,}, the tokenizer only {tokenizer.vocab_size:,} ids;"
+                " another one made these columns: set tokenizer.source to it"
             )
         ids = stored.astype(np.int32)  # only now, since it cuts large ones
         split = shares.split(task.split, doc_id)
