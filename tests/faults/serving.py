@@ -223,4 +223,12 @@ FAULTS = [
         "a classifier of LongRoPE judges a text by how long the texts beside it are",
         "tests/models/hf/test_models.py",
     ),
+    Fault(
+        "answers-counted-once-they-are-made",
+        "ingot/serve/http/service.py",
+        '        check_count(len(prompts) * choices, self.bounds.prompts, "answers")\n',
+        "",
+        "one small request that is refused takes gigabytes, and everyone's time, before it is",
+        "tests/serve/http/test_hostile.py",
+    ),
 ]

@@ -14,7 +14,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.models.generation.fillmask import MaskRequest
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.seq2seq import Seq2SeqRequest
-from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat
+from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat, check_count
 from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.errors import ApiError, short
 from ingot.serve.native.engine import ServingEngine, Ticket
@@ -223,9 +223,11 @@ class Service:
         model allow. `chat`: whose answers they are; in calls of its tools no stop string counts.
 
         Raises:
-            ApiError: `max_tokens` is over the server's limit, or the queue is full.
+            ApiError: `max_tokens` is over the server's limit, or the queue is full, or so many
+                completions never fit, which is known before any of them takes memory.
             WrongInput: a prompt that the model cannot read.
         """
+        check_count(len(prompts) * choices, self.bounds.prompts, "answers")
         limit = self.settings.max_tokens
         if max_tokens is not None and max_tokens > limit:
             raise ApiError(

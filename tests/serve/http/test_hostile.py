@@ -20,7 +20,7 @@ from ingot.config.sections.deployment import Serve
 from ingot.serve.engines.proxy import create_proxy
 from ingot.serve.http import errors
 from ingot.serve.http.answers import PARTS_AT_ONCE, json_answer
-from ingot.serve.http.bodies import PromptBounds
+from ingot.serve.http.bodies import GenerationOptions, PromptBounds
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.middleware import DRAIN_FACTOR, BodyLimit, JsonCount, ServerMetrics
 from ingot.serve.http.service import Service
@@ -110,6 +110,15 @@ def test_more_prompts_than_ever_fit_are_refused_before_they_are_encoded(
         answer = post(each, path, body)
         assert (answer.status_code, encoded) == (400, [])
         assert "this server takes at most 4" in answer.json()["error"]["message"]
+
+
+def test_more_answers_than_ever_fit_are_refused_before_one_is_made(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GenerationOptions, "request", lambda *_, **__: pytest.fail("it was made"))
+    answer = post(app, "/v1/completions", {"prompt": ["a"] * 4, "n": 128, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "512 answers in one request; this server takes at most 4" in answer.text
 
 
 NESTED = "[" * MANY + "]" * MANY
