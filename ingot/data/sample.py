@@ -21,7 +21,7 @@ from ingot.data.raw.store import MANIFEST, open_raw
 from ingot.data.sources.find import find_source, is_local, records_of
 from ingot.data.sources.local_files import STDLIB
 from ingot.data.sources.readers import parse_file
-from ingot.data.sources.source_file import COMPRESSED_ENDINGS, SourceFile
+from ingot.data.sources.source_file import SourceFile, compression
 from ingot.data.splits import Shares
 
 MOST_BAD = 8
@@ -176,7 +176,7 @@ def _ingested(recipe: Recipe, most: int, most_bytes: int) -> TextSample:
 
 
 def _is_compressed(file: SourceFile) -> bool:
-    return file.format in ("parquet", "arrow") or file.path.endswith(COMPRESSED_ENDINGS)
+    return file.format in ("parquet", "arrow") or bool(compression(file.path))
 
 
 def _local_sources(recipe: Recipe) -> list[tuple[list[SourceFile], DocumentExtractor]]:

@@ -1108,4 +1108,11 @@ FAULTS = [
         "ids of another tokenizer beyond 32 bits are trained on as ids of this one",
         "tests/data/tokenizing/test_encode.py",
     ),
+        "signature-is-a-files-ending",
+        "ingot/data/sources/source_file.py",
+        'return re.split(r"[?#]", path, maxsplit=1)[0], path',
+        "return (path,)",
+        "JSON lines and tables at a signed web address are trained on as one raw text",
+        "tests/data/sources/test_find.py",
+    ),
 ]

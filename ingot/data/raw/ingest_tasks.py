@@ -24,7 +24,7 @@ from ingot.data.engines.engine import Advance
 from ingot.data.raw.store import RawPart, Text, write_parts
 from ingot.data.sources.find import records_of
 from ingot.data.sources.readers import parse_file
-from ingot.data.sources.source_file import COMPRESSED_ENDINGS, SourceFile, utf8_safe
+from ingot.data.sources.source_file import SourceFile, compression, utf8_safe
 from ingot.data.splits import Split, chosen
 
 CHUNK_BYTES = 1 << 20
@@ -79,7 +79,7 @@ def _pieces(file: SourceFile, block: int) -> list[FileBlock]:
     if file.bytes <= block or is_remote(file.path):
         return [FileBlock(file)]
     try:
-        if file.format == "jsonl" and not file.path.lower().endswith(COMPRESSED_ENDINGS):
+        if file.format == "jsonl" and not compression(file.path):
             return list(_blocks(file, block))
         if file.format == "wikipedia" and file.path.endswith(MULTISTREAM):
             return list(_streams(file, block))

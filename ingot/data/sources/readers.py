@@ -25,7 +25,7 @@ from ingot.base.exact_json import is_rounded
 from ingot.data.documents import records as items
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
-from ingot.data.sources.source_file import Format
+from ingot.data.sources.source_file import Format, compression
 from ingot.data.sources.tables import arrow, delimited, parquet
 from ingot.data.sources.wikipedia import multistream, pages
 
@@ -169,12 +169,13 @@ def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
     """The content of a `.gz`, `.zst` or `.bz2` file, with several frames concatenated; other files
     unchanged.
     """
-    if path.lower().endswith(".gz"):
+    ending = compression(path)
+    if ending == ".gz":
         # No buffer on top: it would read ahead, and lose the data before an error.
         return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
-    if path.lower().endswith(".zst"):
+    if ending == ".zst":
         return io.BufferedReader(_Frames(stream, _zstd_frame), COMPRESSED_READ_BYTES)
-    if path.lower().endswith(".bz2"):
+    if ending == ".bz2":
         frames = _Frames(stream, bz2.BZ2Decompressor, least=1, padding=b"\0 \t\r\n")
         return io.BufferedReader(frames, COMPRESSED_READ_BYTES)
     return stream

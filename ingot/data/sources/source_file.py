@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +55,21 @@ class SourceFile:
     @property
     def bytes(self) -> int:
         return int(self.stamp.get("bytes", 0))
+
+
+def called(path: str) -> tuple[str, ...]:
+    """What a file may be called, the likeliest first: a web address up to its query, which may be a
+    signature, else all of it (`/get?file=a.jsonl`).
+    """
+    if not path.startswith(("http://", "https://")):
+        return (path,)
+    return re.split(r"[?#]", path, maxsplit=1)[0], path
+
+
+def compression(path: str) -> str:
+    """The ending in `COMPRESSED_ENDINGS` that a file has; empty for others."""
+    names = [name.lower() for name in called(path)]
+    return next((end for name in names for end in COMPRESSED_ENDINGS if name.endswith(end)), "")
 
 
 def utf8_safe(text: str) -> str:

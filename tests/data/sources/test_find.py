@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
+from ingot.data.ingest import ingest
 from ingot.data.sources.find import (
     describe_change,
     find_source,
@@ -21,6 +24,8 @@ from ingot.data.sources.find import (
 )
 from ingot.data.sources.local_files import STDLIB
 from tests.data.small import recipe
+from tests.data.test_ingest import documents
+from tests.loopback import Loopback
 
 
 @pytest.fixture
@@ -181,6 +186,44 @@ def test_the_standard_library() -> None:
     assert all("mtime_ns" not in file.stamp for file in files), (
         "another installation of the same interpreter is the same source"
     )
+
+
+class _Web(BaseHTTPRequestHandler):
+    """A file in any format at any address that begins with its name."""
+
+    def do_HEAD(self) -> None:
+        lines = b'{"text": "one"}\n{"text": "two"}\n'
+        data = gzip.compress(lines) if ".gz" in self.path.lower() else lines
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("a.jsonl?sig=secret", "a.jsonl"),
+        ("deep/a.jsonl.GZ?X-Amz-Signature=secret&part=1", "a.jsonl.GZ"),
+        ("get?file=a.jsonl", "get"),
+        ("get?file=a.jsonl.gz", "get"),
+    ],
+)
+def test_a_web_address_is_read_as_the_file_that_it_names(
+    tmp_path: Path, address: str, name: str
+) -> None:
+    """Its query, often a signature, is no part of the file's name."""
+    web = Loopback(_Web)
+    small = recipe(tmp_path, f"{web.address}/{address}")
+    ingest(small)
+    web.server_close()
+    assert documents(small.folder.raw) == {f"{name}:1": "one", f"{name}:2": "two"}
 
 
 def test_stamps_tell_a_change(tmp_path: Path) -> None:
