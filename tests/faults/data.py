@@ -1108,6 +1108,7 @@ FAULTS = [
         "ids of another tokenizer beyond 32 bits are trained on as ids of this one",
         "tests/data/tokenizing/test_encode.py",
     ),
+    Fault(
         "signature-is-a-files-ending",
         "ingot/data/sources/source_file.py",
         'return re.split(r"[?#]", path, maxsplit=1)[0], path',

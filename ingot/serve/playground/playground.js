@@ -17,7 +17,7 @@ const NAMES = { chat: "Chat", completions: "Completion", ...Object.fromEntries(O
 
 /** Shows the playground in `root`. `source` lists models and asks them. */
 export function mountPlayground(root, source) {
-  const state = { mode: "completions", models: [], key: "", logprobs: false, stop: "", running: null, knobs: Object.fromEntries(KNOBS.map(([name, , , value]) => [name, value])) };
+  const state = { mode: "completions", models: [], keys: new Map(), logprobs: false, stop: "", running: null, knobs: Object.fromEntries(KNOBS.map(([name, , , value]) => [name, value])) };
   const panels = h("div", { class: "panels" });
   const shown = [];
   const box = h("textarea", { rows: 1, "aria-label": "Prompt", oninput: () => grow(box), onkeydown: (event) => {
@@ -28,9 +28,10 @@ export function mountPlayground(root, source) {
   const two = h("button", { type: "button", onclick: () => { shown.length === 1 ? addPanel() : dropPanel(); } }, "Two side by side");
   const knobs = h("div", { class: "card play-knobs", hidden: true }, knobFields());
   const sampling = h("button", { type: "button", "aria-expanded": "false", onclick: () => { knobs.hidden = !knobs.hidden; sampling.setAttribute("aria-expanded", String(!knobs.hidden)); } }, "Sampling");
-  const key = h("input", { type: "password", placeholder: "API key", "aria-label": "API key", hidden: true, autocomplete: "off", onchange: () => { state.key = key.value; load(); } });
+  // A key is for the address that it was typed for: another one may be a stranger's.
+  const keyOf = (model) => state.keys.get(source.addressOf(model)) ?? "";
   fill(root, h("div", { class: "play" },
-    h("div", { class: "play-bar" }, modes, sampling, two, key,
+    h("div", { class: "play-bar" }, modes, sampling, two,
       h("div", { class: "grow" }, h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asCurl()) }, "Copy as curl"), h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asPython()) }, "Copy as Python"), h("button", { class: "quiet", type: "button", onclick: clear }, "Clear"))),
     knobs, panels, h("div", { class: "card ask" }, box, go)));
 
@@ -55,12 +56,11 @@ export function mountPlayground(root, source) {
 
   async function load() {
     try {
-      state.models = await source.list(state.key);
+      state.models = await source.list();
     } catch (error) {
       fill(panels, h("div", { class: "card error" }, error.message));
       return;
     }
-    key.hidden = !state.models.some((model) => model.needs_key) && !state.key;
     if (!state.models.length) {
       fill(panels, h("div", { class: "card empty" }, h("b", {}, "No model to talk with"), "Serve one and name its address:", h("br"), h("code", {}, "ingot serve runs/quickstart & ingot ui runs --model http://127.0.0.1:8000")));
       go.disabled = two.disabled = true;
@@ -69,9 +69,29 @@ export function mountPlayground(root, source) {
     two.hidden = state.models.length < 2 && !source.lookAt;
     shown.splice(0);
     fill(panels);
+    setFirstMode();
+    addPanel();
+  }
+
+  function setFirstMode() {
     const [first] = state.models;
     setMode(first.tasks?.[0] ?? (first.chat ? "chat" : "completions"));
-    addPanel();
+  }
+
+  /** Takes the key of an address, and looks again at what answers there. */
+  async function setKey(address, key) {
+    state.keys.set(address, key);
+    const found = await source.lookAt?.(address, key);
+    const now = (model) => (found && source.addressOf(model) === address ? found : model);
+    state.models = state.models.map(now);
+    if (found && state.models[0] === found) setFirstMode();
+    for (const panel of shown) {
+      if (source.addressOf(panel.model) !== address) continue;
+      panel.model = now(panel.model);
+      panel.turns = [];
+      showHead(panel);
+      showEmpty(panel);
+    }
   }
 
   function addPanel() {
@@ -91,11 +111,13 @@ export function mountPlayground(root, source) {
     const others = source.lookAt ? [h("option", { value: "other" }, "another address …")] : [];
     const select = h("select", { "aria-label": "Model", onchange: async () => {
       if (select.value !== "other") { panel.model = state.models[Number(select.value)]; return showHead(panel); }
-      const address = prompt("Address of another ingot serve (it must allow this page: serve.cors)", "http://127.0.0.1:8001");
-      if (address) { const found = await source.lookAt(address.replace(/\/+$/, ""), state.key); if (found.error) alert(found.error); else { state.models.push(found); panel.model = found; } }
+      const address = prompt("Address of another ingot serve (it must allow this page: serve.cors)", "http://127.0.0.1:8001")?.replace(/\/+$/, "");
+      if (address) { const found = await source.lookAt(address, state.keys.get(address)); if (found.error) alert(found.error); else { state.models.push(found); panel.model = found; } }
       showHead(panel);
     } }, state.models.map((model, number) => h("option", { value: String(number), selected: model === panel.model }, model.name)), others);
-    fill(panel.head, state.models.length > 1 || others.length ? select : h("b", {}, panel.model.name), h("span", { class: "fine" }, panel.model.error ? "does not answer" : panel.model.needs_key ? "needs its API key" : panel.model.kind || ""));
+    const at = source.addressOf(panel.model);
+    const key = h("input", { type: "password", placeholder: "API key", "aria-label": "API key", hidden: !panel.model.needs_key && !state.keys.has(at), autocomplete: "off", value: keyOf(panel.model), onchange: () => setKey(at, key.value) });
+    fill(panel.head, state.models.length > 1 || others.length ? select : h("b", {}, panel.model.name), key, h("span", { class: "fine" }, panel.model.error ? "does not answer" : panel.model.needs_key ? "needs its API key" : panel.model.kind || ""));
   }
 
   function dropPanel() {
@@ -148,7 +170,7 @@ export function mountPlayground(root, source) {
     const task = TASKS[state.mode], began = performance.now();
     fill(panel.foot);
     try {
-      const response = await source.ask(panel.model, task.route, request(panel, prompt), state.key, signal);
+      const response = await source.ask(panel.model, task.route, request(panel, prompt), keyOf(panel.model), signal);
       if (!response.ok) throw new Error(await reason(response));
       fill(panel.talk, h("div", { class: "turn user" }, prompt), task.show(await response.json(), prompt));
       fill(panel.foot, h("span", {}, `${(performance.now() - began).toFixed(0)} ms`));
@@ -171,7 +193,7 @@ export function mountPlayground(root, source) {
     const told = { text: "", tokens: 0, first: 0, finish: "" };
     let failed = "";
     try {
-      const response = await source.ask(panel.model, state.mode, { ...body, stream: true, stream_options: { include_usage: true } }, state.key, signal);
+      const response = await source.ask(panel.model, state.mode, { ...body, stream: true, stream_options: { include_usage: true } }, keyOf(panel.model), signal);
       if (!response.ok) throw new Error(await reason(response));
       for await (const chunk of events(response)) {
         if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
@@ -199,23 +221,24 @@ export function mountPlayground(root, source) {
 
   const last = () => { const panel = shown[0] ?? { model: { name: "model" }, turns: [] }; return request(panel, box.value || panel.turns.at(-2)?.content || TRIES[state.mode][0]); };
   const path = () => pathOf(TASKS[state.mode]?.route ?? state.mode);
+  const keyed = () => keyOf(shown[0]?.model ?? {}) !== "";
   const address = () => source.addressOf(shown[0]?.model ?? {}) ?? "http://127.0.0.1:8000";
 
   function asCurl() {
     const data = JSON.stringify(last(), null, 1).replace(/'/g, "'\\''");
-    return `curl ${address()}${path()} \\\n  -H 'Content-Type: application/json' \\\n${state.key ? "  -H \"Authorization: Bearer $API_KEY\" \\\n" : ""}  -d '${data}'`;
+    return `curl ${address()}${path()} \\\n  -H 'Content-Type: application/json' \\\n${keyed() ? "  -H \"Authorization: Bearer $API_KEY\" \\\n" : ""}  -d '${data}'`;
   }
 
   function asPython() {
     const body = last();
     if (state.mode in TASKS) {
-      const headers = state.key ? `, headers={"Authorization": f"Bearer {os.environ['API_KEY']}"}` : "";
-      return `${state.key ? "import os\n\n" : ""}import httpx\n\nanswer = httpx.post(\n    "${address()}${path()}",\n    json=${python(body)}${headers}\n)\nprint(answer.json())\n`;
+      const headers = keyed() ? `, headers={"Authorization": f"Bearer {os.environ['API_KEY']}"}` : "";
+      return `${keyed() ? "import os\n\n" : ""}import httpx\n\nanswer = httpx.post(\n    "${address()}${path()}",\n    json=${python(body)}${headers}\n)\nprint(answer.json())\n`;
     }
     const call = state.mode === "chat" ? "client.chat.completions.create" : "client.completions.create";
     const given = Object.entries(body).map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
     const answer = state.mode === "chat" ? "answer.choices[0].message.content" : "answer.choices[0].text";
-    return `from openai import OpenAI\n\nclient = OpenAI(base_url="${address()}/v1", api_key=${state.key ? "os.environ[\"API_KEY\"]" : "\"none\""})\nanswer = ${call}(\n${given}\n)\nprint(${answer})\n`.replace(/^/, state.key ? "import os\n\n" : "");
+    return `from openai import OpenAI\n\nclient = OpenAI(base_url="${address()}/v1", api_key=${keyed() ? "os.environ[\"API_KEY\"]" : "\"none\""})\nanswer = ${call}(\n${given}\n)\nprint(${answer})\n`.replace(/^/, keyed() ? "import os\n\n" : "");
   }
 
   setMode("completions");

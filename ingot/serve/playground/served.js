@@ -18,7 +18,7 @@ async function lookAt(address, key) {
 }
 
 mountPlayground(document.getElementById("play"), {
-  list: async (key) => [await lookAt(here, key)],
+  list: async () => [await lookAt(here)],
   addressOf: (model) => model.address,
   ask: (model, route, body, key, signal) =>
     fetch(`${model.address}${pathOf(route)}`, {

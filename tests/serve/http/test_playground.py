@@ -212,20 +212,49 @@ def test_texts_are_compared_by_their_vectors(tab: Tab, server: Running) -> None:
     assert cells == pytest.approx(expected, abs=6e-3)
 
 
+KEYS = "document.querySelectorAll('.panel-head input[type=password]')"
+
+
+def type_key(tab: Tab, panel: int, key: str) -> None:
+    tab.eval(
+        f"(key => {{ key.value = '{key}'; key.dispatchEvent(new Event('change')); }})({KEYS}[{panel}])"
+    )
+
+
+def test_a_key_goes_to_the_address_that_it_was_typed_for_and_no_further(
+    tab: Tab, server: Running, strict: Running
+) -> None:
+    tab.go("about:blank")
+    tab.go(f"{strict.url}/")
+    tab.wait(f"{KEYS}[0]?.checkVisibility()")
+    tab.eval(
+        "(real => { window.asked = []; window.fetch = (url, options) => {"
+        " asked.push([url, options.headers.Authorization ?? null]); return real(url, options); };"
+        f" window.prompt = () => '{server.url}/'; window.alert = () => null; }})(fetch)"
+    )
+    type_key(tab, 0, "ours")
+    tab.wait("window.asked.length === 1")
+    tab.eval(
+        "(models => { models.value = 'other'; models.dispatchEvent(new Event('change')); })"
+        "(document.querySelector('.panel-head select'))"
+    )
+    tab.wait("window.asked.length === 2")
+    assert tab.eval("window.asked") == [
+        [f"{strict.url}/v1/models", "Bearer ours"],
+        [f"{server.url}/v1/models", None],
+    ]
+
+
 def test_two_models_answer_beside_each_other_in_the_ui(
     tab: Tab, server: Running, strict: Running, tmp_path: Path
 ) -> None:
     with showing(tmp_path, "--model", server.url, "--model", strict.url) as shown:
         tab.go(f"{shown.url}/#/play")
-        tab.wait("document.querySelector('.play-bar input[type=password]').checkVisibility()")
-        tab.eval("document.querySelector('.panel-card').dataset.old = '1'")
-        tab.eval(
-            "(() => { const i = document.querySelector('.play-bar input[type=password]');"
-            " i.value = 'wrong'; i.dispatchEvent(new Event('change')); })()"
-        )
-        tab.wait("document.querySelector('.panel-card:not([data-old])') !== null")
+        tab.wait("document.querySelector('.panel-card') !== null")
         choose(tab, "max_tokens", "5")
         tab.eval("[...document.querySelectorAll('.play-bar > button')][1].click()")
+        assert tab.eval(f"[...{KEYS}].map(key => key.checkVisibility())") == [False, True]
+        type_key(tab, 1, "wrong")
         ask(tab, "the fox")
         tab.wait(f"{STOP} === 'Send' && document.querySelectorAll('.panel-card').length === 2")
         one, other = (
