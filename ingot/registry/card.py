@@ -251,10 +251,10 @@ def _license(facts: CardFacts) -> str:
 
 
 def shown_source(source: str) -> str:
-    """A source as others may read it: of a path its last part, of an address no login."""
+    """A source as others may read it: of a path its last part, of an address no login or key."""
     source = source.removeprefix("file://")
     if "://" in source or re.match(r"[a-z][a-z0-9_]*:", source):
-        return re.sub(r"(?<=://)[^/@]+@", "", source)
+        return masked(re.sub(r"(?<=://)[^/@]+@", "", source))
     return Path(source).name
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.base.masking import masked
 from ingot.base.progress import duration
 from ingot.base.reports import Metric
 from ingot.base.runfolder import RunFolder
@@ -243,7 +244,7 @@ def _records(
                 columns = {name: Column(prefix) for name, prefix in prefixes.items()}
                 for number in inside:
                     record = {name: column[number] for name, column in columns.items()}
-                    yield passed + number, source.source, record
+                    yield passed + number, masked(source.source), record
             passed += part.documents
 
 

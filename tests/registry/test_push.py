@@ -231,6 +231,8 @@ def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) ->
     assert method["objective"]["rewards"][4] == text, "a pattern is no path"
     assert method["objective"]["teacher"] == "teacher"
     assert shown_source("file:///home/me/data.jsonl") == "data.jsonl"
+    signed = "https://me:pass@data.org/a.jsonl?part=1&X-Amz-Signature=5ecret"
+    assert shown_source(signed) == "https://data.org/a.jsonl?part=1&X-Amz-Signature=(hidden)"
     assert method["model"] == {"source": "hf:org/base", "lora": {"adapter": "adapter", "rank": 8}}
     assert method["train"] == {"start_from": "earlier"}
     for lineage in ("7eac", "step-00001000", "trained on from earlier at step 1,000"):

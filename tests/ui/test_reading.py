@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ingot.base.markers import FileEntry, read_marker, write_marker
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, record_event
 from ingot.config.load import dump_recipe
+from ingot.data.columns.manifest import MANIFEST
 from ingot.report.metrics import MetricsFile
+from ingot.ui.details import examples
 from ingot.ui.runs import RunsFolder, curve, downsampled
 from tests.report.made_up import made_up_run
 from tests.small import prepared, small_recipe
@@ -135,6 +138,18 @@ def test_data_is_shown_as_it_is_trained(tmp_path: Path) -> None:
     source = (tmp_path / "text").glob("*.txt")
     assert any(path.read_text(encoding="utf-8").strip() in text for path in source)
     assert answer["splits"]["train"] > answer["splits"]["validation"] > 0
+
+
+def test_examples_tell_of_their_source_no_login_and_no_key(root: Path) -> None:
+    run = RunFolder(root / "runs" / "small")
+    manifest = read_marker(run.columns, MANIFEST)
+    assert manifest is not None
+    signed = "https://me:pass@data.org/a.jsonl?X-Amz-Signature=5ecret"
+    manifest["splits"]["train"][0]["source"] = signed
+    files = [FileEntry(**entry) for entry in manifest["files"]]
+    write_marker(run.columns, MANIFEST, manifest, files)
+    (told,) = examples(run, "train", 0, 1, root)["examples"]
+    assert told["source"] == "https://(hidden)@data.org/a.jsonl?X-Amz-Signature=(hidden)"
 
 
 def test_without_data_the_browser_is_told_in_words(shown: Shown) -> None:

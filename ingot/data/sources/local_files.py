@@ -18,7 +18,7 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, is_file, is_remote, open_read, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
-from ingot.data.sources.source_file import Format, SourceFile, called, compression, utf8_safe
+from ingot.data.sources.source_file import Format, SourceFile, compression, file_names, utf8_safe
 
 STDLIB = "builtin:stdlib"
 CHATS = {
@@ -140,7 +140,7 @@ def standard_library() -> Iterator[SourceFile]:
 def _format(source: SourceSettings, path: str) -> Format:
     if source.format != "auto":
         return source.format
-    for name in called(path):
+    for name in file_names(path):
         stem = name.lower().removesuffix(compression(name))
         if DUMP.search(stem):
             return "wikipedia"
@@ -153,7 +153,7 @@ def _name(path: str, pattern: str) -> str:
     """A file's name relative to its source: to the source's folder, or to the folder before its
     first wildcard.
     """
-    path, pattern = called(path)[0], called(pattern)[0]
+    path, pattern = file_names(path)[0], file_names(pattern)[0]
     parts = _without_scheme(pattern).split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)

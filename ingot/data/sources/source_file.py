@@ -57,7 +57,7 @@ class SourceFile:
         return int(self.stamp.get("bytes", 0))
 
 
-def called(path: str) -> tuple[str, ...]:
+def file_names(path: str) -> tuple[str, ...]:
     """What a file may be called, the likeliest first: a web address up to its query, which may be a
     signature, else all of it (`/get?file=a.jsonl`).
     """
@@ -68,7 +68,7 @@ def called(path: str) -> tuple[str, ...]:
 
 def compression(path: str) -> str:
     """The ending in `COMPRESSED_ENDINGS` that a file has; empty for others."""
-    names = [name.lower() for name in called(path)]
+    names = [name.lower() for name in file_names(path)]
     return next((end for name in names for end in COMPRESSED_ENDINGS if name.endswith(end)), "")
 
 

@@ -21,6 +21,7 @@ from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
 from ingot.data.columns.manifest import PreparedData, PreparedSource, prepared_for, set_identity
+from ingot.data.sources.source_file import file_names
 from ingot.evaluate.corpus import (
     document_bytes,
     open_columns,
@@ -239,7 +240,7 @@ def source_names(sources: Sequence[PreparedSource]) -> list[str]:
     """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
     1, where that is long, not of one source alone, or one of these numbers.
     """
-    last = [source.source.rstrip("/").rpartition("/")[2] for source in sources]
+    last = [file_names(source.source)[0].rstrip("/").rpartition("/")[2] for source in sources]
     numbers = [str(number) for number in range(1, len(last) + 1)]
     return [
         number if len(name) > MAX_NAME or last.count(name) > 1 or name in numbers else name

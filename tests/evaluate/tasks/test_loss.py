@@ -334,6 +334,7 @@ def test_each_source_of_other_documents_has_figures_of_its_own(
         (["a/x.jsonl", "b/x.jsonl", "c"], ["1", "2", "c"]),
         (["bigquery:SELECT text FROM a.b WHERE length(text) > 100", "a"], ["1", "a"]),
         (["shards/2", f"{'a' * 41}", "2026"], ["1", "2", "2026"]),
+        (["https://a.org/x.jsonl?sig=5ecret", "y"], ["x.jsonl", "y"]),
     ],
 )
 def test_sources_are_called_by_what_tells_them_apart(sources: list[str], names: list[str]) -> None:
