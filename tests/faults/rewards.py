@@ -289,4 +289,12 @@ FAULTS = [
         "a server that is down beside rewards of a mixture is a part of the mean",
         "tests/evaluate/tasks/test_reward.py",
     ),
+    Fault(
+        "threads-take-the-memory",
+        "ingot/rewards/sandbox/enclose.py",
+        "    _libc.mallopt(ARENAS, 1)\n",
+        "",
+        "a right answer that uses six threads gets the reward of a wrong one",
+        "tests/rewards/sandbox/test_verdicts.py",
+    ),
 ]

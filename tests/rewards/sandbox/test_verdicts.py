@@ -36,6 +36,14 @@ HONEST = {
         "from fractions import Fraction\nfrom decimal import Decimal\nfrom collections import deque\n"
         "assert f() == [{'a': 2}, {'b': 1}, (1, 2), Fraction(1, 3), Decimal('0.1'), deque([1])]",
     ),
+    "as many threads at once as there may be": (
+        "import threading\n"
+        "def meet(count):\n"
+        "    met = threading.Barrier(count)\n"
+        "    for _ in range(count - 1): threading.Thread(target=met.wait, daemon=True).start()\n"
+        "    return met.wait() < count",
+        f"assert meet({SandboxLimits().threads})",
+    ),
     "an object with state": (
         "class Stack:\n"
         "    def __init__(self, *items): self.items = list(items)\n"
