@@ -231,4 +231,12 @@ FAULTS = [
         "one small request that is refused takes gigabytes, and everyone's time, before it is",
         "tests/serve/http/test_hostile.py",
     ),
+    Fault(
+        "an-end-beyond-the-vocabulary",
+        "ingot/serve/native/causal.py",
+        "for token in said if 0 <= token < size)",
+        "for token in said)",
+        "an end token that the model does not have makes every request for JSON an error",
+        "tests/serve/test_grammar.py",
+    ),
 ]

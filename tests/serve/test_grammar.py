@@ -163,6 +163,18 @@ def test_a_model_without_an_end_is_refused(loaded: LoadedModel) -> None:
         without.constraint(None)
 
 
+def test_an_end_that_the_model_cannot_write_is_none_and_is_told(
+    loaded: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """-1 would be taken for the last token."""
+    made = load(make_folder(tmp_path / "model", eos=[*loaded.eos, -1, 99_999]))
+    assert made.eos == loaded.eos
+    assert "eos_token_id names -1, 99999, which no answer can end with" in capsys.readouterr().err
+    request = Request(made.tokenizer.encode_prompt("the"), 8, min_tokens=4)
+    (answer,) = made.generator(1).run([request])
+    assert answer.generated >= 4
+
+
 def test_text_behind_other_begins_with_no_space_of_the_tokenizers_own(tmp_path: Path) -> None:
     """As Llama 2's puts one before each text: what the grammar forces has none."""
     (tmp_path / "tokenizer.model").write_bytes(pieces_file("bpe"))

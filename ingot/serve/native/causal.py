@@ -335,10 +335,16 @@ def _library() -> Any:
 def answer_ends(
     folder: Path, tokenizer: Tokenizer, model: AnyModel | CausalModel
 ) -> frozenset[int]:
-    """The tokens that end an answer."""
+    """The tokens that end an answer. What the model cannot write is none, and is told."""
     if isinstance(model, TextReader | TextEncoder):
         return frozenset()
-    named = eos_ids(folder, tokenizer.special.eos)
+    said, size = eos_ids(folder, tokenizer.special.eos), model.config.vocab_size
+    named = frozenset(token for token in said if 0 <= token < size)
+    if unknown := sorted(said - named):
+        say(
+            f"{folder}: eos_token_id names {', '.join(map(str, unknown))}, which no answer can end"
+            f" with, since the vocabulary has {size:,} tokens; mend generation_config.json"
+        )
     if isinstance(model, Decoder | CausalModel):
         return named
     # Targets end as the tokenizer frames them. An id from the configuration may be an ordinary
