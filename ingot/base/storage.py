@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from ingot.base.errors import Failed, WrongInput
@@ -29,6 +29,12 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     """True for `gs://...` and similar; `file://` counts as local."""
     text = os.fspath(path)
     return "://" in text and not text.startswith("file://")
+
+
+def stays_inside(path: str | PurePosixPath) -> bool:
+    """Whether a path below some folder, as a bucket or another machine names it, stays in there."""
+    parts = PurePosixPath(path).parts
+    return parts[:1] != ("/",) and ".." not in parts
 
 
 def _remote() -> Any:

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed
@@ -24,7 +24,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import LIFE_S, Lease, lease
 from ingot.base.remote.service import Conflict, Corrupt, Missing
 from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
-from ingot.base.storage import atomic_folder, disk_errors, sha256_file
+from ingot.base.storage import atomic_folder, disk_errors, sha256_file, stays_inside
 from ingot.checkpoints.store import (
     BEFORE,
     COMMIT,
@@ -204,10 +204,10 @@ class BucketMirror:
         if marker is None:
             raise Damaged(f"{url} is damaged; take another checkpoint")
         for entry in marker["files"]:
-            path = PurePosixPath(entry["path"])
-            if path.is_absolute() or ".." in path.parts:
+            if not stays_inside(entry["path"]):
                 raise Damaged(
-                    f"{url} lists {path}, which lies outside of the checkpoint; take another one"
+                    f"{url} lists {entry['path']}, which lies outside of the checkpoint; take"
+                    " another one"
                 )
         return marker
 

@@ -18,6 +18,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import Bucket, crc32c
 from ingot.base.remote.service import Conflict, Missing
 from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
+from ingot.base.storage import stays_inside
 from ingot.registry.local import MARKER
 from ingot.registry.versions import LiveChange, stale_decision
 
@@ -133,13 +134,20 @@ def upload_files(folder: Path, bucket: Bucket) -> None:
 
 
 def listed_files(bucket: Bucket) -> list[dict[str, Any]]:
-    """The entries of the marker. Raises WrongInput where there is none, or it is damaged."""
+    """The entries of the marker. Raises WrongInput where there is none, or it is damaged or lists
+    what lies elsewhere.
+    """
     try:
         files: list[dict[str, Any]] = json.loads(bucket.get(MARKER))["files"]
     except (Missing, ValueError, KeyError):
         raise WrongInput(
             f"{bucket.url_of(MARKER)} is missing or damaged; register the model again"
         ) from None
+    if outside := next((file["path"] for file in files if not stays_inside(file["path"])), None):
+        raise WrongInput(
+            f"{bucket.url_of(MARKER)} lists {outside}, which lies outside of the model; register"
+            " the model again"
+        )
     return files
 
 

@@ -14,7 +14,14 @@ from pathlib import Path, PurePosixPath
 
 from ingot.base.environment import secret
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import CHUNK_BYTES, atomic_file, find_files, is_remote, open_read
+from ingot.base.storage import (
+    CHUNK_BYTES,
+    atomic_file,
+    find_files,
+    is_remote,
+    open_read,
+    stays_inside,
+)
 from ingot.config.sections.deployment import Serve
 
 
@@ -143,7 +150,7 @@ def fetched_model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[P
     `target`.
 
     Raises:
-        WrongInput: there is no file at AIP_STORAGE_URI.
+        WrongInput: there is no file at AIP_STORAGE_URI, or one that lies outside of it.
         Failed: the storage cannot be read.
     """
     uri = environ.get("AIP_STORAGE_URI", "")
@@ -160,12 +167,14 @@ def fetched_model_folder(target: Path, environ: Mapping[str, str]) -> Iterator[P
 def _download(uri: str, folder: Path) -> None:
     root = PurePosixPath(uri)
     try:
-        files = find_files(uri)
-        for file in files:
-            with (
-                open_read(file) as source,
-                atomic_file(folder / PurePosixPath(file).relative_to(root)) as target,
-            ):
+        files = {file: PurePosixPath(file).relative_to(root) for file in find_files(uri)}
+        if outside := next((file for file, path in files.items() if not stays_inside(path)), None):
+            raise WrongInput(
+                f"$AIP_STORAGE_URI {uri} holds {outside}, which would lie outside of the model's"
+                " folder; remove it there"
+            )
+        for file, path in files.items():
+            with open_read(file) as source, atomic_file(folder / path) as target:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
     except IngotError:
         raise

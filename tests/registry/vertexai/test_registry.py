@@ -306,6 +306,10 @@ def test_files_that_are_missing_or_changed_are_named(place: Place) -> None:
         WrongInput, match=r"words v1 is damaged: gs://bucket/.*config\.json is missing or changed"
     ):
         registry.check(version)
+    marker, files = f"{FOLDER}/a-tokenizer/VERSION.json", open_bucket("gs://bucket")
+    files.put(marker, files.get(marker).replace(b'"config.json"', b'"../config.json"'))
+    with pytest.raises(WrongInput, match=r"lists \.\./config\.json, which lies outside"):
+        registry.fetch(version)
     del place.storage.objects[f"{FOLDER}/a-tokenizer/VERSION.json"]
     with pytest.raises(
         WrongInput, match=r"VERSION\.json is missing or damaged; register the model again"

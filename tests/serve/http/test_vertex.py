@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.sections.deployment import Serve
@@ -102,6 +103,22 @@ def test_the_model_comes_from_its_storage(folder: Path, tmp_path: Path) -> None:
         assert given == tmp_path
     with fetched_model_folder(tmp_path, {"AIP_STORAGE_URI": str(folder)}) as given:
         assert given == folder
+
+
+def test_storage_writes_nothing_outside_of_the_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of an object's name are no folders: `..` is one like any other."""
+    storage = fsspec.filesystem("memory")
+    for name in ("/vertex/climbs/config.json", "/vertex/climbs/../up"):
+        monkeypatch.setitem(storage.store, name, MemoryFile(storage, name, b"{}"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with (
+        pytest.raises(WrongInput, match=r"climbs/\.\./up, which would lie outside"),
+        fetched_model_folder(Path("x"), {"AIP_STORAGE_URI": "memory://vertex/climbs"}),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_storage_that_holds_nothing_or_cannot_be_read(tmp_path: Path) -> None:
