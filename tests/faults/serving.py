@@ -239,4 +239,20 @@ FAULTS = [
         "an end token that the model does not have makes every request for JSON an error",
         "tests/serve/test_grammar.py",
     ),
+    Fault(
+        "optional-properties-uncounted",
+        "ingot/serve/native/grammar.py",
+        "(count := _optional_in_a_row(part)) > MOST_OPTIONAL:",
+        "(count := 0) > MOST_OPTIONAL:",
+        "everybody waits for seconds while one schema turns out to be one that cannot be followed",
+        "tests/serve/test_grammar.py",
+    ),
+    Fault(
+        "given-up-by-one-answer-alone",
+        "ingot/serve/native/grammar.py",
+        "return self._given_up.is_set()",
+        "return bool(self._matcher.is_error())",
+        "a request that is an error already has everybody wait for each of its answers",
+        "tests/serve/test_grammar.py",
+    ),
 ]

@@ -17,7 +17,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.grammar import JSONGrammars
+from ingot.serve.native.grammar import MOST_OPTIONAL, JSONGrammars
 from ingot.serve.native.model import LoadedModel, load
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
@@ -155,6 +155,46 @@ def test_a_schema_that_cannot_be_followed_is_refused(
     """What the library does not know is an error, not left out."""
     with pytest.raises(WrongInput, match=words):
         grammars.constraint(schema)
+
+
+def optional(count: int, letter: str = "p") -> dict[str, Any]:
+    names = [f"{letter}{number}" for number in range(count)]
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+
+
+@pytest.mark.parametrize("behind", [[], ["p0"]])
+def test_as_many_optional_properties_as_can_be_followed(
+    loaded: LoadedModel, grammars: JSONGrammars, behind: list[str]
+) -> None:
+    """One more, and the engine would find it for each answer, while all others wait."""
+    most = MOST_OPTIONAL + len(behind)
+    constraint = grammars.constraint({**optional(most), "required": behind})
+    for token in loaded.tokenizer.encode('{"p0":"",'):
+        constraint.apply(torch.zeros(loaded.model.config.vocab_size))
+        constraint.push(token)
+    constraint.apply(torch.zeros(loaded.model.config.vocab_size))
+    assert not constraint.failed
+    more = {**optional(most + 1), "required": behind}
+    for schema in (more, {"anyOf": [{"type": "array", "items": more}]}):
+        with pytest.raises(WrongInput, match="499 properties of an object may be left out"):
+            grammars.constraint(schema)
+        with pytest.raises(WrongInput, match="of the tool `find` cannot be followed"):
+            grammars.calls("start: arguments", {"find": schema})
+    grammars.constraint({**more, "required": ["p0", "p250"]})
+
+
+def test_what_is_too_complex_for_one_answer_is_not_tried_for_the_others(
+    loaded: LoadedModel, grammars: JSONGrammars
+) -> None:
+    """Their request is an error already, and each would take as long."""
+    one = grammars.constraint({"allOf": [optional(400), optional(400, "q")]})
+    other, elsewhere = one.copy(), grammars.constraint(SCHEMA)
+    for token in loaded.tokenizer.encode("{"):
+        one.push(token)
+    one.apply(torch.zeros(loaded.model.config.vocab_size))
+    assert one.failed
+    assert other.failed
+    assert not elsewhere.failed
 
 
 def test_a_model_without_an_end_is_refused(loaded: LoadedModel) -> None:

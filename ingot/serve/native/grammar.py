@@ -6,6 +6,7 @@ as they are.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,14 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 SAMPLE = '{"name": ["naïve 😀", -1.5e3, true, null]}'
 """What the bytes of the tokens are checked on."""
+LIMITS = llguidance.LLParserLimits(max_grammar_size=50_000)
+"""The library's, but for a tenth of the symbols: 128 tools of 20 arguments each have half as many.
+How long a token may take grows with their square.
+"""
+MOST_OPTIONAL = 498
+"""Properties of an object, one after another, that may be left out. With more the library gives up,
+but only where an answer comes to them, and after seconds in which everybody waits.
+"""
 
 
 class Vocabulary:
@@ -81,25 +90,33 @@ def _unknown_bytes(tokenizer: Tokenizer) -> WrongInput:
 
 
 class JSONConstraint:
-    """Which tokens may come next in one answer."""
+    """Which tokens may come next in one answer. `given_up`: of all answers of its request."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(
+        self, matcher: llguidance.LLMatcher, given_up: threading.Event | None = None
+    ) -> None:
+        self._matcher, self._given_up = matcher, given_up or threading.Event()
 
     @property
     def failed(self) -> bool:
-        """Whether the answer became too complex to go on with."""
-        return bool(self._matcher.is_error())
+        """Whether this answer became too complex to go on with, or another of its request: that is
+        an error of the whole request, and each would take long to find it.
+        """
+        if self._matcher.is_error():
+            self._given_up.set()
+        return self._given_up.is_set()
 
     def copy(self) -> JSONConstraint:
-        """The same for another answer; nothing was taken yet."""
-        return JSONConstraint(self._matcher.deep_copy())
+        """The same for another answer of the request; nothing was taken yet."""
+        return JSONConstraint(self._matcher.deep_copy(), self._given_up)
 
     def apply(self, logits: Tensor) -> None:
         """Exclude the tokens that must not come next from logits `[V]`."""
         if self.failed:
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self.failed:
+            return
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)])
         logits.masked_fill_(allowed.to(logits.device) == 0, float("-inf"))
 
@@ -128,6 +145,7 @@ class JSONGrammars:
             WrongInput: the schema is wrong or cannot be followed, or the model has no end token or
                 a tokenizer whose bytes are not known.
         """
+        _check_optional(schema or {}, "the schema of response_format")
         any_object = {"type": "object"}
         grammar = llguidance.LLMatcher.grammar_from_json_schema(
             json.dumps(any_object if schema is None else schema)
@@ -138,6 +156,8 @@ class JSONGrammars:
         """For calls of tools by a grammar of `call_grammar` for these `schemas`. Raises as
         `constraint` does.
         """
+        for name, schema in schemas.items():
+            _check_optional(schema, f"the schema of `parameters` of the tool `{name}`")
         try:
             return self._matcher(grammar, "a schema in `tools`")
         except WrongInput:
@@ -149,7 +169,7 @@ class JSONGrammars:
     def _matcher(self, grammar: str, what: str) -> JSONConstraint:
         with self._lock:
             vocabulary = self._vocabulary
-        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         warnings = matcher.get_grammar_warnings()
         if matcher.is_error() or warnings:
             said = (matcher.get_error() or "; ".join(warnings)).partition("<state>")[0]
@@ -175,6 +195,30 @@ class JSONGrammars:
         if written.decode(errors="replace").strip() != SAMPLE or asked != SAMPLE.encode():
             raise _unknown_bytes(self._tokenizer)
         return made
+
+
+def _check_optional(schema: Mapping[str, Any], what: str) -> None:
+    """Raises WrongInput where more than `MOST_OPTIONAL` properties follow each other."""
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        inner = part.values() if isinstance(part, Mapping) else part
+        left += [one for one in inner if isinstance(one, Mapping | list)]
+        if isinstance(part, Mapping) and (count := _optional_in_a_row(part)) > MOST_OPTIONAL:
+            raise WrongInput(
+                f"{what} cannot be followed ({count:,} properties of an object may be left out, one"
+                f" after another; at most {MOST_OPTIONAL} can); mend or simplify it"
+            )
+
+
+def _optional_in_a_row(schema: Mapping[str, Any]) -> int:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return 0
+    needed = required if isinstance(required, list) else []
+    names = {name for name in needed if isinstance(name, str)}
+    runs = itertools.groupby(properties, names.__contains__)
+    return max((len(list(run)) for is_needed, run in runs if not is_needed), default=0)
 
 
 SEMICOLON, COMMA = '"; " body', '", " body'
