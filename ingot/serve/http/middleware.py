@@ -289,5 +289,5 @@ def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # OpenAI's JavaScript client tells of itself in a dozen of them
         )

@@ -12,8 +12,9 @@ from tests.serve.running import Running, running
 
 ASKING = {
     "Access-Control-Request-Method": "POST",
-    "Access-Control-Request-Headers": "authorization,content-type",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-arch,x-stainless-lang",
 }
+"""As OpenAI's JavaScript client has a browser ask."""
 
 
 def may(server: Running, origin: str) -> bool:
