@@ -112,7 +112,7 @@ class TritonBackend:
                 "sampling_parameters:"
                 f" {validation_error([dict(fault) for fault in error.errors()]).message}",
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"sampling_parameters is not JSON ({error}); mend it") from None
         tokens = options.max_tokens or min(PROMPT_TOKENS, self._limit)
         if tokens > self._limit:

@@ -121,14 +121,18 @@ def test_what_a_request_must_not_ask_for_is_told(model: Any) -> None:
         "sampling_parameters: `temprature` is not known to this server; remove it"
     ]
     assert "the prompt has" in said(asked(model, "fox " * 9000, max_tokens=5))[0]
-    request = utils.Request(
-        {
-            "text_input": np.array([b"x"], dtype=np.object_),
-            "sampling_parameters": np.array([b"{"], dtype=np.object_),
-        }
-    )
-    model.execute([request])
-    assert "sampling_parameters is not JSON" in said(request.sender)[0]
+    requests = [
+        utils.Request(
+            {
+                "text_input": np.array([b"x"], dtype=np.object_),
+                "sampling_parameters": np.array([parameters], dtype=np.object_),
+            }
+        )
+        for parameters in (b"[" * 100_000, b"{")
+    ]
+    model.execute(requests)
+    for request in requests:
+        assert "sampling_parameters is not JSON" in said(request.sender)[0]
 
 
 def test_a_full_queue_refuses_and_who_goes_away_makes_room(
