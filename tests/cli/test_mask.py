@@ -289,6 +289,14 @@ def test_colours_and_brackets() -> None:
     assert green == "copper<|im_end|>yes<|im_end|>"
 
 
+def test_a_terminal_is_told_nothing_by_the_data() -> None:
+    """Such as to clear the screen, or to take a text into the clipboard."""
+    tokenizer = chatty()
+    (example,) = audit_documents(tokenizer, ["a\x1b[2J\x9b1m\tb\n\x07\x7f"]).examples
+    shown = in_words(tokenizer, example, plain=False).plain
+    assert "a\\x1b[2J\\x9b1m\tb\n\\x07\\x7f" in shown
+
+
 def test_documents_end_with_eos() -> None:
     tokenizer = Tokenizer(bpe_files(CHATML, eos_token=None))
     assert "trained in 0 of 1 documents" in printed(

@@ -519,4 +519,12 @@ FAULTS = [
         "an object in a bucket is written over a file outside of the model's folder",
         "tests/serve/http/test_vertex.py",
     ),
+    Fault(
+        "terminal-obeys-the-data",
+        "ingot/cli/views/audit.py",
+        "return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)",
+        "return text",
+        "a text of the data clears the screen on which its mask is looked at",
+        "tests/cli/test_mask.py",
+    ),
 ]

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ingot.tokenizers.chats.encode import encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BEGIN, END = "⟦", "⟧"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
@@ -230,9 +232,16 @@ def in_words(tokenizer: Tokenizer, example: AuditedExample, *, plain: bool) -> T
                 if not is_special
                 else ("bold green" if trained else "magenta")
             )
-            text.append(tokenizer.decode(list(tokens), skip_special=False), style)
+            text.append(visible(tokenizer.decode(list(tokens), skip_special=False)), style)
         text.append(END if plain and trained else "")
     return text
+
+
+def visible(text: str) -> str:
+    """A text of the data with its control characters as Python writes them: a terminal would obey
+    them, and hide what is trained.
+    """
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def legend(out: Console) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import WrongInput
-from ingot.cli.views.audit import AuditedExample, in_words, legend, with_what
+from ingot.cli.views.audit import AuditedExample, in_words, legend, visible, with_what
 from ingot.config.recipe import Recipe
 from ingot.config.spans import LEAST_TOKENS
 from ingot.data.batches.masking import Masking
@@ -93,7 +93,7 @@ def show_masked(
         out.print(Text(title, "bold"))
         shown = AuditedExample(piece.ids.astype(np.int32), piece.asked.astype(np.uint8))
         out.print(in_words(tokenizer, shown, plain=plain), soft_wrap=True)
-        read = Text(tokenizer.decode(piece.tokens, skip_special=False))
+        read = Text(visible(tokenizer.decode(piece.tokens, skip_special=False)))
         out.print(Text.assemble(("the model reads: ", "bold"), read), soft_wrap=True)
     legend(out)
     audit = _masked_audit(recipe, tokenizer, pieces, texts)
@@ -186,7 +186,7 @@ def show_spans(
         )
         out.print(Text(title, "bold"))
         for words, ids in (("the model reads: ", source), ("and writes: ", target)):
-            text = Text(tokenizer.decode(ids, skip_special=False))
+            text = Text(visible(tokenizer.decode(ids, skip_special=False)))
             text.highlight_regex(SENTINEL, "bold green")
             out.print(Text.assemble((words, "bold"), text), soft_wrap=True)
     out.print(_table(pieces.audit, tokenizer))
