@@ -33,6 +33,10 @@ from ingot.tokenizers.chats.render import refused_kwarg
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 4096, 256, 128
 MAX_KWARGS, MAX_KWARGS_CHARACTERS = 32, 4096
+MAX_LEVELS = 100
+"""Of lists and objects in each other that a template is to write: what walks through them is a few
+calls deep for each, and Python gives up at a thousand.
+"""
 NONE: list[Any] = []
 NO_KWARGS: dict[str, Any] = {}
 HALF = re.compile("[\ud800-\udfff]")
@@ -73,6 +77,7 @@ def _arguments(value: Any) -> Any:
         read = None
     if not isinstance(read, dict):
         raise ValueError("give the call's arguments as the text of a JSON object")
+    _check_levels(read)
     return read if text.isascii() else json.loads(HALF.sub("\ufffd", text))
 
 
@@ -90,10 +95,17 @@ def _choice(value: Any) -> Any:
 
 def _clean_json(value: Any) -> str:
     """The text of what a template is to write."""
-    try:
-        return str(clean_text(json.dumps(value, ensure_ascii=False)))
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    _check_levels(value)
+    return str(clean_text(json.dumps(value, ensure_ascii=False)))
+
+
+def _check_levels(value: Any) -> None:
+    level: list[Any] = [[value]]
+    for _ in range(MAX_LEVELS + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for ones in inner for one in ones if isinstance(one, dict | list)]
+    if level:
+        raise ValueError(f"is nested more than {MAX_LEVELS} levels deep; write it flatter")
 
 
 def _kwargs(value: Any) -> Any:

@@ -4,6 +4,7 @@ say the same once, and what clients send back is read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,24 @@ def test_what_cannot_be_right_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         tool_client.chat.completions.create(**{"messages": ASKED, **OPTIONS, **changes})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("levels", "fits"), [(100, True), (101, False), (940, False)])
+def test_what_a_template_writes_is_nested_as_deep_as_can_be_walked(levels: int, fits: bool) -> None:
+    """Deeper, and the walk through it would be an error of the server's."""
+    nested: Any = {}
+    for _ in range(levels - 1):
+        nested = {"a": nested}
+    asked = {"role": "user", "content": "a"}
+    call = {"function": {"name": "f", "arguments": json.dumps(nested)}}
+    function = {"name": "f", "parameters": nested}
+    for body in (
+        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        {"messages": [asked], "tools": [{"type": "function", "function": function}]},
+        {"messages": [asked], "chat_template_kwargs": nested},
+    ):
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="levels deep"):
+            ChatBody.model_validate(body)
 
 
 def test_a_chat_goes_on_behind_any_arguments_that_a_model_wrote() -> None:
