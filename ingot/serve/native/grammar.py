@@ -102,6 +102,9 @@ class JSONConstraint:
         """Whether this answer became too complex to go on with, or another of its request: that is
         an error of the whole request, and each would take long to find it.
         """
+        return self._gives_up()
+
+    def _gives_up(self) -> bool:
         if self._matcher.is_error():
             self._given_up.set()
         return self._given_up.is_set()
@@ -112,10 +115,10 @@ class JSONConstraint:
 
     def apply(self, logits: Tensor) -> None:
         """Exclude the tokens that must not come next from logits `[V]`."""
-        if self.failed:
+        if self._gives_up():
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self.failed:
+        if self._gives_up():
             return
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)])
         logits.masked_fill_(allowed.to(logits.device) == 0, float("-inf"))
