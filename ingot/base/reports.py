@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import write_atomic
+from ingot.base.storage import fsync_folder, write_atomic
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,32 @@ class PipelineStepRecord:
     exit_code: int = 0
 
 
+def begin_record(folder: Path, step: str) -> None:
+    """Replace the record of `step`, which from here on no longer describes the files, by a mark
+    that it was begun; durably, so that a crash of the machine brings neither back.
+    """
+    write_atomic(_begun(folder, step), "")
+    (folder / f"{step}.json").unlink(missing_ok=True)
+    fsync_folder(folder)
+
+
+def did_not_end(folder: Path, step: str) -> bool:
+    """Whether `step` was begun and has not ended: what it made before may be there, or half of what
+    it makes now. A folder without any record, such as a node's, tells nothing.
+    """
+    return _begun(folder, step).exists() and not (folder / f"{step}.json").exists()
+
+
+def _begun(folder: Path, step: str) -> Path:
+    return folder / f"{step}.begun"
+
+
 def write_record(folder: Path, record: PipelineStepRecord) -> None:
     write_atomic(
         folder / f"{record.step}.json",
         json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n",
     )
+    _begun(folder, record.step).unlink(missing_ok=True)
 
 
 def read_record(folder: Path, step: str) -> PipelineStepRecord | None:

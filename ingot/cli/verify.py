@@ -39,9 +39,13 @@ def tokenizer(recipe: Recipes, as_json: AsJson = False) -> int:
 def data(recipe: Recipes, as_json: AsJson = False) -> int:
     """Every checksum and count of the ingested and prepared data."""
     from ingot.config.load import read_recipe
+    from ingot.pipeline.incremental import check_data_is_current
+    from ingot.pipeline.steps import step_named
     from ingot.verify.data import verify_data
 
-    return _shown("data", verify_data(read_recipe(recipe)), as_json=as_json)
+    asked = read_recipe(recipe)
+    check_data_is_current(step_named("train"), asked)
+    return _shown("data", verify_data(asked), as_json=as_json)
 
 
 @verify.command(epilog="Example: ingot verify export quickstart")

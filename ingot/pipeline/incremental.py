@@ -22,12 +22,21 @@ from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
 from ingot.base.markers import fingerprint, read_marker
 from ingot.base.progress import say
-from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, read_record, write_record
+from ingot.base.reports import (
+    PipelineStepRecord,
+    VerbOutcome,
+    begin_record,
+    did_not_end,
+    is_intact,
+    read_record,
+    write_record,
+)
 from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.runlog import record_event
-from ingot.base.storage import find_files, fsync_folder, is_remote, stamp, write_atomic
+from ingot.base.storage import find_files, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
+from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.launch.supervisor.supervise import COMMIT
 from ingot.pipeline.steps import PipelineStep, upstream_steps
@@ -117,7 +126,8 @@ def run_step(
 
     Raises:
         Failed: another process holds the lock of this run folder, or does all steps in it.
-        WrongInput: the data it depends on was made with other knobs.
+        WrongInput: the data it depends on was made with other knobs, or the model that it is about
+            by an earlier training.
     """
     run, is_main = recipe.folder, ranks().is_main
     if is_main:
@@ -125,6 +135,7 @@ def run_step(
     with folder_lock(run.root) if is_main else contextlib.nullcontext():
         found = check_step(step, recipe, stamps)
         check_data_is_current(step, recipe)
+        _check_model_is_current(step, recipe)
         if found.record is not None and not again:
             if is_main:
                 say(f"{step.verb}: unchanged, {found.record.result}")
@@ -134,11 +145,7 @@ def run_step(
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
             write_atomic(run.recipe, dump_recipe(recipe))
-            # From here on the old record no longer describes the files, so it is removed
-            # durably: a crash of the machine must not bring it back.
-            with contextlib.suppress(FileNotFoundError):
-                (run.steps / f"{step.verb}.json").unlink()
-                fsync_folder(run.steps)
+            begin_record(run.steps, step.verb)
         with page_kept(run, step.verb) if is_main else contextlib.nullcontext():
             return _recorded(step, recipe, work, found)
 
@@ -301,25 +308,59 @@ def _stamp_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_data_is_current(step: PipelineStep, recipe: Recipe) -> None:
-    """Refuse to run a single verb on data that was made with other knobs than the recipe's, and
-    to call it unchanged: its own knobs may be, those of the data are not among them.
+    """Refuse to run a single verb on data that was made with other knobs than the recipe's, or by a
+    verb that did not end, and to call it unchanged: its own knobs may be, those of the data are not
+    among them.
 
     Only knobs are compared: a source that changed later does not invalidate what was made from it.
-    For steps after the data (such as a model trained with another recipe) a note is printed
-    instead.
 
     Raises:
         WrongInput: names the knob, both values, and the command that rebuilds the data.
     """
+    run = recipe.folder
     for item in upstream_steps(step, recipe):
-        record = read_record(recipe.folder.steps, item.verb)
-        if record is None or not (
-            changed := changes(record.knobs.get("knobs", {}), item.knobs(recipe))
-        ):
+        if item.verb not in DATA_STEPS:
             continue
-        if item.verb in DATA_STEPS:
+        if did_not_end(run.steps, item.verb):
             raise WrongInput(
-                f"{recipe.folder.root} holds what `{item.verb}` made with another recipe"
+                f"`{item.verb}` was begun in {run.root} and did not end, so what it holds may be of"
+                f" another recipe; run `ingot {item.verb}` again, or `ingot run`"
+            )
+        if changed := _changed_since(item, recipe):
+            raise WrongInput(
+                f"{run.root} holds what `{item.verb}` made with another recipe"
                 f" ({'; '.join(changed)}); run `ingot {item.verb}` again, or `ingot run`"
             )
-        say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")
+
+
+def _check_model_is_current(step: PipelineStep, recipe: Recipe) -> None:
+    """Refuse to decide about or to register the model of an earlier training where this recipe's
+    did not end. Otherwise a note says so, and that a step was done with another recipe.
+
+    Raises:
+        WrongInput: says what the model is, and the commands that go on.
+    """
+    run = recipe.folder
+    for item in upstream_steps(step, recipe):
+        if item.verb in DATA_STEPS:
+            continue
+        if changed := _changed_since(item, recipe):
+            say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")
+        of_run = item.verb == "train" and recipe.evaluate.model is None
+        if of_run and did_not_end(run.steps, "train") and (made := read_lineage(run.model)):
+            told = (
+                f"`train` was begun in {run.root} and did not end, so {run.model} (step"
+                f" {made.get('step')}) may be an earlier training's"
+            )
+            if step.verb in ("gate", "register"):
+                raise WrongInput(
+                    f"{told}; run `ingot train` to its end, or set evaluate.model={run.model} if"
+                    " you mean that model"
+                )
+            say(f"note: {told}")
+
+
+def _changed_since(step: PipelineStep, recipe: Recipe) -> list[str]:
+    """How the knobs of `step` differ from those that it was last done with."""
+    record = read_record(recipe.folder.steps, step.verb)
+    return [] if record is None else changes(record.knobs.get("knobs", {}), step.knobs(recipe))

@@ -13,6 +13,8 @@ from ingot.base.reports import (
     EvaluationReport,
     Metric,
     PipelineStepRecord,
+    begin_record,
+    did_not_end,
     file_sizes,
     is_intact,
     read_record,
@@ -75,6 +77,19 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None
     (tmp_path / "prepare.json").write_bytes(text.encode(errors="surrogateescape"))
     assert read_record(tmp_path, "prepare") is None
     assert read_record(tmp_path, "never") is None
+
+
+def test_a_step_that_was_begun_is_unfinished_until_it_has_its_record(tmp_path: Path) -> None:
+    record = a_record(tmp_path)
+    assert not did_not_end(tmp_path, "prepare"), "nobody began it"
+    for _ in range(2):
+        begin_record(tmp_path, "prepare")
+        assert did_not_end(tmp_path, "prepare")
+        assert read_record(tmp_path, "prepare") is None
+        write_record(tmp_path, record)
+        assert not did_not_end(tmp_path, "prepare")
+    (tmp_path / "prepare.begun").touch()
+    assert not did_not_end(tmp_path, "prepare"), "it was not begun yet: the record is still there"
 
 
 LOSS = Metric(2.5, 2.4, 2.6, "lower", 100, "set1")

@@ -16,6 +16,7 @@ import yaml
 
 from ingot.base.errors import WrongInput
 from ingot.base.remote.service import EMULATOR
+from ingot.base.reports import begin_record
 from ingot.cli.check import sources as check_sources
 from ingot.cli.check import training as check_training
 from ingot.cli.check.recipe import ALL, check, findings
@@ -380,6 +381,16 @@ def test_a_verb_is_asked_for_what_concerns_it(place: Path) -> None:
     nothing = ("model.source=nosuch", "gate.metric=x/y")
     assert found(*nothing, verbs=("ingest",)).wrong == []
     assert len(found(*nothing, verbs=("train",)).wrong) == 1
+
+
+def test_data_that_are_not_current_are_told_before_machines_are_got(place: Path) -> None:
+    recipe, _ = read_with_origins(["recipe.yaml"])
+    begin_record(recipe.folder.steps, "prepare")
+    for verb in ("train", "evaluate"):
+        (wrong,) = found(verbs=(verb,)).wrong
+        assert "`prepare` was begun in" in wrong
+        assert "run `ingot prepare` again" in wrong
+    assert found(verbs=("prepare", "train")).wrong == [], "it is made anew first"
 
 
 def test_launch_tells_the_same(place: Path) -> None:

@@ -80,6 +80,8 @@ def test_models_and_proofs_as_json(root: Path, capsys: pytest.CaptureFixture[str
     told = json.loads(capsys.readouterr().out)
     assert (told["verb"], told["holds"]) == ("verify data", True)
     assert {"what", "passed", "detail"} == told["checks"][0].keys()
+    with pytest.raises(WrongInput, match=r"data\.clean\.min_chars 0 -> 3"):
+        verify_data([str(root / "runs/small/recipe.yaml"), "data.clean.min_chars=3"])
 
 
 def test_show_knobs_lists_every_one() -> None:

@@ -480,14 +480,6 @@ FAULTS = [
         "tests/adopt/test_tuner_data.py",
     ),
     Fault(
-        "key-of-one-address-for-all",
-        "ingot/serve/playground/playground.js",
-        "source.lookAt(address, state.keys.get(address))",
-        "source.lookAt(address, [...state.keys.values()][0])",
-        "a page sends the API key of its server to any other address that it is told",
-        "tests/serve/http/test_playground.py",
-    ),
-    Fault(
         "keys-beside-each-example",
         "ingot/ui/details.py",
         "masked(source.source)",
@@ -526,5 +518,21 @@ FAULTS = [
         "return text",
         "a text of the data clears the screen on which its mask is looked at",
         "tests/cli/test_mask.py",
+    ),
+    Fault(
+        "half-made-data-trained",
+        "ingot/pipeline/incremental.py",
+        "if did_not_end(run.steps, item.verb):",
+        "if False:",
+        "a training uses the data of the recipe before, as `prepare` was stopped on the way",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "earlier-model-made-live",
+        "ingot/pipeline/incremental.py",
+        'if step.verb in ("gate", "register"):',
+        "if False:",
+        "the model of an earlier training is registered as that of one that was stopped",
+        "tests/pipeline/test_perform.py",
     ),
 ]

@@ -357,16 +357,16 @@ FAULTS = [
     ),
     Fault(
         "record-kept-while-working",
-        "ingot/pipeline/incremental.py",
-        '(run.steps / f"{step.verb}.json").unlink()',
-        '(run.steps / f"{step.verb}.json").exists()',
+        "ingot/base/reports.py",
+        '(folder / f"{step}.json").unlink(missing_ok=True)',
+        '(folder / f"{step}.json").exists()',
         "a step that is killed while it is done again counts as done",
     ),
     Fault(
         "stale-data-trained",
         "ingot/pipeline/incremental.py",
-        "if item.verb in DATA_STEPS:",
-        "if False:",
+        "if item.verb not in DATA_STEPS:",
+        "if True:",
         "training uses data that another recipe made",
     ),
     Fault(

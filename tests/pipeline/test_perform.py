@@ -220,6 +220,58 @@ def test_data_of_another_recipe_is_not_used_unseen(recipe_with: Callable[..., Re
         run_step(step_named("train"), changed, Counted(changed), STAMPS)
 
 
+def _stopped() -> VerbOutcome:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("verb", "knob"), [("ingest", "data.max_skipped=0.01"), ("prepare", "tokenizer.vocab_size=999")]
+)
+def test_data_of_a_verb_that_did_not_end_are_not_used(
+    recipe_with: Callable[..., Recipe], verb: str, knob: str
+) -> None:
+    recipe = recipe_with()
+    for done in ("ingest", "prepare", "train"):
+        run_step(step_named(done), recipe, Counted(recipe), STAMPS)
+    changed = recipe_with(knob)
+    with pytest.raises(KeyboardInterrupt):
+        run_step(step_named(verb), changed, _stopped, STAMPS, again=True)
+    work = Counted(recipe)
+    for asked in (recipe, changed):
+        with pytest.raises(WrongInput, match=f"`{verb}` was begun in .* run `ingot {verb}` again"):
+            run_step(step_named("train"), asked, work, STAMPS)
+    assert work.times == 0
+    for again in (verb, "train"):
+        run_step(step_named(again), changed, work, STAMPS)
+    assert work.times == 1, "what it made is what it was"
+
+
+def test_the_model_of_an_earlier_training_is_not_taken_for_that_of_one_that_did_not_end(
+    recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_with()
+    model = recipe.folder.model
+    for verb in ("prepare", "train"):
+        run_step(step_named(verb), recipe, Counted(recipe), STAMPS)
+    model.mkdir()
+    (model / "ingot.json").write_text('{"step": 4}')
+    changed = recipe_with("seed=3")
+    with pytest.raises(KeyboardInterrupt):
+        run_step(step_named("train"), changed, _stopped, STAMPS)
+    work = Counted(recipe)
+    run_step(step_named("evaluate"), changed, work, STAMPS)
+    told = "`train` was begun in .* and did not end, so .*/model .step 4. may be an earlier"
+    assert re.search(f"note: {told} training's", capsys.readouterr().err)
+    for verb in ("gate", "register"):
+        with pytest.raises(WrongInput, match=f"{told}.*set evaluate.model={model}"):
+            run_step(step_named(verb), changed, work, {})
+    assert work.times == 1
+    run_step(step_named("gate"), recipe_with("seed=3", f"evaluate.model={model}"), work, {})
+    run_step(step_named("train"), changed, work, STAMPS)
+    run_step(step_named("gate"), changed, work, {})
+    assert work.times == 3, "evaluate, gate, train"
+
+
 def test_a_step_on_data_of_another_recipe_is_not_told_as_unchanged(
     recipe_with: Callable[..., Recipe],
 ) -> None:

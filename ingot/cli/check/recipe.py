@@ -33,6 +33,7 @@ from ingot.data.sources.find import find_source
 from ingot.launch.job import launcher_of
 from ingot.launch.run_job import job_of
 from ingot.launch.staging import unreachable_inputs
+from ingot.pipeline.incremental import check_data_is_current
 from ingot.pipeline.plan import VERBS as SUBMITTED
 from ingot.pipeline.plan import submission_problems
 from ingot.pipeline.steps import STEPS, step_named
@@ -47,6 +48,7 @@ READS: dict[str, tuple[str, ...]] = {
     "model": ("model", "objective", "data"),
     "tokenizer": ("model", "objective", "data", "tokenizer"),
     "cleaning": ("data", "launch", "pipeline"),
+    "prepared": ("model", "objective", "data", "tokenizer", "output", "name"),
     "training": ("model", "objective", "data", "train", "parallel", "launch", "pipeline"),
     "rewards": ("objective", "evaluate", "launch", "pipeline"),
     "evaluated": ("evaluate",),
@@ -91,6 +93,10 @@ def findings(
         check_tokenizer_fits(recipe, model, found)
     if asks("cleaning", "prepare") and here:
         _check_cleaning(recipe, found)
+    if asks("prepared", "train", "evaluate") and here and "prepare" not in given:
+        # Its process would refuse it too, after machines were got and paid for.
+        for verb in given & {"train", "evaluate"}:
+            found.ask(check_data_is_current, step_named(verb), recipe)
     if asks("training", "train"):
         check_training(recipe, model, found, here=here)
     if asks("rewards", "train", "evaluate") and here:
