@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import fsync_folder, write_atomic
+from ingot.base.storage import write_atomic
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,25 @@ class PipelineStepRecord:
     exit_code: int = 0
 
 
+BEGUN = '{"begun": true}\n'
+"""In place of the record of a step that is at work, or was when it was stopped."""
+
+
 def begin_record(folder: Path, step: str) -> None:
-    """Replace the record of `step`, which from here on no longer describes the files, by a mark
-    that it was begun; durably, so that a crash of the machine brings neither back.
+    """Replace the record of `step`, which from here on no longer describes the files; durably: a
+    crash of the machine must not bring it back.
     """
-    write_atomic(_begun(folder, step), "")
-    (folder / f"{step}.json").unlink(missing_ok=True)
-    fsync_folder(folder)
+    write_atomic(folder / f"{step}.json", BEGUN)
 
 
 def did_not_end(folder: Path, step: str) -> bool:
     """Whether `step` was begun and has not ended: what it made before may be there, or half of what
     it makes now. A folder without any record, such as a node's, tells nothing.
     """
-    return _begun(folder, step).exists() and not (folder / f"{step}.json").exists()
-
-
-def _begun(folder: Path, step: str) -> Path:
-    return folder / f"{step}.begun"
+    try:
+        return (folder / f"{step}.json").read_text(encoding="utf-8") == BEGUN
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def write_record(folder: Path, record: PipelineStepRecord) -> None:
@@ -95,7 +96,6 @@ def write_record(folder: Path, record: PipelineStepRecord) -> None:
         folder / f"{record.step}.json",
         json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n",
     )
-    _begun(folder, record.step).unlink(missing_ok=True)
 
 
 def read_record(folder: Path, step: str) -> PipelineStepRecord | None:

@@ -79,9 +79,9 @@ FAULTS = [
     ),
     Fault(
         "record-comes-back",
-        "ingot/pipeline/incremental.py",
-        "                fsync_folder(run.steps)\n",
-        "",
+        "ingot/base/reports.py",
+        'write_atomic(folder / f"{step}.json", BEGUN)',
+        '(folder / f"{step}.json").write_text(BEGUN)',
         "a crash brings back the record of a step whose files are being replaced",
         "tests/chaos/test_crash.py",
     ),

@@ -358,8 +358,8 @@ FAULTS = [
     Fault(
         "record-kept-while-working",
         "ingot/base/reports.py",
-        '(folder / f"{step}.json").unlink(missing_ok=True)',
-        '(folder / f"{step}.json").exists()',
+        'write_atomic(folder / f"{step}.json", BEGUN)',
+        "folder.mkdir(parents=True, exist_ok=True)",
         "a step that is killed while it is done again counts as done",
     ),
     Fault(
