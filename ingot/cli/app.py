@@ -20,7 +20,7 @@ from ingot.base.progress import outlive_reader
 from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
 from ingot.cli.completion import completion
-from ingot.cli.guard import guarded, listen_to_signals, split_debug
+from ingot.cli.guard import guarded, listen_to_signals, split_debug, write_any_text
 from ingot.cli.launch import launch
 from ingot.cli.options import Again, AsJson, Recipes
 from ingot.cli.output import Overview
@@ -63,6 +63,7 @@ def main() -> None:
         from ingot.base.processes import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGKILL)
+    write_any_text()
     outlive_reader()
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()

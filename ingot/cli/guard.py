@@ -5,6 +5,7 @@ code. Tracebacks only with `--debug`.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -63,6 +64,14 @@ def listen_to_signals() -> None:
             signal.signal(number, interrupt)
 
 
+def write_any_text() -> None:
+    """Where stdout's encoding lacks a character, as Latin-1 lacks what a model wrote or a table is
+    drawn with, write its number instead of failing: on stderr Python does so by itself.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     """Run `call` and return its exit code; an exception is reported in one line, or several if it
     has several causes.
@@ -82,6 +91,11 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
     except BrokenPipeError:
         # The reader of our output has closed it (`ingot show knobs | head`).
         _write_no_more()
+        return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _write_no_more()  # Typer and rich leave so where their write had no reader
         return 128 + signal.SIGPIPE
     except IngotError as error:
         stopped = error.exit_code in STOPPED

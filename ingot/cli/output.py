@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import PurePath
@@ -18,10 +19,11 @@ SCHEMA = 1
 
 def print_json(verb: str, /, **content: Any) -> None:
     """Print `content` with the schema's number and the verb; messages stay on stderr. What JSON has
-    no number for (NaN, infinity) is null.
+    no number for (NaN, infinity) is null, and what stdout's encoding lacks is escaped.
     """
     told = {"schema": SCHEMA, "verb": verb, **plain(content)}
-    print(json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False))
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(told, indent=1, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ def do_step(
     done: list[VerbOutcome] = []
 
     def do() -> VerbOutcome:
-        # Tables that a verb shows while it works are messages beside the one JSON object.
+        # What libraries print while a verb works is no part of the one JSON object.
         out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with _shown(verb, recipe), out:
             done.append(DO[verb](recipe, again))
@@ -66,7 +66,8 @@ def do_step(
         result = RESULTS[verb].read(recipe.folder, record, unchanged=not done)
         print_json(verb, **vars(result))
     elif ranks().is_main:
-        if verb == "evaluate" and not done:
+        # After its record is written: whatever becomes of this output, the work is not lost.
+        if verb == "evaluate":
             from ingot.cli.console import show_report  # draws by rich
 
             show_report(recipe.folder)

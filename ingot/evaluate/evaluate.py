@@ -1,15 +1,12 @@
 """`ingot evaluate`: measures a model folder on the recipe's tasks; writes `reports/evaluate.json`
-and the score of every item, and prints a table.
+and the score of every item.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
@@ -37,7 +34,7 @@ from ingot.data.columns.manifest import prepared_for
 from ingot.data.splits import check_held_out
 from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
-from ingot.evaluate.report import show_report, write_examples
+from ingot.evaluate.report import write_examples
 from ingot.evaluate.subject import EvalModel, TaskResult
 from ingot.evaluate.tasks import open_task
 from ingot.models.adapters.peft_config import is_adapter
@@ -277,7 +274,6 @@ def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -
     examples = [run.reports / EXAMPLES / examples_file(name) for name in found.tasks]
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
-    show_report(report, Console(file=sys.stdout, highlight=False))
     return VerbOutcome(
         _summary(report, recipe),
         str(reports[0]),

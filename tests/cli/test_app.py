@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import re
@@ -18,7 +20,8 @@ import typer
 import ingot as ingot_package
 from ingot.base.errors import Failed, Stopped, WrongInput
 from ingot.cli.app import app
-from ingot.cli.guard import SignalReceived, guarded
+from ingot.cli.guard import SignalReceived, guarded, write_any_text
+from ingot.cli.output import print_json
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 
@@ -200,15 +203,29 @@ def test_a_signal_ends_a_verb_with_one_line(
     assert err == f"stopped by {number.name}\n"
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+@pytest.mark.parametrize("what", ["knobs", "models"])  # printed, and drawn by rich
+def test_a_reader_that_has_enough_is_no_error(what: str) -> None:
     process = subprocess.Popen(
-        command("show", "knobs"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("show", what), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
-    assert process.wait(30) in (1, 141)
+    assert process.wait(30) == 141
+
+
+def test_what_a_terminal_has_no_letters_for_is_written_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "latin-1", write_through=True))
+    write_any_text()
+    print("Größe 金")
+    assert written.getvalue() == "Größe ".encode("latin-1") + b"\\u91d1\n"
+    written.truncate(written.seek(0))
+    print_json("predict", completion="Größe 金 🔥")
+    assert json.loads(written.getvalue())["completion"] == "Größe 金 🔥"
 
 
 @pytest.mark.parametrize("words", [["ingot", "train"], ["ingot.launch.node"]])

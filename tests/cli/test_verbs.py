@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.reports import VerbOutcome
+from ingot.base.reports import EvaluationReport, Metric, VerbOutcome, read_record, write_report
 from ingot.base.storage import write_atomic
 from ingot.cli import verbs
 from ingot.config.load import dump_recipe
@@ -73,6 +73,28 @@ def test_a_verb_gets_the_variables_and_secrets_of_the_recipe(
     assert not [
         path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()
     ]
+
+
+def test_an_evaluation_outlives_the_reader_of_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `| head -1`, and with a full disk behind `>`."""
+
+    def measure(recipe: Recipe, again: bool) -> VerbOutcome:
+        loss = Metric(2.5, 2.4, 2.6, "lower", 100, "set")
+        report = EvaluationReport("m", "t", {"loss/loss": loss})
+        write_report(recipe.folder.reports / "evaluate.json", report)
+        return VerbOutcome("measured", str(recipe.folder.root), "made")
+
+    monkeypatch.setitem(verbs.DO, "evaluate", measure)
+    arguments, run = written(tmp_path), small_recipe(tmp_path).folder
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as gone:
+        patch.setattr("sys.stdout", gone)
+        with pytest.raises(SystemExit):  # of rich
+            verbs.do_step("evaluate", arguments, again=False)
+    assert read_record(run.steps, "evaluate") is not None
 
 
 def test_a_verb_has_the_processes_and_machines_of_its_place(

@@ -42,7 +42,7 @@ def report_of(recipe: Recipe) -> EvaluationReport:
     return read_report(recipe.folder.reports / "evaluate.json")
 
 
-def test_report_table_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = with_model(root, **FULL)
     outcome = evaluate(recipe)
     report = report_of(recipe)
@@ -54,9 +54,7 @@ def test_report_table_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -
     assert [sample["prompt"] for sample in report.samples] == ["the ingot", "copper"]
     out, err = capfd.readouterr()
     bits = report.metrics["loss/bits_per_byte"]
-    assert f"{bits.value:.4f}" in out
-    assert "bits per byte of bigram" in out
-    assert "prompt: the ingot\ncompletion: " in out
+    assert out == "", "a reader that leaves would end it before its record is written"
     assert f"evaluate: {recipe.folder.model}, loss, fp32" in err
     assert (
         outcome.result == f"{bits.value:.2f} bits per byte, perplexity"
