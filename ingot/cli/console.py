@@ -1,27 +1,16 @@
-"""Console and existing reports for the command line, without torch."""
+"""Run folders and existing reports for the command line, without torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from rich.console import Console
-
+from ingot.base.console import console
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.config.shipped import names
 from ingot.evaluate import report as table
-
-PLAIN_WIDTH = 140
-
-
-def console() -> Console:
-    """A console as wide as the terminal, elsewhere wide enough for paths."""
-    made = Console(highlight=False)
-    if not made.is_terminal:
-        made.width = PLAIN_WIDTH
-    return made
 
 
 def run_folder(target: str, *more: str) -> RunFolder:
@@ -46,7 +35,5 @@ def run_folder(target: str, *more: str) -> RunFolder:
 
 
 def show_report(run: RunFolder) -> None:
-    """The metrics in `reports/evaluate.json`, as `ingot evaluate` showed them when it wrote
-    them.
-    """
+    """The metrics in `reports/evaluate.json`."""
     table.show_report(read_report(run.reports / "evaluate.json"), console())

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED
 from ingot.base.progress import say
 from ingot.cli.output import print_json
@@ -69,10 +69,7 @@ def _print_machine(findings: Sequence[MachineFinding]) -> None:
         table.add_row(
             mark, finding.what, Text(finding.found), Text("" if finding.ok else finding.get)
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
-    console.print(table)
+    console().print(table)
 
 
 def examine_cloud(arguments: Sequence[str], *, as_json: bool = False) -> int:
@@ -114,16 +111,16 @@ def examine_cloud(arguments: Sequence[str], *, as_json: bool = False) -> int:
         print_json("doctor", findings=findings, missing=missing)
         return _told_missing(missing)
     # Commands are copied from here, so lines must not be wrapped.
-    console = Console(soft_wrap=True, highlight=False)
+    out = console(soft_wrap=True)
     for finding in findings:
         color, mark = {
             True: ("green", "ok"),
             False: ("red" if finding.needed else "yellow", "missing"),
             None: ("yellow", "unknown"),
         }[finding.ok]
-        console.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
+        out.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
         if not finding.ok and finding.get:
-            console.print(Text(f"         {finding.get}"))
+            out.print(Text(f"         {finding.get}"))
     return _told_missing(missing)
 
 

@@ -24,7 +24,7 @@ def recipes(as_json: AsJson = False) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from ingot.cli.console import console
+    from ingot.base.console import console
     from ingot.config.shipped import shipped
 
     found = list(shipped().values())

@@ -112,8 +112,7 @@ def samples(
     evaluation and of its tasks that have references, such as rouge; with evaluate.base the answers
     before training are beside those after it.
     """
-    from rich.console import Console
-
+    from ingot.base.console import console
     from ingot.base.reports import read_report
     from ingot.cli.console import run_folder
     from ingot.evaluate.report import show_completions, written_answers
@@ -129,7 +128,7 @@ def samples(
         if as_json:
             print_json("show samples", samples=completed)
         else:
-            show_completions(completed, Console(highlight=False))
+            show_completions(completed, console())
     elif as_json:
         print_json("show samples", samples=samples_of(folder, prompts))
     else:
@@ -184,9 +183,9 @@ def rewards(
 @show.command(epilog="Example: ingot show models")
 def models(as_json: AsJson = False) -> int:
     """Presets with their sizes, and the model types that can be loaded."""
-    from rich.console import Console
     from rich.table import Table
 
+    from ingot.base.console import console
     from ingot.config.models.presets import PRESETS
     from ingot.config.models.presets import THROUGH_TRANSFORMERS as OTHERS
 
@@ -234,9 +233,9 @@ def models(as_json: AsJson = False) -> int:
             f"{preset['vocab_size']:,}",
             str(preset.get("max_position_embeddings", "")),
         )
-    console = Console()
-    console.print(presets)
-    console.print(_loadable_types())
+    out = console()
+    out.print(presets)
+    out.print(_loadable_types())
     return 0
 
 

@@ -125,7 +125,7 @@ def _compared(proof: LayoutProof, *, as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from ingot.cli.console import console
+    from ingot.base.console import console
 
     table = Table(
         "layout",
@@ -140,7 +140,10 @@ def _compared(proof: LayoutProof, *, as_json: bool) -> int:
     )
     for one in proof.findings:
         table.add_row(
-            Text(one.layout.name), str(one.layout.processes), *_differences(one), MARKS[one.holds]
+            Text(one.layout.name),
+            str(one.layout.processes),
+            *_differences(one),
+            Text(*MARKS[one.holds]),
         )
     console().print(table)
     for one in proof.findings:
@@ -195,11 +198,11 @@ def _shown(verb: str, proof: Proof, *, as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from ingot.cli.console import console
+    from ingot.base.console import console
 
     table = Table("check", "", "what was found", title=proof.title, title_justify="left")
     for check in proof.checks:
-        table.add_row(Text(check.what), MARKS[check.passed], Text(check.detail))
+        table.add_row(Text(check.what), Text(*MARKS[check.passed]), Text(check.detail))
     console().print(table)
     failed = sum(check.passed is False for check in proof.checks)
     print(
@@ -213,7 +216,7 @@ def _shown(verb: str, proof: Proof, *, as_json: bool) -> int:
     return EXIT_DONE if proof.holds else EXIT_FAILED
 
 
-MARKS = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]no case[/]"}
+MARKS = {True: ("holds", "green"), False: ("FAILS", "bold red"), None: ("no case", "dim")}
 
 
 if TYPE_CHECKING:
@@ -310,7 +313,7 @@ def bench(
 
         measure_row(recipe, steps, into, synthetic=synthetic)
         return EXIT_DONE
-    from ingot.cli.console import console
+    from ingot.base.console import console
     from ingot.report.bench import show_bench, write_bench_page
     from ingot.verify.bench import bench as measure
     from ingot.verify.bench import cases_of

@@ -62,7 +62,7 @@ def show_completions(samples: Sequence[Mapping[str, str]], console: Console) -> 
     for sample in samples:
         for part in ("prompt", "reference", "completion"):
             if part in sample:
-                console.print(f"{part}: {sample[part]}", markup=False, soft_wrap=True)
+                console.print(f"{part}: {sample[part]}", soft_wrap=True)
 
 
 def written_answers(examples: Path, most: int) -> list[dict[str, str]]:

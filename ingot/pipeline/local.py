@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.environment import secret
 from ingot.base.errors import (
     EXIT_DONE,
@@ -270,33 +270,28 @@ def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return completion, {"finish_reason": choice.get("finish_reason"), "usage": answer.get("usage")}
 
 
-PLAIN_WIDTH = 140
-"""Columns of the summary where stdout is not a terminal."""
 MAX_ANSWER_LINES = 20
 
 
 def print_summary(recipe: Recipe, done: PipelineResult) -> None:
     """Print the served model's answer, a table of the steps, and the path of the report page."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    out = console()
     if any(record.step == "serve" for record in done.records):
-        console.print(_answer_panel(recipe))
+        out.print(_answer_panel(recipe))
     where, within = paths_of_run([record.where for record in done.records], recipe.folder.root)
-    console.print(_steps_table(recipe, done, where))
+    out.print(_steps_table(recipe, done, where))
     if within:
-        console.print(f"Paths are seen from {recipe.folder.root}", soft_wrap=True, highlight=False)
+        out.print(f"Paths are seen from {recipe.folder.root}", soft_wrap=True)
     if len(done.skipped) == len(done.records):
-        console.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
-    console.print(
+        out.print(f"Nothing changed: all {len(done.records)} steps were skipped.")
+    out.print(
         f"The whole run on one page: {recipe.folder.reports / 'index.html'}",
         soft_wrap=True,
-        highlight=False,
     )
     if any(record.step == "serve" for record in done.records):
         # Its server answered once, and was stopped.
         command = shlex.join(["ingot", "serve", str(recipe.folder.root)])
-        console.print(f"Serve the model: {command}", soft_wrap=True, highlight=False)
+        out.print(f"Serve the model: {command}", soft_wrap=True)
 
 
 def _answer_panel(recipe: Recipe) -> Panel:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
@@ -25,7 +25,6 @@ from ingot.report.planned import PlanComparison, beside_plan, decisions
 from ingot.report.run_view import RunView, read_run
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 
-PLAIN_WIDTH = 140
 RECENT_EVENTS = 8
 MAX_INCIDENTS = 10
 LAST_TRAINED, LAST_HELD_OUT = "train/loss (last)", "validation/loss (last)"
@@ -39,7 +38,7 @@ def show_run(run: RunFolder) -> None:
     Raises WrongInput where `run` is not a run folder.
     """
     view = _read(run)
-    out = _console()
+    out = console()
     out.print(
         Text.assemble((view.name, "bold"), f"  {view.state}, {_ago(view.changed)}"), soft_wrap=True
     )
@@ -107,7 +106,7 @@ def show_runs(output: Path) -> None:
         "gate",
         "state",
         "when",
-        title=escape(str(output)),
+        title=str(output),
         title_justify="left",
     )
     for column in table.columns[1:5]:
@@ -124,7 +123,7 @@ def show_runs(output: Path) -> None:
             Text(view.state, _style(view)),
             _ago(view.changed),
         )
-    _console().print(table)
+    console().print(table)
 
 
 def compare(one: RunFolder, other: RunFolder) -> None:
@@ -132,7 +131,7 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     either is not a run folder.
     """
     views = [_read(one), _read(other)]
-    names = [escape(view.root.name) for view in views]
+    names = [view.root.name for view in views]
     knobs = Table("knob", *names, title="recipes differ in", title_justify="left")
     values_of = [flatten(view.recipe) for view in views]
     for path in _union(*values_of):
@@ -155,7 +154,7 @@ def compare(one: RunFolder, other: RunFolder) -> None:
         results.add_row(
             Text(name), *("" if value is None else short(value, 5) for value in values), apart
         )
-    out = _console()
+    out = console()
     out.print(knobs if knobs.row_count else "the recipes are the same")
     out.print(results)
 
@@ -174,14 +173,6 @@ def _read(run: RunFolder) -> RunView:
             " show runs` lists them"
         )
     return read_run(run)
-
-
-def _console() -> Console:
-    """A console as wide as the terminal, elsewhere wide enough for paths."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
 
 
 def _steps(view: RunView, run: RunFolder) -> Table:
@@ -355,7 +346,7 @@ def samples_of(run: RunFolder, prompts: int) -> list[dict[str, Any]]:
 
 def show_samples(run: RunFolder, prompts: int) -> None:
     """Print the newest prompts with the answers to each, the best first."""
-    out = _console()
+    out = console()
     for line in samples_of(run, prompts):
         table = Table(
             "reward",

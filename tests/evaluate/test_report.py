@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from rich.console import Console
 
+from ingot.base.console import console
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.evaluate.report import show_report, write_examples
 
@@ -19,7 +19,7 @@ LOSS, ACCURACY = (
 
 def shown(report: EvaluationReport) -> list[str]:
     stream = io.StringIO()
-    show_report(report, Console(file=stream, width=140, highlight=False))
+    show_report(report, console(file=stream, width=140))
     return stream.getvalue().splitlines()
 
 

@@ -528,6 +528,22 @@ FAULTS = [
         "tests/pipeline/test_perform.py",
     ),
     Fault(
+        "evaluation-lost-with-its-reader",
+        "ingot/cli/verbs.py",
+        "            done.append(DO[verb](recipe, again))\n",
+        "            done.append(DO[verb](recipe, again))\n            print(done, flush=True)\n",
+        "an evaluation that was made is thrown away, as nobody reads its table to the end",
+        "tests/cli/test_verbs.py",
+    ),
+    Fault(
+        "texts-as-markup",
+        "ingot/base/console.py",
+        '"markup": False, "emoji": False',
+        '"markup": True, "emoji": True',
+        "a path or a text that is printed is another than the one that is there",
+        "tests/base/test_console.py",
+    ),
+    Fault(
         "earlier-model-made-live",
         "ingot/pipeline/incremental.py",
         'if step.verb in ("gate", "register"):',

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.base.runfolder import RunFolder
-from ingot.cli.console import console, run_folder
+from ingot.cli.console import run_folder
 from ingot.cli.output import print_json
 from ingot.data.cleaning.clean import MARKER
 from ingot.data.columns.column import Column, column_prefix
@@ -53,7 +54,6 @@ def show_data(*target: str, as_json: bool = False) -> int:
             out.print(
                 f"{source['source']}: skipped {reasons}, such as {source['examples'][0]}",
                 soft_wrap=True,
-                markup=False,
             )
     columns = read_marker(run.columns, "manifest.json")
     if columns is None:
@@ -221,7 +221,7 @@ def _samples(run: RunFolder, prepared: PreparedData, out: Console) -> None:
     for part, name, text in _beginnings(run, prepared):
         of = "" if len(prepared.names) == 1 or name == "tokens" else f", {name}"
         says = text if name == LABEL else repr(text)
-        out.print(f"a document of part {part}{of}: {says}", markup=False, soft_wrap=True)
+        out.print(f"a document of part {part}{of}: {says}", soft_wrap=True)
 
 
 def _beginnings(run: RunFolder, prepared: PreparedData) -> Iterator[tuple[int, str, str]]:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.errors import EXIT_DONE, WrongInput
-from ingot.cli.console import console
 from ingot.cli.output import print_json
 from ingot.cli.views.audit import (
     Audit,
@@ -74,7 +74,6 @@ def show_framed(
             out.print(
                 " | ".join(f"{name} {_ids(record[name])}" for name in record),
                 soft_wrap=True,
-                markup=False,
             )
         else:
             text = in_words(

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.progress import duration
-from ingot.cli.console import console
 from ingot.plan.assemble import RunPlan
 from ingot.plan.checks.finding import figure
 from ingot.plan.choose import Choice

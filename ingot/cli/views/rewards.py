@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ingot.base.console import console
 from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.progress import say
-from ingot.cli.console import console
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe
 from ingot.config.recipe import Recipe
@@ -108,7 +107,7 @@ def _sample(line: str, where: str) -> Sample:
 
 
 def _table(samples: Sequence[Sample], scores: RewardScores) -> Table:
-    table = Table("answer", *(escape(name) for name in scores.each), "total")
+    table = Table("answer", *scores.each, "total")
     for number, sample in enumerate(samples):
         values = [values[number] for values in scores.each.values()]
         table.add_row(
