@@ -63,7 +63,9 @@ class StepMetrics:
 
     @property
     def loss(self) -> float | None:
-        """Training loss in nats a token; None in a line of something else."""
+        """Training loss, as the objective counts it: in nats a token of texts, chats and pairs;
+        None in a line of something else.
+        """
         return self._number("train/loss")
 
     @property

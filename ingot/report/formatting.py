@@ -67,9 +67,14 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def rounded(number: float, apart: float) -> str:
-    """An axis label, with only as many decimals as labels spaced `apart` need."""
+    """An axis label, with only as many decimals as labels spaced `apart` need; small ones with an
+    exponent, since a long one is cut at its sign.
+    """
     if number == 0:
         return "0"
+    if 0 < apart < 0.99e-4 and abs(number) < 0.01:
+        size, step = (math.floor(math.log10(abs(one)) + 1e-9) for one in (number, apart))
+        return f"{number:.{max(size - step, 0) + 1}g}".replace("e-0", "e-")
     decimals = min(max(-math.floor(math.log10(apart) + 1e-9), 0), 10) if apart > 0 else 3
     return f"{number:.{decimals}f}" if abs(number) < 1e5 else f"{number:.3g}"
 

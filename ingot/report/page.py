@@ -34,6 +34,8 @@ from ingot.report.timeline import time_section
 SMOOTH_ABOVE_POINTS = 120
 MAX_EVENTS = 40
 RELOAD_S = 10
+PER_TOKEN = ("pretrain", "sft", "seq2seq", "mlm", "span_corruption", "distill")
+"""Objectives whose loss is a mean over tokens."""
 
 
 def write_page(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None) -> Path:
@@ -58,6 +60,7 @@ def render(view: RunView) -> str:
         bars=bits_per_byte_bars(view, top),
         gate=_gate(view),
         loss=_loss(view),
+        loss_unit=_loss_unit(view),
         minis=_small_plots(view),
         goodput=time_section(view.goodput) if view.goodput else None,
         plan=beside_plan(view),
@@ -148,9 +151,17 @@ def _loss(view: RunView) -> Markup:
         floor=True,
         title="learning rate",
     )
-    return line_chart(
-        [loss, lr], "Loss in nats per token and learning rate over the training steps"
-    )
+    unit = f" in {_loss_unit(view)}" if _loss_unit(view) else ""
+    return line_chart([loss, lr], f"Loss{unit} and learning rate over the training steps")
+
+
+def _loss_unit(view: RunView) -> str:
+    """What the loss is counted in; empty where it is no mean over tokens, as of preferences,
+    classes and rewards.
+    """
+    objective = view.recipe.get("objective")
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    return "nats per token" if kind in PER_TOKEN else ""
 
 
 def _curve(name: str, colour: str, series: Series) -> list[PlotLine]:

@@ -121,7 +121,7 @@ class PrepareResult(StepResult):
 @dataclass(frozen=True)
 class TrainResult(StepResult):
     """The exported model. `step`: of the weights in it; `loss` and `validation_loss`: the last ones
-    measured, in nats a token; `adapter`: the folder of a LoRA run's adapter.
+    measured, as the objective counts them; `adapter`: the folder of a LoRA run's adapter.
     """
 
     step: int

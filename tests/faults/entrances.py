@@ -544,6 +544,14 @@ FAULTS = [
         "tests/base/test_console.py",
     ),
     Fault(
+        "every-loss-of-tokens",
+        "ingot/report/page.py",
+        'return "nats per token" if kind in PER_TOKEN else ""',
+        'return "nats per token"',
+        "the loss of pairs, classes and rewards is told as nats per token",
+        "tests/report/test_page.py",
+    ),
+    Fault(
         "earlier-model-made-live",
         "ingot/pipeline/incremental.py",
         'if step.verb in ("gate", "register"):',

@@ -52,6 +52,13 @@ def test_labels_of_an_axis_have_no_more_decimals_than_tell_them_apart() -> None:
     assert [rounded(value, 0.5) for value in (0, 0.5, 1.0)] == ["0", "0.5", "1.0"]
     assert rounded(4.0, 2.0) == "4"
     assert rounded(0.002, 0.001) == "0.002"
+    assert [rounded(value * 1e-5, 5e-6) for value in (-10, -0.5, 0, 1.5)] == [
+        "-0.0001",
+        "-5e-6",
+        "0",
+        "1.5e-5",
+    ]
+    assert rounded(3.00001, 1e-5) == "3.00001"
 
 
 @given(low=FINITE, high=FINITE, wanted=st.integers(2, 10))

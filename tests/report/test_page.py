@@ -360,6 +360,17 @@ def test_what_was_deployed_of_an_earlier_model_is_not_told_of_this_one(run: RunF
     assert (view.gate, view.state) == (None, "done up to evaluate"), "it decided before"
 
 
+@pytest.mark.parametrize(("kind", "told"), [("sft", True), ("dpo", False), ("grpo", False)])
+def test_a_loss_is_of_tokens_where_the_objective_counts_them(
+    run: RunFolder, kind: str, told: bool
+) -> None:
+    recipe = run.recipe.read_text(encoding="utf-8")
+    assert "kind: pretrain" in recipe
+    run.recipe.write_text(recipe.replace("kind: pretrain", f"kind: {kind}"), encoding="utf-8")
+    text = write_page(run).read_text(encoding="utf-8")
+    assert ("Loss in nats per token and" in text) == ("<em>nats per token</em>" in text) == told
+
+
 def test_the_state_is_told(run: RunFolder) -> None:
     (run.steps / "register.json").unlink()
     assert "the gate says deploy" in Page(write_page(run)).text
