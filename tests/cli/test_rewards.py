@@ -66,6 +66,14 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: object, message
         read_samples(write(tmp_path, LINES[0], line))
 
 
+def test_a_sample_holds_any_letter(tmp_path: Path) -> None:
+    """Letters that end lines elsewhere, and those that JSON allows between its own."""
+    file, answer = tmp_path / "samples.jsonl", "a\u2028b\u2029c\x85d"
+    lines = [json.dumps({"answer": answer}, ensure_ascii=False), '{"answer": "4"}\r', ""]
+    file.write_text("\n".join(lines), encoding="utf-8", newline="")
+    assert [sample.answer for sample in read_samples(file)] == [answer, "4"]
+
+
 def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match="has no samples"):
         read_samples(write(tmp_path, ""))

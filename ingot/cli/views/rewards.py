@@ -76,7 +76,7 @@ def read_samples(file: Path) -> list[Sample]:
         WrongInput: it cannot be read, is empty, or has a line that is no sample; names the line.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise WrongInput(f"--samples {file} cannot be read ({error}); give a text file") from None
     samples = [
