@@ -38,6 +38,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.ui.runs import row
 
 MOST_TOKENS = 4000
+ARROW = " -> "
 """Tokens of an example that are shown."""
 MOST_EVENTS, MOST_SAMPLES, MOST_INCIDENTS = 200, 400, 50
 
@@ -77,16 +78,40 @@ def details(name: str, view: RunView, metrics: MetricsFile) -> dict[str, Any]:
 
 
 def samples(view: RunView, metrics: MetricsFile) -> list[dict[str, Any]]:
-    """Samples of the training by step, then those of the evaluation (step None)."""
-    found: list[dict[str, Any]] = [
-        {"step": step, "key": key, "text": text}
+    """Samples of the training by step, then those of the evaluation (step None), each as its prompt
+    and what was written.
+    """
+    found = [
+        _sample(step, key, *_split(text, _prompt(view, key)))
         for step, key, text in metrics.texts[-MOST_SAMPLES:]
         if key.startswith("samples/")
     ]
     for number, sample in enumerate(view.evaluation.samples if view.evaluation else ()):
-        text = f"{sample.get('prompt', '')} -> {sample.get('completion', '')}"
-        found.append({"step": None, "key": f"samples/{number}", "text": text})
+        parts = (sample.get("prompt", ""), sample.get("completion", ""))
+        found.append(_sample(None, f"samples/{number}", *parts))
     return found
+
+
+def _sample(step: int | None, key: str, prompt: str, completion: str) -> dict[str, Any]:
+    return {"step": step, "key": key, "prompt": prompt, "completion": completion}
+
+
+def _prompt(view: RunView, key: str) -> str:
+    """The prompt of the recipe that `samples/NUMBER` of its training answers; empty if unknown."""
+    evaluation, number = view.recipe.get("evaluate"), key.removeprefix("samples/")
+    prompts = evaluation.get("prompts") if isinstance(evaluation, dict) else None
+    if not isinstance(prompts, list) or not number.isdecimal() or int(number) >= len(prompts):
+        return ""
+    return str(prompts[int(number)])
+
+
+def _split(text: str, prompt: str) -> tuple[str, str]:
+    """Prompt and completion, which a line of metrics joins by an arrow; both may hold others."""
+    if not (prompt and text.startswith(prompt + ARROW)):
+        prompt, arrow, _ = text.partition(ARROW)
+        if not arrow:
+            return "", text
+    return prompt, text[len(prompt + ARROW) :]
 
 
 def _account(account: Goodput) -> dict[str, Any]:

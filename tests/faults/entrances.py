@@ -552,6 +552,22 @@ FAULTS = [
         "tests/report/test_page.py",
     ),
     Fault(
+        "prompt-cut-at-its-arrow",
+        "ingot/ui/details.py",
+        "if not (prompt and text.startswith(prompt + ARROW)):",
+        "if True:",
+        "what stands behind an arrow of the prompt is shown as written by the model",
+        "tests/ui/test_reading.py",
+    ),
+    Fault(
+        "lines-end-anywhere",
+        "ingot/cli/views/rewards.py",
+        '.split("\\n")',
+        ".splitlines()",
+        "a sample with a letter that ends lines elsewhere is no sample",
+        "tests/cli/test_rewards.py",
+    ),
+    Fault(
         "earlier-model-made-live",
         "ingot/pipeline/incremental.py",
         'if step.verb in ("gate", "register"):',

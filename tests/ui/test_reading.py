@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from ingot.base.markers import FileEntry, read_marker, write_marker
 from ingot.base.runfolder import RunFolder
@@ -15,9 +16,10 @@ from ingot.base.runlog import append_line, record_event
 from ingot.config.load import dump_recipe
 from ingot.data.columns.manifest import MANIFEST
 from ingot.report.metrics import MetricsFile
-from ingot.ui.details import examples
+from ingot.report.run_view import read_run
+from ingot.ui.details import examples, samples
 from ingot.ui.runs import RunsFolder, curve, downsampled
-from tests.report.made_up import made_up_run
+from tests.report.made_up import COMPLETIONS, PROMPTS, made_up_run
 from tests.small import prepared, small_recipe
 from tests.ui.serving import Shown, showing
 
@@ -48,13 +50,30 @@ def test_a_row_follows_its_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) 
     assert runs.rows() == []
 
 
+def test_a_prompt_with_an_arrow_is_told_whole(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "runs", "arrows", steps=20)
+    prompt = "def f(x) -> int:"
+    recipe = yaml.safe_load(run.recipe.read_text())
+    recipe.setdefault("evaluate", {})["prompts"] = [prompt]
+    run.recipe.write_text(yaml.safe_dump(recipe))
+    append_line(
+        run.metrics, {"step": 10, "samples/0": f"{prompt} -> a -> b", "samples/1": "c -> d"}
+    )
+    metrics = MetricsFile(run.metrics)
+    found = samples(read_run(run, "", metrics), metrics)
+    told = [(one["prompt"], one["completion"]) for one in found]
+    assert told[:2] == [(prompt, "a -> b"), ("c", "d")]
+    assert told[2:] == list(zip(PROMPTS, COMPLETIONS, strict=True))
+
+
 def test_a_run_is_told_whole(shown: Shown) -> None:
     told = shown.get("/api/run?run=first").json()
     assert [tile["name"] for tile in told["tiles"]][:2] == ["parameters", "bits per byte"]
     metric = next(one for one in told["evaluation"]["metrics"] if one["key"].endswith("per_byte"))
     assert metric["ci_low"] < metric["value"] < metric["ci_high"]
     assert told["gate_report"]["decision"] == "deploy"
-    assert {"step": 200, "key": "samples/0", "text": "def -> main200(run0)"} in told["samples"]
+    sample = {"step": 200, "key": "samples/0", "prompt": "def", "completion": "main200(run0)"}
+    assert sample in told["samples"]
     assert told["goodput_account"]["parts"]
     failed = shown.get("/api/run?run=failed").json()["failure"]
     assert failed["verb"] == "train"

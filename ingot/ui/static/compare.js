@@ -51,7 +51,7 @@ function samplesBeside(runs, samples, names) {
     const keys = [...new Set(samples.flat().map((sample) => sample.key))].slice(0, 8);
     fill(grid, keys.map((key) => h("div", { class: "samples", style: { "margin-bottom": "14px" } }, runs.map((run, index) => {
       const found = samples[index].filter((sample) => sample.key === key && (sample.step ?? Infinity) <= step).at(-1);
-      return h("figure", {}, h("pre", {}, found ? sampleText(found.text) : h("span", { class: "soft" }, "none so far")), h("figcaption", {}, h("span", { class: "swatch", style: { "--c": colourOf(index) } }), names[run] ?? run, found && (found.step ?? Infinity) !== step ? `, from ${found.step === null ? "evaluation" : `step ${found.step.toLocaleString("en")}`}` : ""));
+      return h("figure", {}, h("pre", {}, found ? sampleText(found) : h("span", { class: "soft" }, "none so far")), h("figcaption", {}, h("span", { class: "swatch", style: { "--c": colourOf(index) } }), names[run] ?? run, found && (found.step ?? Infinity) !== step ? `, from ${found.step === null ? "evaluation" : `step ${found.step.toLocaleString("en")}`}` : ""));
     }))));
   }
   draw();

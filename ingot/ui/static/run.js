@@ -83,9 +83,8 @@ function gate(report) {
 }
 
 /** A sample as prompt and what was written. */
-export function sampleText(text) {
-  const cut = text.indexOf(" -> ");
-  return cut < 0 ? text : [h("b", {}, text.slice(0, cut)), text.slice(cut + 4)];
+export function sampleText({ prompt, completion }) {
+  return [h("b", {}, prompt), completion];
 }
 
 function samples(run) {
@@ -95,7 +94,7 @@ function samples(run) {
   function draw() {
     const step = steps[Number(slider.value)];
     label.textContent = step === Infinity ? "at evaluation" : step === undefined ? "" : `step ${whole(step)}`;
-    fill(grid, run.samples.filter((sample) => (sample.step ?? Infinity) === step).map((sample) => h("figure", {}, h("pre", {}, sampleText(sample.text)))),
+    fill(grid, run.samples.filter((sample) => (sample.step ?? Infinity) === step).map((sample) => h("figure", {}, h("pre", {}, sampleText(sample)))),
       run.answer?.completion ? h("figure", {}, h("pre", {}, h("b", {}, run.answer.prompt ?? ""), run.answer.completion), h("figcaption", {}, "answered over HTTP by the served model")) : "");
   }
   draw();
