@@ -109,6 +109,8 @@ def show_runs(output: Path) -> None:
         title=str(output),
         title_justify="left",
     )
+    for column in table.columns:
+        column.overflow = "fold"  # cut names would be alike
     for column in table.columns[1:5]:
         column.justify = "right"
     for view in views:
@@ -140,6 +142,8 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     results = Table("figure", *names, "difference", title="what came of it", title_justify="left")
     for column in results.columns[1:]:
         column.justify = "right"
+    for column in (*knobs.columns, *results.columns):
+        column.overflow = "fold"  # what differs may do so at its end
     found = [figures(view) for view in views]
     for name in _union(*found):
         values = [figure.get(name) for figure in found]

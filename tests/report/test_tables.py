@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ingot.base.console import console
 from ingot.base.errors import WrongInput
 from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
@@ -215,6 +216,25 @@ def test_two_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ["train.steps", "300", "400"] in table
     assert not any(row[0] == "data.seq_len" for row in table)
     assert ["loss/bits_per_byte", "2.2580", "2.0000", "-0.258"] in table
+
+
+def test_names_and_values_are_whole_in_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.report.tables.console", lambda: console(width=80))
+    names = [f"a-long-name-of-a-run-that-ends-in-{end}" for end in ("one", "two")]
+    paths = [f"/data/of/some/project/that/has/a/long/name/{end}.jsonl" for end in "ab"]
+    runs = [made_up_run(tmp_path, name) for name in names]
+    for run, path in zip(runs, paths, strict=True):
+        recipe = yaml.safe_load(run.recipe.read_text())
+        recipe["data"]["train"] = [{"source": path}]
+        run.recipe.write_text(yaml.safe_dump(recipe))
+
+    show_runs(tmp_path)
+    compare(*runs)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert all(end in out for end in ("one", "two", "a.jsonl", "b.jsonl"))
 
 
 def test_metrics_of_other_evaluation_sets_are_never_compared(
