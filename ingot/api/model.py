@@ -99,9 +99,10 @@ class Model:
         known = PredictOptions.__dataclass_fields__
         if unknown := sorted(options.keys() - known):
             raise WrongInput(f"there is no option {unknown[0]}; there are {', '.join(known)}")
-        if "stop" in options:
-            stop = options["stop"]
-            options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = options.pop("stop", None)
+        options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if "" in options["stop"]:
+            raise WrongInput("stop has an empty text, which every answer begins with; leave it out")
         chosen = PredictOptions(**options)
         chosen.check(self.kind)
         return predict_locally(self._loaded, prompt, chosen)[0]

@@ -58,6 +58,8 @@ def test_logprobs_are_those_of_transformers(model: ingot.Model, folder: Path) ->
         (lambda model: model.generate("a", temperature=-1), "temperature is -1; give a number"),
         (lambda model: model.generate("a", top_p=1.5), "top_p is 1.5; give a number from 0 to 1"),
         (lambda model: model.generate("a", max_tokens="5"), "max_tokens is '5'; give a whole"),
+        (lambda model: model.generate("a", stop=""), "stop has an empty text"),
+        (lambda model: model.generate("a", stop=["b", ""]), "stop has an empty text"),
         (lambda model: model.logprobs(5), "a text is needed, not 5"),
     ],
 )
@@ -65,6 +67,12 @@ def test_what_it_cannot_do_is_told(call: object, told: str, model: ingot.Model) 
     assert callable(call)
     with pytest.raises(ingot.WrongInput, match=told):
         call(model)
+
+
+def test_no_text_to_stop_at_is_none(model: ingot.Model) -> None:
+    written = model.generate("a", max_tokens=4)
+    assert model.generate("a", max_tokens=4, stop=None) == written
+    assert model.generate("a", max_tokens=4, stop=[]) == written
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
