@@ -92,7 +92,7 @@ def samples(view: RunView, metrics: MetricsFile) -> list[dict[str, Any]]:
     return found
 
 
-def _sample(step: int | None, key: str, prompt: str, completion: str) -> dict[str, Any]:
+def _sample(step: float | None, key: str, prompt: str, completion: str) -> dict[str, Any]:
     return {"step": step, "key": key, "prompt": prompt, "completion": completion}
 
 
