@@ -5,19 +5,19 @@ bytes of each document are predicted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ingot.data.batches.rows import IGNORE, Rows
-from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import Column
-from ingot.data.columns.manifest import PreparedData, PreparedSource
+from ingot.data.columns.manifest import PreparedData
 from ingot.data.columns.reader import PartReader, opening
 from ingot.data.splits import Split
 from ingot.evaluate.bigram import TokenPairs
+from ingot.evaluate.sources import source_of_rows
 from ingot.tokenizers.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 2**20
@@ -31,18 +31,6 @@ def open_columns(folder: Path, prepared: PreparedData, split: Split) -> list[Col
         for source in sources
         for index in range(len(source.parts))
     ]
-
-
-def source_of_documents(
-    columns: Sequence[Column], sources: Sequence[PreparedSource]
-) -> npt.NDArray[np.int64]:
-    """The number of the source of each document that has tokens, [documents]; `columns` are those
-    of `open_columns`.
-    """
-    of_part = np.repeat(np.arange(len(sources)), [len(source.parts) for source in sources])
-    return np.repeat(
-        of_part, [np.count_nonzero(column.lengths(0, len(column))) for column in columns]
-    )
 
 
 def pairs(columns: Iterable[Column]) -> Iterator[TokenPairs]:
@@ -94,11 +82,6 @@ def target_bytes(
             sizes.append(len(tokenizer.decode(labels).encode()))
             of.append(source)
     return np.array(sizes, np.float64), np.array(of, np.int64)
-
-
-def source_of_rows(rows: Rows | Samples, count: int) -> npt.NDArray[np.int64]:
-    """The number of the source of each of the first `count` rows, of which none has two."""
-    return np.repeat(np.arange(len(rows.sizes)), rows.sizes)[:count]
 
 
 def _records(column: Column) -> Iterator[npt.NDArray[np.int64]]:

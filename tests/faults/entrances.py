@@ -497,7 +497,7 @@ FAULTS = [
     ),
     Fault(
         "signature-in-a-metrics-name",
-        "ingot/evaluate/tasks/loss.py",
+        "ingot/evaluate/sources.py",
         "file_names(source.source)[0]",
         "source.source",
         "the key in an address of held-out data is in the names of metrics, and on their pages",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
@@ -20,13 +18,10 @@ from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.rows import Rows, open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
-from ingot.data.columns.manifest import PreparedData, PreparedSource, prepared_for, set_identity
-from ingot.data.sources.source_file import file_names
+from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.evaluate.corpus import (
     document_bytes,
     open_columns,
-    source_of_documents,
-    source_of_rows,
     target_bytes,
 )
 from ingot.evaluate.distribute import Floats
@@ -45,14 +40,14 @@ from ingot.evaluate.metrics import (
     sum_metrics,
     tokens_identity,
 )
+from ingot.evaluate.sources import (
+    Chosen,
+    of_each_source,
+    source_of_documents,
+    source_of_rows,
+)
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
 from ingot.tokenizers.tokenizer import Tokenizer
-
-Chosen = npt.NDArray[np.bool_]
-"""Which of some units are those of one source."""
-
-MAX_NAME = 40
-"""Characters of a source's name in a metric."""
 
 
 def open_held_out(
@@ -201,29 +196,8 @@ class OpenRowLossTask:
             return _bits_per_byte(self.task.name, nats[chosen], sizes[chosen], same)
 
         if all_of_them:
-            metrics |= _of_each_source(prepared.splits["validation"], of, measure)
+            metrics |= of_each_source(prepared.splits["validation"], of, measure)
         return TaskResult(metrics, _examples(nats, targets, sizes))
-
-
-def _of_each_source(
-    sources: Sequence[PreparedSource],
-    of: npt.NDArray[np.int64],
-    measure: Callable[[Chosen, str], dict[str, Metric]],
-) -> dict[str, Metric]:
-    """`NAME/METRIC/SOURCE` of each source, where there are several: what is learnt of one may be
-    forgotten of another, which their sum does not show.
-
-    Args:
-        of: the number of the source of each unit that is measured.
-        measure: from those of one source, and the identity of its documents, to their metrics.
-    """
-    found = dict[str, Metric]()
-    for number, (source, called) in enumerate(zip(sources, source_names(sources), strict=True)):
-        chosen = of == number
-        if len(sources) > 1 and chosen.any():
-            made = measure(chosen, set_identity([source]))
-            found |= {f"{name}/{called}": metric for name, metric in made.items()}
-    return found
 
 
 def _bits_per_byte(name: str, nats: Floats, sizes: Floats, on: str) -> dict[str, Metric]:
@@ -234,18 +208,6 @@ def _bits_per_byte(name: str, nats: Floats, sizes: Floats, on: str) -> dict[str,
     value, interval = float(bits.sum() / sizes.sum()), ratio_interval(bits, sizes)
     metric = Metric(value, *interval, direction="lower", n=len(sizes), set_fingerprint=on)
     return {f"{name}/bits_per_byte": metric}
-
-
-def source_names(sources: Sequence[PreparedSource]) -> list[str]:
-    """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
-    1, where that is long, not of one source alone, or one of these numbers.
-    """
-    last = [file_names(source.source)[0].rstrip("/").rpartition("/")[2] for source in sources]
-    numbers = [str(number) for number in range(1, len(last) + 1)]
-    return [
-        number if len(name) > MAX_NAME or last.count(name) > 1 or name in numbers else name
-        for name, number in zip(last, numbers, strict=True)
-    ]
 
 
 def _examples(nats: Floats, targets: Floats, sizes: Floats) -> list[dict[str, Any]]:
@@ -318,7 +280,7 @@ class OpenSampleLossTask:
             return found
 
         of = source_of_rows(self.rows, self.count)
-        return _of_each_source(self.prepared.splits["validation"], of, measure)
+        return of_each_source(self.prepared.splits["validation"], of, measure)
 
     def _masked(self, sums: SampleLosses, on: str, recipe: Recipe) -> TaskResult:
         """The loss of hidden tokens and its exponential, comparable where the same are hidden in

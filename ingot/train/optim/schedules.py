@@ -179,9 +179,8 @@ def too_short(
         "train.early_stop": knobs.early_stop is not None,
         "checkpoint.best": recipe.checkpoint.best is not None,
     }
-    if not Recurrence(knobs.evaluate_every, samples, batch, begin=begin).may_be_due(
-        first, last + 1
-    ):
+    evaluations = Recurrence(knobs.evaluate_every, samples, batch, begin=begin)
+    if not evaluations.may_be_due(first, last + 1):
         for name in [name for name, is_set in measured.items() if is_set]:
             yield (
                 name,

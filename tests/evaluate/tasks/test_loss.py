@@ -23,9 +23,9 @@ from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import PreparedSource
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.evaluate.sources import source_names
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
-from ingot.evaluate.tasks.loss import source_names
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
