@@ -59,7 +59,7 @@ test: $(WORK)
 
 test-changed: $(WORK)
 	@files=$$($(BIN)/python -m tests.changed $(BASE)) && \
-	if [ -n "$$files" ]; then $(PYTEST) -m "not slow" $$files $(ARGS); else echo "nothing that a test sees has changed since $(BASE)"; fi
+	if [ -n "$$files" ]; then $(PYTEST) -m "not slow or drawn" $$files $(ARGS); else echo "nothing that a test sees has changed since $(BASE)"; fi
 
 times: $(WORK)
 	@$(PYTEST) -m "not slow" --write-times $(ARGS)

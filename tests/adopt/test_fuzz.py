@@ -8,6 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,18 +139,21 @@ def test_any_text(text: str | bytes) -> None:
     check(text)
 
 
+@pytest.mark.drawn("fuzzed configurations")
 @settings(max_examples=250, deadline=None)
 @given(pairs=st.lists(st.tuples(st.sampled_from(FLAGS), VALUES), min_size=2, max_size=8))
 def test_any_flags(pairs: list[tuple[str, str]]) -> None:
     check(" ".join(f"{flag} {value}" for flag, value in pairs))
 
 
+@pytest.mark.drawn("fuzzed configurations")
 @settings(max_examples=250, deadline=None)
 @given(pairs=st.dictionaries(st.sampled_from(VARIABLES), VALUES, min_size=2, max_size=10))
 def test_any_variables(pairs: dict[str, str]) -> None:
     check("\n".join(f"{name}={value}" for name, value in pairs.items()))
 
 
+@pytest.mark.drawn("fuzzed configurations")
 @settings(max_examples=250, deadline=None)
 @given(
     pairs=st.dictionaries(
@@ -164,6 +168,7 @@ def test_any_mapping(pairs: dict[str, object], as_json: bool) -> None:
     check(json.dumps(pairs) if as_json else yaml.safe_dump(pairs, allow_unicode=True))
 
 
+@pytest.mark.drawn("fuzzed configurations")
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_one_value_of_a_whole_configuration_replaced(data: st.DataObject) -> None:

@@ -19,11 +19,8 @@ from tests.exhaustive import EXHAUSTIVE
 @pytest.mark.parametrize(
     "action",
     [
-        *(SAVE, LINES, RECORD),
-        *(
-            pytest.param(action, marks=pytest.mark.drawn("a crash of what follows training"))
-            for action in (EXPORT, REGISTER)
-        ),
+        pytest.param(action, marks=pytest.mark.drawn("a crash of what is written", keep=2))
+        for action in (SAVE, LINES, RECORD, EXPORT, REGISTER)
     ],
     ids=lambda action: action.name,
 )

@@ -24,7 +24,7 @@ ACTIONS = [SAVE, SAVE_BEHIND, EXPORT, REGISTER, LINES, RECORD, TRAIN, DATA]
 MARKS = {
     **dict.fromkeys(
         (SAVE, SAVE_BEHIND, EXPORT, REGISTER, LINES, RECORD),
-        pytest.mark.drawn("a kill of what follows training", keep=3),
+        pytest.mark.drawn("a kill of what follows training", keep=2),
     ),
     TRAIN: pytest.mark.drawn("a crash or a kill in training"),
     DATA: pytest.mark.drawn("a kill while data is made"),

@@ -493,6 +493,7 @@ def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.drawn("what a saver mirrors")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_a_saver_saves_is_there_and_loads_elsewhere(
     asynchronous: bool, server: Server, mirror: BucketMirror, tmp_path: Path
@@ -539,6 +540,7 @@ def two_ranks(address: str, checkpoints: Path) -> list[str]:
     return put
 
 
+@pytest.mark.drawn("what a saver mirrors")
 def test_each_rank_sends_its_own_files(
     server: Server, mirror: BucketMirror, tmp_path: Path
 ) -> None:
@@ -554,6 +556,7 @@ def test_each_rank_sends_its_own_files(
     assert_equal(load(tmp_path / "there"), state_of(*trained(0)))
 
 
+@pytest.mark.drawn("what a saver mirrors")
 def test_an_upload_that_fails_is_an_error_of_the_save(
     server: Server, mirror: BucketMirror, tmp_path: Path
 ) -> None:

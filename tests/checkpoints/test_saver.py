@@ -361,6 +361,7 @@ def failing(folder: Path, rank: int, kind: str, asynchronous: bool) -> list[str]
         return told
 
 
+@pytest.mark.drawn("saves of several ranks", keep=2)
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     ("rank", "kind", "words"),
@@ -446,6 +447,7 @@ def mirrored(
         return mirror.asked, told, saved or saver.done()
 
 
+@pytest.mark.drawn("saves of several ranks", keep=2)
 def test_what_is_committed_here_goes_to_the_mirror(tmp_path: Path) -> None:
     (main, told, saved), (other, *_) = run_ranks(2, mirrored, tmp_path, -1, "")
     names = [f"step-0000000{step}" for step in (1, 2, 3)]
@@ -502,6 +504,7 @@ def on_disks_of_their_own(root: Path) -> tuple[list[str], bool]:
         return left, bool(mesh.is_main and committed(root / "0")[0].commit["scattered"])
 
 
+@pytest.mark.drawn("saves of several ranks", keep=2)
 def test_nodes_with_disks_of_their_own_keep_their_own_files(tmp_path: Path) -> None:
     (main, scattered), (other, _) = run_ranks(2, on_disks_of_their_own, tmp_path)
     assert scattered

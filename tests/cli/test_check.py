@@ -210,6 +210,7 @@ def test_what_cannot_be_asked_is_not_passed_in_silence(place: Path) -> None:
     assert any("hf:Rowan/hellaswag cannot be reached" in line for line in found(task).unknown)
 
 
+@pytest.mark.drawn("checks before a launch")
 def test_the_first_records_in_a_bucket_are_looked_at(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +349,7 @@ def test_room_on_the_disk_is_asked_for(
     assert weights in line
 
 
+@pytest.mark.drawn("checks before a launch")
 def test_what_does_not_validate_is_told_with_all_else(place: Path) -> None:
     wrong = ("train.steps=-1", "model.source=nosuch", "data.train.0.source=no.jsonl", "sead=3")
     done = command("run", "recipe.yaml", *wrong, "gate.metric=x/y", cwd=place)
@@ -393,6 +395,7 @@ def test_data_that_are_not_current_are_told_before_machines_are_got(place: Path)
     assert found(verbs=("prepare", "train")).wrong == [], "it is made anew first"
 
 
+@pytest.mark.drawn("checks before a launch")
 def test_launch_tells_the_same(place: Path) -> None:
     """All at once, though it be a dry run."""
     wrong = ("train", "recipe.yaml", "model.source=nosuch", "launch.processes=3")

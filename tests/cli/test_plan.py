@@ -252,6 +252,7 @@ LONGFORMER = {
 }
 
 
+@pytest.mark.drawn("plans on the command line")
 def test_a_model_whose_computation_depends_on_its_input_is_told_by_formula(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +316,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.drawn("plans on the command line")
 def test_a_real_plan_is_kept_beside_the_run(place: Path) -> None:
     done = ingot("plan", "tiny.yaml", "--json", "--keep", "train.global_batch=8", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -348,6 +350,7 @@ def test_what_the_trace_alone_finds_is_told(
     assert found.wrong == ["tiny.yaml: these layers do not divide"]
 
 
+@pytest.mark.drawn("plans on the command line")
 def test_what_training_refuses_a_plan_refuses(place: Path) -> None:
     done = ingot("plan", "tiny.yaml", "data.seq_len=4096", "train.global_batch=5", cwd=place)
     assert done.returncode == 2
@@ -390,6 +393,7 @@ def test_an_option_that_would_do_nothing_is_refused(given: tuple[str, ...], word
     assert words in done.stderr
 
 
+@pytest.mark.drawn("plans on the command line")
 def test_a_dry_run_ends_with_the_plan_and_imports_no_torch(place: Path) -> None:
     done = ingot("launch", "train", "tiny.yaml", "--dry-run", cwd=place)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ingot.base.reports import EvaluationReport, Metric
 from ingot.registry.local import LocalRegistry
@@ -14,6 +15,7 @@ from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
 
 
+@pytest.mark.drawn("served folders and names")
 def test_a_served_folder_answers_as_predict_does_and_stops_cleanly(model_folder: Path) -> None:
     server = subprocess.Popen(
         command("serve", str(model_folder), "serve.port=0"),
@@ -42,6 +44,7 @@ def test_a_served_folder_answers_as_predict_does_and_stops_cleanly(model_folder:
     assert server.wait(30) == 0
 
 
+@pytest.mark.drawn("served folders and names")
 def test_a_registered_model_is_served_by_its_name_and_says_its_version(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.drawn("what the wheel holds")
 def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
     """What is not listed as package data is missing without a word."""
     kinds = {".py", ".yaml", ".jinja", ".html", ".css", ".md", ".txt"}
@@ -103,6 +104,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.drawn("what the wheel holds")
 def test_an_empty_folder_is_enough(site: Path, tmp_path: Path) -> None:
     """No checkout is on the path: not the working folder's, and not this process's."""
     variables = {"PYTHONPATH": str(site), **SHORT}

@@ -28,6 +28,7 @@ from tests.data.small import recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
 
 
+@pytest.mark.drawn("bad files", keep=2)
 @pytest.mark.parametrize(
     ("name", "size"), [("a.jsonl", 100_000_000), ("a.json", 20_000_000), ("a.txt", 20_000_000)]
 )
@@ -46,6 +47,7 @@ def test_a_very_large_document(tmp_path: Path, name: str, size: int) -> None:
     assert next(iter(documents(small.folder.raw).values())) == text
 
 
+@pytest.mark.drawn("bad files", keep=2)
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
 def test_a_truncated_file_gives_what_stands_before(tmp_path: Path, ending: str) -> None:
     pack: dict[str, Any] = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}
@@ -157,6 +159,7 @@ RAW = JSON.map(lambda value: json.dumps(value, ensure_ascii=False).encode("utf-8
 ESCAPED = JSON.map(lambda value: json.dumps(value).encode())
 
 
+@pytest.mark.drawn("bad files", keep=2)
 @given(st.lists(RAW | ESCAPED | st.binary(max_size=20), max_size=9))
 def test_lines_of_anything_are_judged_as_the_standard_library_does(lines: list[bytes]) -> None:
     data = b"\n".join(lines)

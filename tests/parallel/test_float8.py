@@ -58,6 +58,7 @@ def test_an_overfit_reaches_what_float32_reaches(
     assert coarse.types == {torch.float32}
 
 
+@pytest.mark.drawn("float8 of ranks")
 def test_matrices_that_ranks_share_are_scaled_as_one() -> None:
     """By the largest number of the whole matrix, whoever has it."""
     case = Case(model=WIDE, steps=1, micro_batch=8, precision={"float8": "tensorwise"})
@@ -67,6 +68,7 @@ def test_matrices_that_ranks_share_are_scaled_as_one() -> None:
         assert distance(found.weights, alone.weights) < tolerances.SPLIT_WEIGHTS
 
 
+@pytest.mark.drawn("float8 of ranks")
 def test_weights_that_are_sharded_are_multiplied_in_float8() -> None:
     """Activations are scaled by what a rank has of the batch, so that the losses are only near."""
     case = Case(model=WIDE, steps=2, micro_batch=8, precision={"float8": "rowwise"}, compute="bf16")
@@ -75,6 +77,7 @@ def test_weights_that_are_sharded_are_multiplied_in_float8() -> None:
         assert found.losses == pytest.approx(alone.losses, abs=tolerances.BF16_LOSS)
 
 
+@pytest.mark.drawn("float8 of ranks")
 def test_recomputed_products_round_the_same() -> None:
     case = Case(model=WIDE, steps=2, precision={"float8": "rowwise"})
     wanted = run_case(case)

@@ -128,11 +128,13 @@ def assert_all_equal(world: int, cases: dict[str, Case]) -> None:
         )
 
 
+@pytest.mark.drawn("ranks of a pipeline")
 def test_two_ranks_equal_one() -> None:
     tried = {"1f1b, tied", *some_of([*TWO], 5, "stages")}
     assert_all_equal(2, {name: case for name, case in TWO.items() if name in tried})
 
 
+@pytest.mark.drawn("ranks of a pipeline")
 def test_four_ranks_equal_one() -> None:
     assert_all_equal(4, FOUR)
 

@@ -177,6 +177,7 @@ def test_the_stub_has_the_face_of_the_real_steps() -> None:
     assert container.StepOutputs._fields == ("replica", "fingerprint", "decision")
 
 
+@pytest.mark.drawn("compiled pipelines")
 @pytest.mark.parametrize(
     ("decision", "fails", "ran"),
     [
@@ -229,6 +230,7 @@ def _handed_on(verb: str) -> str:
     return "".join(f"/{before}" for before in VERBS[: VERBS.index(verb)] if before != "gate")
 
 
+@pytest.mark.drawn("compiled pipelines")
 def test_the_compiled_text_is_a_pipeline_by_kfps_own_loader(tmp_path: Path) -> None:
     wanted = plan(recipe_for(tmp_path))
     text = spec_text(compile_pipeline(wanted))

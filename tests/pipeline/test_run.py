@@ -93,6 +93,7 @@ def _start(root: Path, *overrides: str) -> forks.Process:
     )
 
 
+@pytest.mark.drawn("all steps of a run")
 def test_all_steps_end_in_an_answer_a_table_and_a_page(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -113,6 +114,7 @@ def test_all_steps_end_in_an_answer_a_table_and_a_page(
     assert not _left_behind(root)
 
 
+@pytest.mark.drawn("all steps of a run")
 def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path) -> None:
     before = {
         path: path.stat().st_mtime_ns
@@ -149,6 +151,7 @@ def test_the_second_run_skips_everything_quickly_and_without_torch(copied: Path)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.drawn("all steps of a run")
 def test_only_what_depends_on_a_change_runs_again(copied: Path) -> None:
     done = ingot(
         "run",
@@ -279,6 +282,7 @@ def test_a_step_that_fails_ends_the_run_with_its_code(copied: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.drawn("all steps of a run")
 def test_two_runs_in_one_folder_are_refused(copied: Path) -> None:
     first = _start(copied, "serve.prompt=y")
     wait_until(lambda: len(_left_behind(copied)) == 2, 60)

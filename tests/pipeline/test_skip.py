@@ -43,6 +43,7 @@ def look(source: str, root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.drawn("what a bucket changes")
 def test_items_in_a_bucket_that_changed_are_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_items_in_a_bucket_that_changed_are_measured_anew(
     assert found[1]["folders"] != found[3]["folders"]
 
 
+@pytest.mark.drawn("what a bucket changes")
 def test_a_bucket_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def apart(prepared: Path, target: Path, **given: Any) -> Recipe:
     return recipe
 
 
+@pytest.mark.drawn("a plugin's kinds")
 def test_its_kinds_are_understood_listed_and_explained(prepared: Path) -> None:
     recipe = apart(prepared, prepared, train__optimizer={"kind": "lion"})
     assert (recipe.objective.kind, recipe.documents) == ("slic", "preference")
@@ -163,6 +164,7 @@ def test_its_layouts_hold(prepared: Path, layouts: str | None) -> None:
     assert layouts is None or all(one.holds for one in proof.findings)
 
 
+@pytest.mark.drawn("a plugin's kinds")
 def test_it_resumes_bit_for_bit_with_its_optimizer(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_regular_expressions(knobs: dict[str, Any], answer: str, value: float) -
     assert Regex(settings)(Sample("", answer, "42")) == value
 
 
+@pytest.mark.drawn("rewards in a process")
 def test_a_pattern_that_hangs_is_stopped_and_the_others_are_scored() -> None:
     settings = RegexReward(kind="regex", pattern=HANGS, match="whole", timeout=3.0, at_once=2)
     began = time.monotonic()
@@ -113,6 +114,7 @@ def test_a_schema_judges_json(tmp_path: Path) -> None:
     assert score(blocks, *given).total == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.drawn("rewards in a process")
 def test_a_schema_of_the_reference_fetches_nothing_and_cannot_hang() -> None:
     settings = JsonSchemaReward(kind="json_schema")
     assert score(settings, "[1]", '"1"', reference='{"type": "array"}').total == [1.0, 0.0]
@@ -151,6 +153,7 @@ def test_a_function_of_the_users_scores(functions: str, capfd: Any) -> None:
     assert "TypeError" in score(installed, "1").reasons["python"]
 
 
+@pytest.mark.drawn("rewards in a process")
 def test_a_function_may_do_anything_and_ends_nothing(functions: str, tmp_path: Path) -> None:
     settings = PythonReward(
         kind="python",

@@ -135,6 +135,7 @@ def test_settings_of_a_prediction(writing: Running, summarizer: LoadedModel) -> 
     assert ask(stop=[stop]) == greedy[: greedy.find(stop)]
 
 
+@pytest.mark.drawn("kinds that are served")
 def test_completions_answer_whole_texts(writing: Running, summarizer: LoadedModel) -> None:
     wanted = [text_of(summarizer, prompt) for prompt in PROMPTS[:3]]
     with openai.OpenAI(base_url=f"{writing.url}/v1", api_key="none", max_retries=0) as client:
@@ -228,6 +229,7 @@ def test_eight_together_get_what_each_gets_alone(writing: Running, judging: Runn
         )
 
 
+@pytest.mark.drawn("kinds that are served")
 def test_a_text_gives_label_and_scores(
     judging: Running, classifier: LoadedModel, class_folder: Path
 ) -> None:
@@ -378,6 +380,7 @@ def test_a_long_text_can_be_left_waited_for_and_stopped(
     assert narrow.process.wait(20) == 0
 
 
+@pytest.mark.drawn("kinds that are served")
 def test_predict_says_the_same_from_a_folder_and_a_server(
     summary_folder: Path,
     writing: Running,

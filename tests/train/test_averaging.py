@@ -102,6 +102,7 @@ def test_training_itself_does_not_change(settings: Any) -> None:
         assert torch.equal(one.tensor, two.tensor)
 
 
+@pytest.mark.drawn("averages of weights")
 def test_the_average_is_measured_and_exported_and_resumed(
     prepared_root: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_the_average_is_measured_and_exported_and_resumed(
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
 
 
+@pytest.mark.drawn("averages of weights")
 def test_the_mean_of_the_newest_checkpoints_is_exported(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_mean_of_fewer_checkpoints_is_told(
     assert "train: the mean of 1 of 5 checkpoints is exported, steps 3 to 3" in told
 
 
+@pytest.mark.drawn("averages of weights")
 def test_what_a_signal_had_saved_is_not_in_the_mean(
     prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +230,7 @@ def test_shards_average_to_what_one_process_does(
         assert difference < tolerances.SPLIT_WEIGHTS, name
 
 
+@pytest.mark.drawn("averages of weights")
 def test_an_average_that_nobody_asks_for_any_more_is_forgotten(root: Path) -> None:
     """Else it would be saved as it stands, and be taken for the average later."""
     train(small_recipe(root, train__steps=2, train__average="{}", **EVERY))
@@ -254,6 +258,7 @@ def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
         small_recipe(tmp_path, train__average="{kind: last, evaluate: true}")
 
 
+@pytest.mark.drawn("averages of weights")
 def test_a_stable_phase_is_decayed_from_any_of_its_checkpoints(
     prepared_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def steps(recipe: Recipe) -> list[int]:
     return [found.step for found in committed(recipe.folder.checkpoints)]
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_checkpoints_go_there_too_and_are_kept_alike(server: gcs.Server, root: Path) -> None:
     recipe = small_recipe(root, **KNOBS)
     train(recipe)
@@ -52,6 +53,7 @@ def test_checkpoints_go_there_too_and_are_kept_alike(server: gcs.Server, root: P
     assert "runs/small/lease" not in server.objects, "given back"
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_another_machine_goes_on_from_there(
     server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +76,7 @@ def test_another_machine_goes_on_from_there(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_checkpoints_of_a_mean_come_along(
     server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +100,7 @@ def test_checkpoints_of_a_mean_come_along(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: Path) -> None:
     recipe = small_recipe(root, **KNOBS)
     train(recipe)
@@ -122,6 +126,7 @@ def test_a_new_training_is_not_mixed_with_an_old_one(server: gcs.Server, root: P
     assert metrics(recipe) == before
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -> None:
     with (
         BucketMirror(PLACE).lease("run first"),
@@ -131,6 +136,7 @@ def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -
     train(small_recipe(root, **KNOBS))
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +180,7 @@ def test_two_ranks_send_a_share_each(server: gcs.Server, root: Path) -> None:
     }
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +230,7 @@ POISONED: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
 def test_what_was_left_out_is_known_where_only_the_bucket_is_left(
     server: gcs.Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,7 @@ def chained(root: Path) -> None:
                 save_checkpoint(root, number + 1, masters, optimizer, {"samples": 1}, mesh)
 
 
+@pytest.mark.drawn("Muon over ranks")
 def test_a_run_through_all_layouts_has_the_bits_of_one_process(tmp_path: Path) -> None:
     """Gradients are equal, so weights must be: a matrix that is orthogonalised in pieces, a
     momentum that is not saved, an expert updated as another's, or what is loaded into another
@@ -331,6 +332,7 @@ def rounded(root: Path) -> None:
         save_checkpoint(root, 1, masters, optimizer, {"samples": 1}, mesh)
 
 
+@pytest.mark.drawn("Muon over ranks")
 def test_stochastic_rounding_of_shards_is_that_of_the_whole(tmp_path: Path) -> None:
     """Also of experts, of which a rank has only some."""
     run_ranks(2, rounded, tmp_path)

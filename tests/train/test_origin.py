@@ -52,6 +52,7 @@ ALONE = Mesh(Ranks(), torch.device("cpu"))
 CONSTANT = {"train__schedule": "{kind: constant, warmup: 0}", "precision__export": "fp32"}
 
 
+@pytest.mark.drawn("another run's state")
 def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_interrupted(
     two: tuple[Path, Path],
 ) -> None:
@@ -72,6 +73,7 @@ def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_int
     assert (read_lineage(onward.folder.model) or {})["start_from"]["step"] == 4
 
 
+@pytest.mark.drawn("another run's state")
 def test_a_reset_optimizer_takes_the_weights_alone(two: tuple[Path, Path]) -> None:
     first, second = two
     train(small_recipe(first, train__steps=4, **CONSTANT))
@@ -198,6 +200,7 @@ def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]
     train(small_recipe(second, **knobs, train__reset_optimizer=True))
 
 
+@pytest.mark.drawn("another run's state")
 def test_a_training_that_took_over_another_state_is_resumed(
     two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +224,7 @@ def test_a_training_that_took_over_another_state_is_resumed(
     assert committed(begun.folder.checkpoints), "nothing was set aside"
 
 
+@pytest.mark.drawn("another run's state")
 def test_the_best_checkpoint_is_kept_and_exported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,7 @@ def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
     )
 
 
+@pytest.mark.drawn("another run's state")
 def test_steps_before_a_metric_that_is_not_measured_are_not_lost(root: Path) -> None:
     """Texts have no `accuracy`, which is known once they are measured. Early stopping counts the
     evaluation when it is done again, and not before.

@@ -190,6 +190,7 @@ def test_a_reward_that_was_edited_meanwhile_is_another_one(
 UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
 
 
+@pytest.mark.drawn("changes before a resume", keep=3)
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -230,6 +231,7 @@ def test_a_change_is_refused_by_name_with_the_ways_on(
         train(small_recipe(root, **UNFINISHED | changed))
 
 
+@pytest.mark.drawn("changes before a resume", keep=3)
 @pytest.mark.parametrize(
     ("knob", "named"),
     [
@@ -250,6 +252,7 @@ def test_other_data_or_another_tokenizer_is_refused(
         train(changed)
 
 
+@pytest.mark.drawn("changes before a resume", keep=3)
 def test_the_state_of_another_optimizer_is_not_taken_over(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +270,7 @@ def test_the_state_of_another_optimizer_is_not_taken_over(
         train(other)
 
 
+@pytest.mark.drawn("changes before a resume", keep=3)
 def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(small_recipe(root, **UNFINISHED), 5, monkeypatch)
     train(
@@ -290,6 +294,7 @@ def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [line["step"] for line in read_lines(recipe.folder.metrics)] == list(range(1, 11))
 
 
+@pytest.mark.drawn("changes before a resume", keep=3)
 def test_fewer_steps_than_are_done_are_refused(root: Path) -> None:
     train(small_recipe(root, **UNFINISHED))
     with pytest.raises(

@@ -101,6 +101,7 @@ def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
 KNOBS: dict[str, Any] = {"train__steps": 12, "checkpoint__every": 2, "train__skip__in_row": 2}
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 28))
     recipe = small_recipe(root, **KNOBS)
@@ -118,6 +119,7 @@ def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_the_last_step_counts_as_the_others_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that ends with steps that were not taken has failed, and is told so; one such step
     at its end is recorded, and no earlier loss stands for its own.
@@ -132,6 +134,7 @@ def test_the_last_step_counts_as_the_others_do(root: Path, monkeypatch: pytest.M
     assert events(recipe, "skip")[-1]["step"] == 5
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_going_back_from_the_last_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(16, 24))
     recipe = small_recipe(
@@ -144,6 +147,7 @@ def test_going_back_from_the_last_step(root: Path, monkeypatch: pytest.MonkeyPat
     assert all(line["train/loss"] is not None for line in lines)
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +160,7 @@ def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
     assert lines[5]["train/loss"] is None
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_skipped_steps_are_counted_on_after_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +175,7 @@ def test_skipped_steps_are_counted_on_after_a_resume(
     ] * 2 + [1.0] * 10
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_a_spike_is_skipped_where_that_is_asked_for(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +187,7 @@ def test_a_spike_is_skipped_where_that_is_asked_for(
     assert skip["cause"].startswith("spike, gradient norm ")
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_going_back_leaves_the_data_of_the_bad_steps_out(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -285,6 +292,7 @@ def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "accumulate_gradients", stopping)
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 400))
     recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__skip__rollbacks=2)
@@ -306,6 +314,7 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_start(
     assert not (recipe.folder.root / "earlier").exists()
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_a_fresh_start_knows_nothing_of_what_was_left_out(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +336,7 @@ def train_poisoned(root: Path) -> list[list[int]]:
     return [event["samples"] for event in events(recipe, "roll_back")]
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_two_ranks_go_back_together(root: Path) -> None:
     assert run_ranks(2, train_poisoned, root) == [[[20, 28]]] * 2
 
@@ -344,6 +354,7 @@ def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
     assert (bad.value.first, bad.value.last) == (4, 5)
 
 
+@pytest.mark.drawn("skipped steps", keep=3)
 def test_steps_in_a_row_are_counted_on_after_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,7 @@ def params(quick: list[Case], slow: list[Case], *ways: str) -> list[Any]:
     ]
 
 
+@pytest.mark.drawn("training over ranks")
 @pytest.mark.parametrize("case", params(QUICK, SLOW))
 def test_it_gives_the_numbers_of_one_process(
     case: Case, ready: Path, spread: Spread, alone: Callable[[Case], Recipe]

@@ -40,6 +40,7 @@ def names(tab: Tab) -> list[str]:
     return list(tab.eval("[...document.querySelectorAll('.who a')].map(a => a.textContent)"))
 
 
+@pytest.mark.drawn("runs in a browser")
 def test_the_table_sorts_filters_and_leads_to_curves(tab: Tab, shown: Shown) -> None:
     tab.go(f"{shown.url}/")
     tab.wait("document.querySelectorAll('tr[data-id]').length === 4")
@@ -115,6 +116,7 @@ def test_what_failed_and_what_to_type_is_seen_first(tab: Tab, shown: Shown) -> N
     assert "ingot run" in text
 
 
+@pytest.mark.drawn("runs in a browser")
 def test_a_run_at_work_is_followed_without_loading_again(tab: Tab, tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "runs", "alone", steps=50)
     with showing(tmp_path / "runs") as server:
@@ -126,6 +128,7 @@ def test_a_run_at_work_is_followed_without_loading_again(tab: Tab, tmp_path: Pat
         tab.wait("document.querySelector('tr[data-id=another]') !== null")
 
 
+@pytest.mark.drawn("runs in a browser")
 def test_texts_of_runs_are_texts(tab: Tab, tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "runs", "alone", steps=50)
     evil = "<img src=x onerror=document.title='taken'> -> <script>document.title='taken'</script>"

@@ -169,6 +169,7 @@ def test_an_adapter(trained: Path) -> None:
     assert all(one.passed for one in proof.checks)
 
 
+@pytest.mark.drawn("exports of a mean")
 def test_an_adapter_of_a_base_whose_configuration_is_changed(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,6 +450,7 @@ def _first_written(folder: Path) -> int:
     return int(open_transformers(folder, "decoder").logits(prompt)[-1].argmax())
 
 
+@pytest.mark.drawn("exports of a mean")
 @pytest.mark.parametrize("way", ["sft", "sft-lora"])
 @pytest.mark.parametrize("average", ["{decay: 0.5}", "{kind: last, checkpoints: 2}"])
 def test_a_mean_of_weights(way: str, average: str, trained: Path, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_the_same_processes_do_one_call_after_the_other(two: LayoutProcesses) ->
     assert [process for *_, process in first] == [process for *_, process in second]
 
 
+@pytest.mark.drawn("ranks of verify layout")
 def test_what_one_rank_raises_ends_the_call_and_new_ranks_do_the_next(two: LayoutProcesses) -> None:
     before = {process for *_, process in two.run(who, 1)}
     began = time.monotonic()
@@ -94,6 +95,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error(two: LayoutProcesses) -> None
         two.run(not_to_be_sent)
 
 
+@pytest.mark.drawn("ranks of verify layout")
 def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

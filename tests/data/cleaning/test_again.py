@@ -52,6 +52,7 @@ def files(made: Recipe) -> dict[str, str]:
     return everything(made.folder.data / "clean")
 
 
+@pytest.mark.drawn("cleaning begun again")
 def test_stopped_anywhere_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, 20_000, 20_000, 20_000)
     made = small(tmp_path, TRAIN, VALIDATION, **KNOBS)
@@ -126,6 +127,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.drawn("cleaning begun again")
 def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, 20_000, 20_000, 20_000)
     made = small(tmp_path, TRAIN, VALIDATION, **KNOBS)

@@ -65,6 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CleaningRepor
     return cleaned.report, documents
 
 
+@pytest.mark.drawn("cuts of cleaning")
 @pytest.mark.parametrize(
     ("group", "part", "smallest", "pieces", "buckets"),
     [(10**9, 10**9, 10**9, 2, 1), (15_000, 30_000, 20_000, 4, 2), (700, 6_000, 2_500, 31, 7)],
@@ -91,6 +92,7 @@ def test_cuts_change_nothing(
     assert cleaned.report == report
 
 
+@pytest.mark.drawn("cuts of cleaning")
 def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = {**KNOBS, "contamination": None}
     cleaned, documents = kept(small(tmp_path / "whole", TRAIN, VALIDATION, **knobs))

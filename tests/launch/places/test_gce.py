@@ -122,6 +122,7 @@ NAME = f"ingot-small-train-{fingerprint(REPLICA)[:6]}"
 NAMES = [f"{NAME}-1-{node}" for node in range(3)]
 
 
+@pytest.mark.drawn("what is sent to Google", keep=2)
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
@@ -171,6 +172,7 @@ def test_what_would_be_sent_stands_in_golden_files(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.drawn("what is sent to Google", keep=2)
 def test_what_is_sent_is_what_was_shown(run: Run, cloud: compute.Compute) -> None:
     shown = run.launcher.render(job_of(run.recipe))
     assert cloud.server.calls == []
@@ -532,6 +534,7 @@ def test_what_could_not_be_taken_away_after_a_failure_is_told_beside_its_cause(
     assert cloud.names() == []
 
 
+@pytest.mark.drawn("what is sent to Google", keep=2)
 @pytest.mark.parametrize("start", [1, 2])
 def test_what_another_computer_started_is_left_alone_and_not_started_again(
     tmp_path: Path, cloud: compute.Compute, start: int

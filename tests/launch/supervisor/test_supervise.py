@@ -157,6 +157,7 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_started_again(
     )
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_a_rank_that_does_not_answer_is_named_all_the_same(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,11 +181,13 @@ def test_a_rank_without_any_sign_of_life_is_found_by_the_starts_bound(
     )
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_two_hangs_without_progress_fail(made: Made, run: Supervised) -> None:
     recipe = made([0, 3, "hang", None], [0, 3, "hang", None], launch__hang_s=0.5)
     assert run(recipe) == JobExit(1, 0)
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_signs_of_life_of_others_are_not_ours(made: Made, run: Supervised) -> None:
     """A file from an attempt before, whose slots would look like a hang for ever."""
     recipe = made(steps=60, launch__hang_s=1.0)
@@ -234,6 +237,7 @@ def test_a_signal_between_two_attempts_is_the_end(
     assert len(starts(recipe)) == 1
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_ranks_that_do_not_stop_are_ended_after_their_grace(
     made: Made, run: Supervised, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +253,7 @@ def test_ranks_that_do_not_stop_are_ended_after_their_grace(
     )
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_a_fresh_start_is_fresh_once(made: Made, run: Supervised) -> None:
     """Nothing older lies there, so that what the second attempt finds is the first one's."""
     recipe = made([0, 13, "exit", 1])
@@ -278,6 +283,7 @@ def test_a_fresh_start_that_died_too_early_is_fresh_again(made: Made, run: Super
     assert [start["argv"][-1] for start in starts(recipe)] == ["--fresh", "--fresh"]
 
 
+@pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_a_straggler_is_told_and_left_alone(
     made: Made, run: Supervised, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

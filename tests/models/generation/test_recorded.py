@@ -75,6 +75,7 @@ def test_nobody_notices_that_steps_are_recorded(
     assert recorder.recorded == 0 if model.config.experts else recorder.recorded > 0
 
 
+@pytest.mark.drawn("recorded steps")
 def test_a_size_is_recorded_once(folder: Path) -> None:
     """Also for requests that come when nobody else is there, as long as none is much longer."""
     recorder = Recorder()
@@ -171,6 +172,7 @@ def test_what_cannot_be_recorded_is_computed(
     assert reason in said
 
 
+@pytest.mark.drawn("recorded steps")
 def test_what_a_step_writes_of_no_request_reaches_none(folder: Path) -> None:
     """The row of what is too many holds numbers that are not finite, and then becomes a
     request's.

@@ -101,6 +101,7 @@ def test_numbers_and_answers_stay(kind: str, tied: bool) -> None:
     assert (halves == 0) == (kind == "olmo2"), "its layers run without Python"
 
 
+@pytest.mark.drawn("packed weights")
 def test_where_torchscript_is_gone_the_same_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, positions = torch.arange(60).view(2, 30), torch.arange(30).expand(2, 30)
     models = [decoder("qwen3")]
@@ -176,6 +177,7 @@ def _packed_weights_take_little() -> None:
         assert 2 * weights <= taken <= 2 * (weights + matrix.lanes * 32) + 2 * mmap.PAGESIZE
 
 
+@pytest.mark.drawn("packed weights")
 @pytest.mark.parametrize("corner_is_alike", [False, True])
 def test_another_order_in_memory_is_not_read(
     corner_is_alike: bool, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +288,7 @@ def test_a_server_computes_as_it_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert not load(folder, compute="bf16", pack=True).packed
 
 
+@pytest.mark.drawn("packed weights")
 def test_a_server_packs_and_a_single_answer_does_not(tmp_path: Path) -> None:
     rounded = make_folder(tmp_path / "rounded")
     assert not load(rounded, pack=True).packed, "its weights are float32 numbers"

@@ -137,6 +137,7 @@ def test_ranks_that_share_matrices_send_their_part_of_the_rows(recipe: Ask) -> N
     assert whole.between.bytes["weights"] - found.between.bytes["weights"] > shared
 
 
+@pytest.mark.drawn("traced experts")
 def test_a_rank_whose_experts_are_chosen_more_often_is_the_upper_end(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*SHARED), 2)
     assert isinstance(found.crowded, RankTrace)
@@ -150,6 +151,7 @@ def test_a_rank_whose_experts_are_chosen_more_often_is_the_upper_end(recipe: Ask
     assert memory.peak.origin == "guessed"
 
 
+@pytest.mark.drawn("traced experts")
 def test_layers_of_two_kinds_are_all_traced(recipe: Ask) -> None:
     """Only every second layer has experts: two layers do not tell of twelve."""
     many = {"num_hidden_layers": 12}

@@ -92,6 +92,7 @@ def test_memory_is_what_the_allocator_counts(recipe: Any, knobs: list[str]) -> N
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 def test_a_teacher_is_there_without_gradients_or_optimizer(recipe: Any, tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
@@ -112,6 +113,7 @@ def test_a_teacher_is_there_without_gradients_or_optimizer(recipe: Any, tmp_path
         assert taught.peak.bytes[part] == alone.peak.bytes[part]
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 @LONG
 @pytest.mark.parametrize(
     "knobs",
@@ -163,6 +165,7 @@ def test_operators_on_divided_tensors_are_counted(recipe: Any) -> None:
     assert divided[SPREAD] > 10 * sharded.get(SPREAD, 0)
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 @pytest.mark.parametrize(
     ("world", "knobs"),
     [
@@ -272,6 +275,7 @@ def test_buffers_of_a_pipeline_grow_with_the_micro_batches_of_a_step(recipe: Any
     assert many.peak.total - few.peak.total == held[1] - held[0]
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 def test_buckets_are_there_beside_gradients_that_wait_for_others(recipe: Any) -> None:
     """torch's data parallelism takes the gradients of the last micro-batch into its buckets, to
     which those of earlier ones are added until then.
@@ -308,6 +312,7 @@ def test_what_is_offloaded_takes_none_of_a_gpus_memory(recipe: Any, world: int) 
         assert plain.peak.total - weights.peak.total == pytest.approx(held, rel=0.05)
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 def test_on_a_cpu_what_is_offloaded_stays_in_the_same_memory(recipe: Any) -> None:
     plain, host = (
         trace.trace_rank(recipe(*knobs), 1) for knobs in ([], ["memory.offload.optimizer=1"])
@@ -316,6 +321,7 @@ def test_on_a_cpu_what_is_offloaded_stays_in_the_same_memory(recipe: Any) -> Non
     assert host.between.total - plain.between.total == weights
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 def test_cuda_keeps_less_of_a_norm_and_more_of_the_head(recipe: Any) -> None:
     asked = recipe(BF16, "data.seq_len=512", "tokenizer.vocab_size=512")
     cpu, cuda = (trace.trace_rank(asked, 1, kind=kind) for kind in ("cpu", "cuda"))
@@ -373,6 +379,7 @@ def of_kind(found: RankTrace, kind: str, dtype: str | None = None) -> float:
     )
 
 
+@pytest.mark.drawn("a traced plan", keep=2)
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_step_computes_what_the_share_of_the_peak_counts(recipe: Any, *, lora: bool) -> None:
     asked: Recipe = recipe("train.global_batch=2", *(["model.lora={}"] if lora else []))

@@ -210,6 +210,7 @@ def test_an_upload_that_another_made_first_becomes_the_second_version(
     assert add(place, "a") == 2
 
 
+@pytest.mark.drawn("a registry on Vertex AI")
 def test_two_processes_that_register_the_same_model_do_it_once(place: Place) -> None:
     held = lease(
         open_bucket(f"gs://bucket/{FOLDER}"),
@@ -234,6 +235,7 @@ def test_of_two_writers_of_the_live_pointer_one_is_refused(place: Place) -> None
     assert len(objects.read_pointer(bucket).turns) == 2
 
 
+@pytest.mark.drawn("a registry on Vertex AI")
 def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path) -> None:
     local, cloud = LocalRegistry(tmp_path / "registry.sqlite"), place.registry()
     told = []
@@ -271,6 +273,7 @@ def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path
     assert told[0] == told[1]
 
 
+@pytest.mark.drawn("a registry on Vertex AI")
 def test_the_alias_follows_the_pointer_and_is_repaired_by_the_next_command(place: Place) -> None:
     for model in "ab":
         add(place, model)

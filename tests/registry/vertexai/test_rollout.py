@@ -110,6 +110,7 @@ def test_the_second_version_comes_beside_the_first_and_takes_over(place: Place) 
     assert kinds[2:] == list(CHANGES), "beside it first, then the traffic, then the old one goes"
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_a_canary_gets_its_share_and_is_asked_before_it_gets_all(place: Place) -> None:
     two(place)
     place.deploy(canary=20)
@@ -124,6 +125,7 @@ def _by_second(answers: list[Any], deployed: Any, *_: Any) -> list[Any]:
     return answers if deployed.model_version_id == "2" else ["fine"]
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_a_version_that_answers_nonsense_is_taken_away_again(place: Place) -> None:
     two(place)
     for answers in ([], [None], [7], ["a", "b"]):
@@ -139,6 +141,7 @@ def test_a_version_that_answers_nonsense_is_taken_away_again(place: Place) -> No
         place.is_whole(1)
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_verify_compares_with_what_the_folder_says(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +219,7 @@ def test_a_deployment_that_fails_leaves_the_old_one_alone(
     assert shares(place) == [{}, {1: 100}]
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_whatever_call_fails_for_good_the_old_one_serves_and_nothing_is_left(place: Place) -> None:
     two(place)
     methods = [
@@ -297,6 +301,7 @@ def test_a_first_deployment_killed_after_any_call_is_finished(place: Place) -> N
     assert 8 < number < 60
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_of_two_deployments_at_once_the_second_is_refused(place: Place) -> None:
     two(place)
     held = lease(open_bucket("gs://bucket/ingot/endpoints/words"), "ingot deploy words", life_s=3.0)
@@ -307,6 +312,7 @@ def test_of_two_deployments_at_once_the_second_is_refused(place: Place) -> None:
     place.is_whole(2)
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_two_deployments_side_by_side_end_with_one_version_that_serves(place: Place) -> None:
     two(place)
     errors: list[BaseException] = []
@@ -411,6 +417,7 @@ def test_an_endpoint_of_somebody_elses_making_is_used_and_never_deleted_while_it
     place.is_whole(1)
 
 
+@pytest.mark.drawn("a deployment on Vertex AI", keep=2)
 def test_a_run_deploys_its_own_version_and_only_if_the_gate_says_so(place: Place) -> None:
     one, _ = place.registered("one", "a", 2.5)
     two, _ = place.registered("two", "b", 2.4)

@@ -105,6 +105,7 @@ def gone(*pids: object) -> bool:
     return True
 
 
+@pytest.mark.drawn("a server's child")
 def test_it_tells_when_it_is_ready_answers_and_ends_with_a_signal(
     folder: Path, start: Start
 ) -> None:
@@ -136,6 +137,7 @@ def test_it_tells_when_it_is_ready_answers_and_ends_with_a_signal(
         ]
 
 
+@pytest.mark.drawn("a server's child")
 def test_one_that_does_not_listen_to_signals_is_killed_with_all_its_processes(
     folder: Path, start: Start
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_stranger_who_answers_at_the_port_is_not_taken_for_the_engine(tmp_path
         stranger.shutdown()
 
 
+@pytest.mark.drawn("a server's child")
 def test_death_while_serving_is_told(folder: Path, start: Start) -> None:
     with start(folder, STANDIN="crash") as server:
         with pytest.raises(httpx.HTTPError):
@@ -249,6 +252,7 @@ AIP = {
 }
 
 
+@pytest.mark.drawn("a server's child")
 def test_under_vertex_the_front_speaks_its_contract_and_hands_openais_routes_through(
     folder: Path, start: Start
 ) -> None:

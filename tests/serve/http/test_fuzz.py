@@ -132,12 +132,14 @@ def judging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
         yield made
 
 
+@pytest.mark.drawn("fuzzed requests")
 @settings(max_examples=300, deadline=None)
 @given(calls())
 def test_no_body_breaks_the_server(app: FastAPI, call: tuple[str, Any]) -> None:
     assert_answered(app, *call)
 
 
+@pytest.mark.drawn("fuzzed requests")
 @settings(max_examples=100, deadline=None)
 @given(calls(SummaryBody))
 def test_no_body_breaks_a_summarizer(writing: FastAPI, call: tuple[str, Any]) -> None:

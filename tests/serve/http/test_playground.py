@@ -71,6 +71,7 @@ def complete(tab: Tab) -> None:
     tab.eval(f"{buttons}.find(b => b.innerText === 'Completion').click()")
 
 
+@pytest.mark.drawn("a page that asks")
 def test_a_completion_is_streamed_coloured_and_copied(
     tab: Tab, server: Running, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def best_first(found: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(found.items(), key=lambda one: -one[1])
 
 
+@pytest.mark.drawn("a page that asks")
 @pytest.mark.parametrize(
     ("make", "mode", "asked", "instances"),
     [

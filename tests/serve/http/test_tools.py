@@ -45,6 +45,7 @@ ASKED: list[Any] = [{"role": "user", "content": "rain?"}]
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "tools": TOOLS, "seed": 3}
 
 
+@pytest.mark.drawn("calls and formats")
 def test_forced_calls_fit_and_stream_alike(tool_client: openai.OpenAI) -> None:
     choice: Any
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
@@ -325,6 +326,7 @@ def test_no_stop_string_counts_in_a_forced_call(tool_client: openai.OpenAI) -> N
     jsonschema.validate(json.loads(call.function.arguments), WEATHER)
 
 
+@pytest.mark.drawn("calls and formats")
 def test_an_answer_of_a_format_may_call_instead(tool_client: openai.OpenAI) -> None:
     """Random weights choose either."""
     word: Any = {"type": "object", "properties": {"w": {"enum": ["a", "b"]}}, "required": ["w"]}
