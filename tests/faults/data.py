@@ -804,7 +804,7 @@ FAULTS = [
     ),
     Fault(
         "answers-in-json-are-messages",
-        "ingot/data/documents/preferences.py",
+        "ingot/data/documents/prompts.py",
         "contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns",
         "True for turn in turns",
         "an answer in JSON that has a key as messages have is taken for one, and left out",
@@ -1014,7 +1014,7 @@ FAULTS = [
     ),
     Fault(
         "messages-of-a-csv-are-texts",
-        "ingot/data/documents/preferences.py",
+        "ingot/data/documents/prompts.py",
         "        _refuse_python(value, columns)\n",
         "",
         "conversations that were saved as CSV are trained on as the text that Python shows of them",

@@ -30,7 +30,7 @@ from ingot.data.documents.messages import (
     text_of,
     with_system,
 )
-from ingot.data.documents.preferences import answer_in, begins_with, prompt_in
+from ingot.data.documents.prompts import answer_in, begins_with, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.tokenizers.chats.chat import Chat
 
