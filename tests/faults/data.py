@@ -1116,4 +1116,12 @@ FAULTS = [
         "JSON lines and tables at a signed web address are trained on as one raw text",
         "tests/data/sources/test_find.py",
     ),
+    Fault(
+        "all-that-both-sides-answer-is-compared",
+        "ingot/data/documents/preferences.py",
+        "begin = max(answers, default=same)",
+        "begin = min(answers, default=same)",
+        "earlier answers that both sides of a preference have weigh in losses by length",
+        "tests/data/documents/test_preferences.py",
+    ),
 ]

@@ -173,15 +173,17 @@ def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:
 
 
 def _parted(chosen: Sequence[Message], rejected: Sequence[Message]) -> Preference:
-    """Split two whole conversations where they first differ."""
-    same = next(
-        (
-            place
-            for place, (one, two) in enumerate(zip(chosen, rejected, strict=False))
-            if one != two
-        ),
-        min(len(chosen), len(rejected)),
-    )
+    """Split two whole conversations where they first differ. If that is behind an answer of both,
+    as where a tool gives each another result, this answer begins what is compared.
+    """
     if chosen == rejected:
         raise RecordError("chosen and rejected are equal")
-    return Preference(list(chosen[:same]), list(chosen[same:]), list(rejected[same:]))
+    pairs = list(zip(chosen, rejected, strict=False))
+    same = next((place for place, (one, two) in enumerate(pairs) if one != two), len(pairs))
+    answers = [
+        place
+        for place, turns in enumerate(pairs[: same + 1])
+        if place and all(turn["role"] == "assistant" for turn in turns)
+    ]
+    begin = max(answers, default=same)
+    return Preference(list(chosen[:begin]), list(chosen[begin:]), list(rejected[begin:]))

@@ -139,6 +139,25 @@ def test_a_question_that_stands_before_whole_conversations_is_no_other_prompt() 
         assert of({"prompt": prompt, **sides}) == expected
 
 
+CALL = {**bot(""), "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+
+
+def test_sides_that_differ_behind_an_answer_of_both_are_compared_from_it_on() -> None:
+    """As where both make one call and each gets another result, or one ends and one goes on."""
+    for before, after in (
+        ([CALL], ([{"role": "tool", "content": time}, bot(time)] for time in ("1", "2"))),
+        ([bot("a")], ([user(text), bot("b")] for text in ("more?", "and?"))),
+        ([bot("a")], ([], [user("more?"), bot("b")])),
+    ):
+        chosen, rejected = ([*before, *rest] for rest in after)
+        sides = {"chosen": [user("q"), *chosen], "rejected": [user("q"), *rejected]}
+        for prompt in ("q", [user("q")], None):
+            assert of({"prompt": prompt, **sides}) == Preference([user("q")], chosen, rejected)
+    late = [[CALL, {"role": "tool", "content": time}, bot(time)] for time in ("1", "2")]
+    found = of({"chosen": [*FIRST, *late[0]], "rejected": [*FIRST, *late[1]]})
+    assert found == Preference(FIRST, *late), "no more than the last answer of both"
+
+
 def test_a_rated_conversation_is_rated_by_what_follows_its_last_question() -> None:
     def parts(record: dict[str, Any]) -> tuple[Any, Any]:
         found = to_rated(1, {"prompt": "q", "label": True, **record}, "auto", {})
