@@ -989,18 +989,17 @@ FAULTS = [
     Fault(
         "earlier-answers-of-both-sides-are-compared",
         "ingot/data/documents/preferences.py",
-        "        return _parted(chosen, rejected)\n    return Preference(prompt",
-        "        own = len(prompt or [])\n"
-        "        return Preference(chosen[:own], chosen[own:], rejected[own:])\n"
-        "    return Preference(prompt",
+        "return _parted(*talks) if talks else Preference(prompt, chosen, rejected)",
+        "sides = [talk[len(prompt) :] for talk in talks or ()] or [chosen, rejected]\n"
+        "    return Preference(prompt, *sides)",
         "answers that both sides of a preference have are trained as what differs between them",
         "tests/data/documents/test_preferences.py",
     ),
     Fault(
         "earlier-answers-are-rated",
         "ingot/data/documents/rated.py",
-        "before, answer = _parted(answer, len(prompt))",
-        "before, answer = prompt, answer[len(prompt) :]",
+        "before, answer = _parted(talks[0], prompt)",
+        "before, answer = prompt, talks[0][len(prompt) :]",
         "one verdict is learned of all answers of a conversation, not of the last that it is about",
         "tests/data/documents/test_preferences.py",
     ),
@@ -1123,5 +1122,21 @@ FAULTS = [
         "begin = min(answers, default=same)",
         "earlier answers that both sides of a preference have weigh in losses by length",
         "tests/data/documents/test_preferences.py",
+    ),
+    Fault(
+        "a-question-twice-where-a-system-message-stands-before-one",
+        "ingot/data/documents/prompts.py",
+        'if not all(talk and talk[0]["role"] in ("system", "user") for talk in talks):',
+        'if not all(talk and talk[0]["role"] == "user" for talk in talks):',
+        "a chat has its question before and behind its system message",
+        "tests/data/documents/test_chats.py",
+    ),
+    Fault(
+        "a-conversation-behind-another-question",
+        "ingot/data/documents/prompts.py",
+        "if not any(_repeats(rest, asked) for _, rest in parts) or any(",
+        "if any(",
+        "what `prompt` says beside a whole conversation that is about something else is lost",
+        "tests/data/documents/test_chats.py",
     ),
 ]

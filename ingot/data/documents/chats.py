@@ -30,7 +30,7 @@ from ingot.data.documents.messages import (
     text_of,
     with_system,
 )
-from ingot.data.documents.prompts import answer_in, begins_with, prompt_in
+from ingot.data.documents.prompts import answer_in, conversations, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.tokenizers.chats.chat import Chat
 
@@ -113,7 +113,9 @@ def _turns(
             "give it as `messages`, and what is not to be trained a `weight` of 0",
         )
     answer = answer_in(record, "completion", kind, columns, guess=guess)
-    return answer if begins_with(answer, prompt) else [*prompt, *answer]
+    way_out = f"columns={{messages: {columns.get('completion', 'completion')}}}"
+    talks = conversations([answer], prompt, way_out)
+    return talks[0] if talks else [*prompt, *answer]
 
 
 def _is_prompted(record: Mapping[str, Any], columns: ColumnNames) -> bool:

@@ -4,7 +4,8 @@ chats.
 
 They come in the layouts of chats. The prompt is in the layout's own columns, or in `prompt`, as
 messages or a string; the answers are in `chosen` and `rejected`, as strings or messages. If these
-are whole conversations, the prompt is their common beginning, whatever a column repeats of it.
+are whole conversations, the prompt is their common beginning, whatever a column repeats of it;
+where that has another prompt, they are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ingot.data.documents.messages import (
     stored,
     with_system,
 )
-from ingot.data.documents.prompts import answer_in, begins_with, prompt_in
+from ingot.data.documents.prompts import answer_in, conversations, prompt_column, prompt_in
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.tokenizers.chats.chat import Chat
 
@@ -150,10 +151,12 @@ def _prompted(
 ) -> Preference:
     chosen, rejected = (answer_in(record, name, kind, columns, guess=guess) for name in SIDES)
     prompt = prompt_in(record, kind, columns, guess=guess)
-    if prompt is None or (begins_with(chosen, prompt) and begins_with(rejected, prompt)):
-        # Some data sets repeat the prompt, or but the first question, in both conversations.
+    if prompt is None:
         return _parted(chosen, rejected)
-    return Preference(prompt, chosen, rejected)
+    # Some data sets repeat the prompt, or but a question, in both conversations.
+    way_out = f"columns={{{prompt_column(record, kind, columns)}: none}}"
+    talks = conversations((chosen, rejected), prompt, way_out)
+    return _parted(*talks) if talks else Preference(prompt, chosen, rejected)
 
 
 def _layout(record: Mapping[str, Any], columns: ColumnNames) -> str:

@@ -31,22 +31,33 @@ BESIDE_CONTENTS = frozenset(
 """What messages have beside role and content."""
 
 
+def prompt_column(record: Mapping[str, Any], kind: str, columns: ColumnNames) -> str | None:
+    """The standard name of the column that has the messages before the answers."""
+    names = {"alpaca": ("instruction",), "sharegpt": ("conversations",)}
+    return next(
+        (
+            name
+            for name in names.get(kind, ("prompt", "messages"))
+            if column(record, name, columns) is not None
+        ),
+        None,
+    )
+
+
 def prompt_in(
     record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
 ) -> list[Message] | None:
     """The messages before the answers; None if no column has them."""
     if kind == "alpaca":
         return alpaca_prompt(record, columns, "preference")
-    for name in ("conversations",) if kind == "sharegpt" else ("prompt", "messages"):
-        if (value := column(record, name, columns)) is not None:
-            own = _in_json(value, columns)
-            # A list in a column for messages is one of messages, or wrong.
-            return (
-                [user(value)]
-                if isinstance(own, str) and (name == "prompt" or not own.lstrip().startswith("[{"))
-                else messages_of(own, kind, columns, guess=guess)
-            )
-    return None
+    if (name := prompt_column(record, kind, columns)) is None:
+        return None
+    value = column(record, name, columns)
+    own = _in_json(value, columns)
+    # A list in a column for messages is one of messages, or wrong.
+    if isinstance(own, str) and (name == "prompt" or not own.lstrip().startswith("[{")):
+        return [user(value)]
+    return messages_of(own, kind, columns, guess=guess)
 
 
 def answer_in(
@@ -114,5 +125,51 @@ def _are_messages(found: Any, columns: ColumnNames) -> bool:
     return False
 
 
-def begins_with(side: Sequence[Message], prompt: Sequence[Message]) -> bool:
-    return bool(prompt) and list(side[: len(prompt)]) == list(prompt)
+def conversations(
+    talks: Sequence[list[Message]], prompt: list[Message], way_out: str
+) -> list[list[Message]] | None:
+    """Whole conversations in the place of answers, which begin with a question or a system message;
+    None if they are answers. Whichever has a system message, the prompt or they, it begins them.
+
+    Raises:
+        RecordError: none of them repeats the prompt, or another system message stands there, so
+            that one question would come behind another.
+    """
+    if not all(talk and talk[0]["role"] in ("system", "user") for talk in talks):
+        return None
+    own, asked = split_system(prompt)
+    parts = [split_system(talk) for talk in talks]
+    if not any(_repeats(rest, asked) for _, rest in parts) or any(
+        own and system and not _alike(own, system) for system, _ in parts
+    ):
+        raise RecordError(
+            "a whole conversation in the place of an answer, to another prompt",
+            f"it begins with {talks[0][0]['content'][:40]!r}, the prompt with"
+            f" {prompt[0]['content'][:40] if prompt else ''!r}; {way_out} goes by the conversation"
+            " alone",
+        )
+    return [[*(system or own), *rest] for system, rest in parts]
+
+
+def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """The system message at the beginning, if there is one, and all else."""
+    count = int(bool(messages) and messages[0]["role"] == "system")
+    return messages[:count], messages[count:]
+
+
+def _repeats(talk: list[Message], asked: list[Message]) -> bool:
+    """Whether a conversation begins with what was asked, or has the one question anywhere: some
+    data sets repeat the first question beside it, and some the last.
+    """
+    return _alike(talk[: len(asked)], asked) or (
+        len(asked) == 1 and any(_alike([turn], asked) for turn in talk)
+    )
+
+
+def _alike(some: list[Message], others: list[Message]) -> bool:
+    """Whether messages say the same, but for white space around it and keys beside it."""
+    one, other = (
+        [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in turns]
+        for turns in (some, others)
+    )
+    return one == other

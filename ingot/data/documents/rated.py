@@ -28,7 +28,13 @@ from ingot.data.documents.messages import (
     stored,
     with_system,
 )
-from ingot.data.documents.prompts import answer_in, begins_with, prompt_in
+from ingot.data.documents.prompts import (
+    answer_in,
+    conversations,
+    prompt_column,
+    prompt_in,
+    split_system,
+)
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.tokenizers.chats.chat import Chat
 
@@ -115,15 +121,20 @@ def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rate
         before, answer = prompt[:-1], prompt[-1:]
     else:
         before, answer = prompt, answer_in(record, name, kind, columns, guess=guess)
-        if begins_with(answer, prompt):
-            before, answer = _parted(answer, len(prompt))
+        way_out = (
+            f"columns={{messages: {columns.get(name, name)}, {name}: none,"
+            f" {prompt_column(record, kind, columns)}: none}}"
+        )
+        if talks := conversations([answer], prompt, way_out):
+            before, answer = _parted(talks[0], prompt)
     return Rated(with_system(before, record, columns), answer, label)
 
 
-def _parted(talk: list[Message], asked: int) -> tuple[list[Message], list[Message]]:
-    """Split a whole conversation, of which the first messages were `asked`, behind its last
-    question: earlier answers are part of the prompt.
+def _parted(talk: list[Message], prompt: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Split a whole conversation that repeats the prompt behind this and its last question: earlier
+    answers are part of the prompt.
     """
+    asked = len(split_system(talk)[0]) + len(split_system(prompt)[1])
     users = (place for place, message in enumerate(talk[:-1]) if message["role"] == "user")
     begin = max(asked, *(place + 1 for place in users), 0)
     return talk[:begin], talk[begin:]

@@ -137,6 +137,22 @@ def test_renamed_columns() -> None:
         to_chat(1, {}, "alpaca", {"question": "instruction"})
 
 
+def test_a_completion_that_is_a_conversation_has_question_and_system_message_once() -> None:
+    system = {"role": "system", "content": "s"}
+    once = [("system", "s"), ("user", "hi"), ("assistant", "yo")]
+    for prompt in ("hi", HELLO[:1], [system, HELLO[0]], " hi\n"):
+        assert said({"prompt": prompt, "completion": [system, *HELLO]}) == once
+        assert said({"prompt": prompt, "system": "s", "completion": [system, *HELLO]}) == once
+        assert said({"prompt": prompt, "system": "s", "completion": HELLO}) == once
+    for prompt in ([system, HELLO[0]], [system]):
+        assert said({"prompt": prompt, "completion": HELLO}) == once
+    other: dict[str, Any] = {"prompt": "or else", "completion": HELLO}
+    refused = bad(other)
+    assert refused.reason == "a whole conversation in the place of an answer, to another prompt"
+    assert "columns={messages: completion} goes by the conversation alone" in refused.detail
+    assert said(other, messages="completion") == once[1:]
+
+
 def test_other_keys_stay_and_null_ones_go() -> None:
     call = [{"function": {"name": "f", "arguments": {}}}]
     found = to_chat(

@@ -137,6 +137,49 @@ def test_a_question_that_stands_before_whole_conversations_is_no_other_prompt() 
     expected = SIMPLE._replace(prompt=FIRST)
     for prompt in ("q", FIRST[:1], FIRST[:2], FIRST, None):
         assert of({"prompt": prompt, **sides}) == expected
+    assert of({"prompt": " more?\n", **sides}) == expected, "some repeat the last question"
+    assert of({"messages": sides["chosen"], **sides}) == expected, "or one of the conversations"
+
+
+def test_a_system_message_before_the_prompt_or_the_conversations_stands_once() -> None:
+    system = {"role": "system", "content": "s"}
+    short = {"chosen": [user("q"), bot("good")], "rejected": [user("q"), bot("bad")]}
+    whole = {name: [system, *side] for name, side in short.items()}
+    expected = SIMPLE._replace(prompt=[system, user("q")])
+    for record in (
+        {"prompt": "q", **whole},
+        {"prompt": [user("q")], **whole},
+        {"prompt": [system, user("q")], **short},
+        {"prompt": [system], **short},
+        {"prompt": "q", "system": "s", **whole},
+        {"prompt": "q", "system": "s", **short},
+    ):
+        assert of(record) == expected
+        rated = to_rated(1, {**record, "completion": record["chosen"], "label": 1}, "auto", {})
+        assert isinstance(rated, ParsedDocument), rated
+        assert from_rated(rated.text)[:2] == ([system, user("q")], [bot("good")])
+    assert of({"instruction": "q", "system": "s", **short}) == expected
+    assert "to another prompt" in bad({"prompt": [{**system, "content": "t"}], **whole}).reason
+
+
+def test_conversations_to_another_prompt_are_refused_with_a_way_out() -> None:
+    sides = {"chosen": [user("q"), bot("good")], "rejected": [user("q"), bot("bad")]}
+    record = {"prompt": "other", **sides}
+    found = bad(record)
+    assert found.reason == "a whole conversation in the place of an answer, to another prompt"
+    assert found.detail == (
+        "it begins with 'q', the prompt with 'other'; columns={prompt: none} goes by the"
+        " conversation alone"
+    )
+    assert of(record, prompt="none") == SIMPLE
+    rated = {"prompt": "other", "completion": sides["chosen"], "label": True}
+    refused = to_rated(1, rated, "auto", {})
+    assert isinstance(refused, BadRecord)
+    columns = {"messages": "completion", "completion": "none", "prompt": "none"}
+    assert "columns={messages: completion, completion: none, prompt: none}" in refused.detail
+    taken = to_rated(1, rated, "auto", columns)
+    assert isinstance(taken, ParsedDocument)
+    assert from_rated(taken.text)[:2] == ([user("q")], [bot("good")])
 
 
 CALL = {**bot(""), "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
