@@ -217,6 +217,16 @@ def test_bad_ones_are_counted_or_stop(tmp_path: Path) -> None:
         ingest(of("preference", tmp_path, path, data__on_bad="stop"))
 
 
+def test_a_rare_class_0_where_names_count_from_1_stops_whatever_may_be_skipped(
+    tmp_path: Path,
+) -> None:
+    rows = [{"text": f"film {number}", "label": number % 5 or 1} for number in range(40)]
+    file = write(tmp_path / "a.jsonl", [*rows, {"text": "the worst", "label": 0}])
+    stars = ["1", "2", "3", "4", "5"]
+    with pytest.raises(WrongInput, match=r"a\.jsonl:41: label outside .* list the labels 0 to 4"):
+        ingest(of("labelled", tmp_path, file, objective__labels=stars))
+
+
 def test_hh_texts_as_chats(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", [{"chosen": "\n\nHuman: hi\n\nAssistant: yo", "rejected": "x"}]

@@ -59,7 +59,8 @@ def to_labelled(
 
     A label that is a text is a name in `labels`, and a number has the name that the file itself has
     for it, in `classes`, if any of these is in `labels`. Any other number is a place in `labels`,
-    but where names are numbers, it is one of them or wrong: of classes 1 to 5, none is 0.
+    but where names are numbers, it is one of them or wrong: of classes 1 to 5, none is 0, and one
+    that is says that the source counts from 0, which stops it.
 
     Raises:
         WrongInput: `columns` renames a column that a labelled text does not have.
@@ -100,9 +101,17 @@ def _label(value: Any, name: str, labels: Sequence[str], classes: Sequence[str])
     place = _place(value, tuple(labels), tuple(classes))
     if place is None:
         counted = "; numbers are names here" if _are_numbers(tuple(labels)) else ""
+        # Left out, a rare class 0 would leave others behind that are shifted by one.
+        from_0 = bool(counted) and not classes and _counted(value, labels) is not None
+        if from_0:
+            counted += (
+                f": if the data set counts its classes from 0, list the labels 0 to"
+                f" {len(labels) - 1}; if it is no class, take such records out of the source"
+            )
         raise RecordError(
             "label outside objective.labels",
             f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}{counted}",
+            stops=from_0,
         )
     return place
 
@@ -118,9 +127,14 @@ def _place(value: Any, labels: tuple[str, ...], classes: tuple[str, ...]) -> int
         return labels.index(str(value))
     elif _are_numbers(labels):
         return None
+    return _counted(value, labels)
+
+
+def _counted(value: Any, labels: Sequence[str]) -> int | None:
+    """The place in `labels` that a number says, or a text of digits."""
     digits = isinstance(value, str) and value.isascii() and value.isdigit()
     number = int(value) if digits and len(value) < 10 else value
-    return number if isinstance(number, int) and 0 <= number < len(labels) else None
+    return number if type(number) is int and 0 <= number < len(labels) else None
 
 
 @functools.lru_cache(maxsize=8)

@@ -61,11 +61,15 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 class RecordError(Exception):
-    """A record that cannot be converted: a short reason, which is counted, and details."""
+    """A record that cannot be converted: a short reason, which is counted, and details; and what
+    else a `BadRecord` has.
+    """
 
-    def __init__(self, reason: str, detail: str = "", keys: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, reason: str, detail: str = "", keys: tuple[str, ...] = (), *, stops: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.detail, self.keys = reason, detail, keys
+        self.reason, self.detail, self.keys, self.stops = reason, detail, keys, stops
 
 
 def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | BadRecord:
@@ -76,7 +80,7 @@ def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | 
         made = {name: value for name, value in make().items() if value is not None}
         return checked(row, compact_json(made))
     except RecordError as fault:
-        return BadRecord(row, fault.reason, fault.detail, fault.keys)
+        return BadRecord(row, fault.reason, fault.detail, fault.keys, stops=fault.stops)
     except (TypeError, ValueError, RecursionError) as error:
         return BadRecord(row, "not JSON", str(error)[:80])
 

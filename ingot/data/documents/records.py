@@ -36,6 +36,10 @@ class BadRecord:
     """The record's keys if the text column was missing."""
     ends_file: bool = False
     """Whether the file is damaged or cut short here, so that the rest of it is not read."""
+    stops: bool = False
+    """Whether it tells that the others are read otherwise than they are meant, so that it cannot be
+    left out.
+    """
 
     def __str__(self) -> str:
         details = [self.detail] if self.detail else []

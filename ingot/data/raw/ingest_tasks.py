@@ -275,6 +275,8 @@ class _TaskReader:
         if bad.keys and wrong_name and (stops or tally.bad.total() >= UNDECIDED):
             raise self._task.extractor.missing_error(self._lacking, bad.keys)
         told = utf8_safe(f"{place}: {bad}")
+        if bad.stops:
+            raise WrongInput(told)
         if bad.ends_file and self._on_bad != "skip_files":
             raise WrongInput(
                 f"{told}; get the file whole, or set data.on_bad=skip_files to leave out what"

@@ -126,12 +126,29 @@ def test_a_number_that_is_a_name_is_a_name() -> None:
     """Stars from 1 to 3 are not shifted by one, whether the file has numbers or texts."""
     stars = ["1", "2", "3"]
     assert [label(value, stars) for value in (1, "1", 3, "3")] == [0, 0, 2, 2]
-    for value in (0, "0"):
+    for value in (4, "-1"):
         told = str(label(value, stars))
-        assert told.startswith("label outside objective.labels (`label` is '0', the labels are 1,")
-        assert told.endswith("numbers are names here)"), "else 0 and 1 would be one class"
-    for number, others in ((2, ["-1", "0", "1"]), (0, ["1.0", "2.0"]), (0, ["1", "2", "none"])):
-        assert "outside" in str(label(number, others))
+        assert told.startswith(f"label outside objective.labels (`label` is '{value}', the labels")
+        assert told.endswith("numbers are names here)")
+
+
+def test_a_data_set_that_counts_from_0_is_not_read_by_names_that_are_other_numbers() -> None:
+    """A rare class 0 alone would be skipped, and all others be shifted by one."""
+    for number, names in (
+        (0, ["1", "2", "3"]),
+        ("0", ["1", "2", "3"]),
+        (2, ["-1", "0", "1"]),
+        (0, ["1.0", "2.0"]),
+        (0, ["1", "2", "none"]),
+    ):
+        found = to_labelled(1, {"text": "x", "label": number}, {}, names)
+        assert isinstance(found, BadRecord)
+        assert found.stops
+        assert f"counts its classes from 0, list the labels 0 to {len(names) - 1}; if" in str(found)
+    for other in (4, -1, "4"):
+        found = to_labelled(1, {"text": "x", "label": other}, {}, ["1", "2", "3"])
+        assert isinstance(found, BadRecord)
+        assert not found.stops, "a number that counts no class"
 
 
 def test_numbers_have_the_names_that_the_file_has_for_them(
