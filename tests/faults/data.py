@@ -1014,7 +1014,7 @@ FAULTS = [
     Fault(
         "messages-of-a-csv-are-texts",
         "ingot/data/documents/prompts.py",
-        "        _refuse_python(value, columns)\n",
+        "    _refuse_python(value, columns)\n",
         "",
         "conversations that were saved as CSV are trained on as the text that Python shows of them",
         "tests/data/documents/test_preferences.py",
@@ -1146,5 +1146,13 @@ FAULTS = [
         "if False:",
         "of a data set that counts from 0 a rare class is skipped, and all others are taken for the next",
         "tests/data/test_ingest_kinds.py",
+    ),
+    Fault(
+        "messages-laid-out-are-texts",
+        "ingot/data/documents/prompts.py",
+        r'_OBJECTS = re.compile(r"\s*(\[\s*)?\{")',
+        r'_OBJECTS = re.compile(r"\s*\[?\{")',
+        "messages in JSON with blanks are trained on as the text of that JSON",
+        "tests/data/documents/test_preferences.py",
     ),
 ]

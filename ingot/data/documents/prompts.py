@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ingot.data.documents.messages import (
@@ -29,6 +29,13 @@ BESIDE_CONTENTS = frozenset(
     {*THOUGHTS, *MARKS, "name", "tool_call_id", "refusal", "annotations", "audio"}
 )
 """What messages have beside role and content."""
+CALLS = ("tool_calls", "function_call")
+"""What they may have in place of a content."""
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
+"""How JSON of one or several messages begins."""
+_LIST = re.compile(r"\s*\[\s*\{")
+_SHOWN = r"\s*[\[(]?\s*(array\()?\s*\[?\s*\{\s*"
+"""How Python and NumPy begin to show them."""
 
 
 def prompt_column(record: Mapping[str, Any], kind: str, columns: ColumnNames) -> str | None:
@@ -55,7 +62,7 @@ def prompt_in(
     value = column(record, name, columns)
     own = _in_json(value, columns)
     # A list in a column for messages is one of messages, or wrong.
-    if isinstance(own, str) and (name == "prompt" or not own.lstrip().startswith("[{")):
+    if isinstance(own, str) and (name == "prompt" or not _LIST.match(own)):
         return [user(value)]
     return messages_of(own, kind, columns, guess=guess)
 
@@ -79,31 +86,40 @@ def _in_json(value: Any, columns: ColumnNames) -> Any:
     """Parse a string that is JSON of one or several messages; any other string is returned
     unchanged, such as an answer that is JSON itself.
     """
-    if not isinstance(value, str) or not value.lstrip().startswith(("[{", "{")):
+    if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        found = json.loads(value) if _OBJECTS.match(value) else None
     except (ValueError, RecursionError):
-        _refuse_python(value, columns)
-        return value
-    return found if _are_messages(found, columns) else value
+        found = None
+    if _are_messages(found, columns):
+        return found
+    _refuse_python(value, columns)
+    return value
 
 
 def _refuse_python(text: str, columns: ColumnNames) -> None:
     """Refuse messages as Python or NumPy show them, which would be trained on as they stand."""
-    if not text.rstrip().endswith(("}", "}]")):
+    if not text.rstrip(" \n]),").endswith(("}", "dtype=object")):
         return
     for tags in TAGS.values():
-        role, content = (re.escape(columns.get(tag, tag)) for tag in tags)
-        known = "|".join(ROLES)
-        if re.search(rf"'{role}': *'({known})'", text, re.IGNORECASE) and re.search(
-            rf"'({content}|tool_calls|function_call)': ", text
+        role, content = (columns.get(tag, tag) for tag in tags)
+        of_both = {role, content, *CALLS}
+        if (
+            re.match(_SHOWN + _any_of(of_both | BESIDE_CONTENTS), text)
+            and re.search(_any_of({role}) + rf" *'({'|'.join(ROLES)})'", text, re.IGNORECASE)
+            and re.search(_any_of(of_both - {role}), text)
         ):
             raise RecordError(
                 "messages as Python shows them",
                 f"{text[:40]!r} is no JSON; save the data set as JSON lines or Parquet instead of"
                 " CSV",
             )
+
+
+def _any_of(keys: Iterable[str]) -> str:
+    """A pattern of a key as Python shows it."""
+    return f"'({'|'.join(map(re.escape, sorted(keys)))})':"
 
 
 def _are_messages(found: Any, columns: ColumnNames) -> bool:
@@ -116,7 +132,7 @@ def _are_messages(found: Any, columns: ColumnNames) -> bool:
         return False
     for tags in TAGS.values():
         role, content = (columns.get(tag, tag) for tag in tags)
-        contents = {content, "tool_calls", "function_call"}
+        contents = {content, *CALLS}
         if all(role in turn for turn in turns) and any(
             contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns
         ):

@@ -368,7 +368,17 @@ TALK = [user('say "hi"'), {**bot("it's hi\n"), "name": None}]
 
 
 @pytest.mark.parametrize(
-    "shown", [repr(TALK), repr(TALK[1]), str(np.array(TALK, object)), repr(TALK[:1]) + "\n"]
+    "shown",
+    [
+        repr(TALK),
+        repr(TALK[1]),
+        str(np.array(TALK, object)),
+        repr(TALK[:1]) + "\n",
+        repr(np.array(TALK, object)),
+        repr([np.array(TALK, object)]),
+        repr((TALK[1],)),
+        "[ " + repr(TALK[0]) + " ]",
+    ],
 )
 def test_messages_as_python_shows_them_are_no_text(shown: str) -> None:
     """So `datasets` and pandas write them into CSV."""
@@ -396,11 +406,28 @@ def test_messages_as_python_shows_them_are_no_text(shown: str) -> None:
         "{'role': 'user', 'content': 'hi'} is what I send.",
         "{'from': 'Oslo', 'value': 3}",
         "[{'name': 'b'}]",
+        "{ 'model': 'x', 'messages': [{'role': 'user', 'content': 'hi'}] }",
     ],
 )
 def test_what_is_python_but_no_message_is_text(text: str) -> None:
     found = of({"prompt": text, "chosen": text, "rejected": "no"})
     assert found == Preference([user(text)], [bot(text)], [bot("no")])
+
+
+def test_messages_in_json_with_blanks_are_messages() -> None:
+    """As `json.dumps` lays them out."""
+    answer = json.dumps([bot("good")], indent=2)
+    assert of({"prompt": "q", "chosen": answer, "rejected": "bad"}) == SIMPLE
+    assert (
+        of({"prompt": f" [ {json.dumps(user('q'))} ]", "chosen": "good", "rejected": "bad"})
+        == SIMPLE
+    )
+    chat = to_chat(1, {"prompt": "q", "completion": answer}, "auto", {})
+    rated = to_rated(1, {"prompt": "q", "completion": answer, "label": True}, "auto", {})
+    assert isinstance(chat, ParsedDocument)
+    assert isinstance(rated, ParsedDocument)
+    assert from_chat(chat.text).messages == [user("q"), bot("good")]
+    assert from_rated(rated.text).answer == [bot("good")]
 
 
 def test_one_message_in_json_is_a_message() -> None:
