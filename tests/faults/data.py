@@ -1155,4 +1155,12 @@ FAULTS = [
         "messages in JSON with blanks are trained on as the text of that JSON",
         "tests/data/documents/test_preferences.py",
     ),
+    Fault(
+        "images-without-a-path-are-none",
+        "ingot/data/sources/tables.py",
+        "    told = (with_presence(batch, files) for batch in batches)\n",
+        "    told = batches\n",
+        "chats about images in Parquet are trained on as text, since their smallest part alone is read",
+        "tests/data/sources/test_tables.py",
+    ),
 ]

@@ -26,6 +26,7 @@ from ingot.data.documents.examples import (
 )
 from ingot.data.documents.messages import (
     THOUGHTS,
+    UNREAD,
     check_columns,
     written,
 )
@@ -125,6 +126,11 @@ class DocumentExtractor:
             return self.required_columns
         known = {self.columns.get(name, name) for name in CHAT_COLUMNS[self.documents]}
         return [name for name in there if name in known]
+
+    @property
+    def asked_columns(self) -> set[str]:
+        """The columns of which a record only tells whether there is anything in them."""
+        return {self.columns.get(name, name) for name in UNREAD} if self.exact_numbers else set()
 
     def check(self, place: str, there: Sequence[str]) -> None:
         """Raises WrongInput if a table lacks required columns."""

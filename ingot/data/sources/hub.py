@@ -18,6 +18,7 @@ from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources.kind import SourceKind
+from ingot.data.sources.presence import files_among, with_presence
 from ingot.data.sources.source_file import SourceFile, recall, remember
 from ingot.data.sources.tables import batch_documents, columns_of, with_classes
 
@@ -144,7 +145,7 @@ def hub_documents(
         WrongInput: the text column is missing, or is not text.
         Failed: the connection breaks down.
     """
-    where, row, columns = file.stamp, 0, list[str]()
+    where, row, columns, files = file.stamp, 0, list[str](), list[str]()
     share = (
         open_split(where, file.path)
         .shard(num_shards=where["shares"], index=where["share"])
@@ -166,9 +167,11 @@ def hub_documents(
             return
         if not row:
             columns = columns_of(table.schema, file.path, extractor)
+            files = files_among(table.schema, extractor.asked_columns)
             extractor = with_classes(extractor, table.schema)
         for batch in table.select(columns).to_batches():
-            yield from batch_documents(batch, row, extractor, table.column_names)
+            told = with_presence(batch, files)
+            yield from batch_documents(told, row, extractor, table.column_names)
             row += batch.num_rows
 
 

@@ -32,6 +32,10 @@ class _WholeRecords(DocumentExtractor):
     def read_columns(self, there: Sequence[str]) -> list[str]:
         return list(there)
 
+    @property
+    def asked_columns(self) -> set[str]:
+        return set()
+
     def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         if not isinstance(record, dict):
             return not_an_object(row, record)

@@ -16,6 +16,7 @@ from ingot.base.exact_json import parse_json
 from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument
+from ingot.data.sources.presence import files_among, smallest_leaf, with_presence
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +25,8 @@ else:  # `ingot run` of a finished run comes by here
     pa, pq = lazy_import("pyarrow"), lazy_import("pyarrow.parquet")
 
 PARQUET_ROWS = 1024
+FILE_ROWS = 64
+"""So many where each may have images beside it, of which there may be no smaller part."""
 BUFFER_BYTES = 1 << 20
 ARROW_FILE = b"ARROW1"
 UNREADABLE = (ValueError, OverflowError, RecursionError)
@@ -138,8 +141,13 @@ def parquet(
         return
     schema = file.schema_arrow
     columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
-    batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
-    yield from _rows(batches, "Parquet", extractor, schema.names)
+    files = files_among(schema, extractor.asked_columns)
+    batches = file.iter_batches(
+        batch_size=FILE_ROWS if files else PARQUET_ROWS,
+        columns=[smallest_leaf(file, name) if name in files else name for name in columns],
+    )
+    told = (with_presence(batch, files) for batch in batches)
+    yield from _rows(told, "Parquet", extractor, schema.names)
 
 
 def arrow(
@@ -153,7 +161,9 @@ def arrow(
         return
     schema = next(batches)
     columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
-    yield from _rows((batch.select(columns) for batch in batches), "Arrow", extractor, schema.names)
+    files = files_among(schema, extractor.asked_columns)
+    told = (with_presence(batch.select(columns), files) for batch in batches)
+    yield from _rows(told, "Arrow", extractor, schema.names)
 
 
 def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.sources import tables
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
 from tests.data.sources.test_readers import TEXTS, bad, parquet, read, texts
@@ -57,6 +58,39 @@ def test_columns_beside_chats_are_not_read(
     dated = [[{"role": "user", "content": "a", "day": day}] for day in (None, 2_932_897)]
     read_all = parsed(talk=pa.array(dated, pa.list_(turn)))
     assert bad(read_all) == [(1, "no assistant turn"), (2, "not JSON")]
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(parquet_file, "parquet"), (arrow_file, "arrow")],
+    ids=["parquet", "arrow"],
+)
+def test_images_are_no_values_of_python_and_told_where_there_are_any(
+    written: Callable[[pa.Table], bytes], kind: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = {"bytes": b"\x89PNG", "path": None}
+    several = [[image], [], None, [None], [None, image], [{**image, "path": "a"}]]
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 6
+    one = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    read, seen = tables._records, list[pa.DataType]()
+
+    def looked_at(batch: pa.RecordBatch, unread: Any) -> list[Any]:
+        seen.append(batch.schema.types[-1])
+        return read(batch, unread)
+
+    monkeypatch.setattr(tables, "_records", looked_at)
+    for name, values, type_, rows in (
+        ("images", several, pa.list_(one), [1, 5, 6]),
+        ("photos", several, pa.large_list(one), [1, 5, 6]),
+        ("image", [image, *[None] * 5], one, [1]),
+        ("image", [b"x", *[None] * 5], pa.large_binary(), [1]),
+    ):
+        renamed = {"images": name} if name == "photos" else {}
+        extractor = DocumentExtractor(documents="chat", columns=renamed)
+        data = written(pa.table({"messages": talk, name: pa.array(values, type_)}))
+        read_all = list(parse_file(io.BytesIO(data), "file", kind, extractor))
+        assert bad(read_all) == [(row, f"`{name}` is not read") for row in rows]
+    assert set(seen) == {pa.bool_()}
 
 
 def test_parquet_texts_that_are_none() -> None:
