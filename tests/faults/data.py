@@ -1163,4 +1163,12 @@ FAULTS = [
         "chats about images in Parquet are trained on as text, since their smallest part alone is read",
         "tests/data/sources/test_tables.py",
     ),
+    Fault(
+        "variables-that-are-false-are-none",
+        "ingot/data/documents/beside.py",
+        "and (within or bool(value))",
+        "and bool(value)",
+        "chats that are to be written without thoughts are trained on with them, and nobody is told",
+        "tests/data/documents/test_chats.py",
+    ),
 ]

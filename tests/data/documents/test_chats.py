@@ -234,6 +234,41 @@ def test_bad_records(record: dict[str, Any], reason: str, detail: str) -> None:
     assert found.keys == (tuple(record) if reason == "no chat columns" else ())
 
 
+@pytest.mark.parametrize("column", ["images", "chat_template_kwargs", "tools", "functions"])
+@pytest.mark.parametrize(
+    "nothing",
+    [None, "", "None", "nan", float("nan"), "[]", "{}", {}, [None], "[None]", False, 0,
+     {"a": None, "b": []}, "{'a': None, 'b': ''}"],
+)  # fmt: skip
+def test_what_a_table_has_where_there_is_nothing(column: str, nothing: Any) -> None:
+    found = to_chat(1, {"messages": HELLO, column: nothing}, "auto", {})
+    assert isinstance(found, ParsedDocument), found
+    assert from_chat(found.text).tools is None
+
+
+@pytest.mark.parametrize("variables", [{"a": False}, {"a": 0}, "{'a': False}", "{'a': x}"])
+def test_variables_that_are_set_are_no_nothing(variables: Any) -> None:
+    refused = bad({"messages": HELLO, "chat_template_kwargs": variables})
+    assert refused.reason == "`chat_template_kwargs` is not read"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("functions", ["sort", "max"], "`functions` has 'sort'"),
+        ("functions", "def f(): pass", "`functions` is no JSON"),
+        ("functions", {"name": "f"}, "`functions` is dict"),
+        ("tools", "f", "`tools` is no JSON"),
+    ],
+)
+def test_what_is_no_list_of_tools_can_be_left_out(column: str, value: Any, told: str) -> None:
+    record = {"messages": HELLO, column: value}
+    refused = bad(record)
+    assert refused.reason == "not a list of tools"
+    assert refused.detail == f"{told}; columns={{{column}: none}} leaves them out"
+    assert said(record, **{column: "none"}) == said({"messages": HELLO})
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
