@@ -1171,4 +1171,12 @@ FAULTS = [
         "chats that are to be written without thoughts are trained on with them, and nobody is told",
         "tests/data/documents/test_chats.py",
     ),
+    Fault(
+        "one-name-in-common-is-no-order",
+        "ingot/data/documents/examples.py",
+        "or shared != in_place or",
+        "or",
+        "numbers of classes go by the order of the recipe, though a name of the file stands elsewhere",
+        "tests/data/documents/test_kinds.py",
+    ),
 ]

@@ -58,9 +58,10 @@ def to_labelled(
     `columns`: standard name -> name in the record.
 
     A label that is a text is a name in `labels`, and a number has the name that the file itself has
-    for it, in `classes`, if any of these is in `labels`. Any other number is a place in `labels`,
-    but where names are numbers, it is one of them or wrong: of classes 1 to 5, none is 0, and one
-    that is says that the source counts from 0, which stops it.
+    for it, in `classes`, if any of these is in `labels`; but in as long a list, in which the names
+    of both stand at one place, the others are only spelled otherwise. Any other number is a place
+    in `labels`, unless names are numbers: then it is one of them or wrong. Of classes 1 to 5, none
+    is 0, and one that is says that the source counts from 0, which stops it.
 
     Raises:
         WrongInput: `columns` renames a column that a labelled text does not have.
@@ -99,21 +100,23 @@ def from_labelled(labelled: str) -> Labelled:
 def _label(value: Any, name: str, labels: Sequence[str], classes: Sequence[str]) -> int:
     """The place in `labels` of what the column `name` says."""
     place = _place(value, tuple(labels), tuple(classes))
-    if place is None:
-        counted = "; numbers are names here" if _are_numbers(tuple(labels)) else ""
+    if place is not None:
+        return place
+    told = f"`{name}` is {str(value)[:40]!r}"
+    if type(value) is int and 0 <= value < len(classes):
+        told += f", which the data set calls {classes[value]}"
+    told += f", the labels are {', '.join(labels)[:200]}"
+    stops = False
+    if _are_numbers(tuple(labels)):
+        told += "; numbers are names here"
         # Left out, a rare class 0 would leave others behind that are shifted by one.
-        from_0 = bool(counted) and not classes and _counted(value, labels) is not None
-        if from_0:
-            counted += (
-                f": if the data set counts its classes from 0, list the labels 0 to"
-                f" {len(labels) - 1}; if it is no class, take such records out of the source"
-            )
-        raise RecordError(
-            "label outside objective.labels",
-            f"`{name}` is {str(value)[:40]!r}, the labels are {', '.join(labels)[:200]}{counted}",
-            stops=from_0,
+        stops = not classes and _counted(value, labels) is not None
+    if stops:
+        told += (
+            f": if the data set counts its classes from 0, list the labels 0 to {len(labels) - 1};"
+            " if it is no class, take such records out of the source"
         )
-    return place
+    raise RecordError("label outside objective.labels", told, stops=stops)
 
 
 def _place(value: Any, labels: tuple[str, ...], classes: tuple[str, ...]) -> int | None:
@@ -144,8 +147,12 @@ def _are_numbers(labels: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _tell_order(labels: tuple[str, ...], classes: tuple[str, ...]) -> bool:
-    """Whether numbers count `labels`, since the file's own names are others; said once."""
-    if not set(labels).isdisjoint(classes):
+    """Whether numbers count `labels`, since the file's own names are others, all of them or some
+    while those of both stand at one place; said once.
+    """
+    shared = set(labels) & set(classes)
+    in_place = {one for one, other in zip(labels, classes, strict=False) if one == other}
+    if shared and (len(labels) != len(classes) or shared != in_place or labels == classes):
         return False
     say(
         f"warning: the data set calls its classes {', '.join(classes)[:200]}, objective.labels"

@@ -159,13 +159,14 @@ def test_numbers_have_the_names_that_the_file_has_for_them(
     def numbers(labels: list[str], classes: list[str]) -> list[int | str]:
         return [label(value, labels, classes) for value in range(3)]
 
-    outside = "label outside objective.labels (`label` is '{}', the labels are {})"
+    outside = "label outside objective.labels (`label` is '{}'{}, the labels are {})"
+    even = ", which the data set calls even"
     assert numbers(["pos", "neg"], ["neg", "pos"])[:2] == [1, 0]
     assert label("pos", ["pos", "neg"], ["neg", "pos"]) == 0
-    assert label(-1, ["pos", "neg"], ["neg", "pos"]) == outside.format(-1, "pos, neg")
+    assert label(-1, ["pos", "neg"], ["neg", "pos"]) == outside.format(-1, "", "pos, neg")
     assert numbers(["neg", "pos"], ["neg", "even", "pos"]) == [
         0,
-        outside.format(1, "neg, pos"),
+        outside.format(1, even, "neg, pos"),
         1,
     ]
     assert numbers(["1", "2", "3"], ["3", "2", "1"]) == [2, 1, 0]
@@ -175,6 +176,23 @@ def test_numbers_have_the_names_that_the_file_has_for_them(
         "warning: the data set calls its classes 1 star, 2 stars, 3 stars, objective.labels"
         " 1, 2, 3: its numbers are taken in this order, 0 for 1\n"
     ), "said once"
+
+
+def test_numbers_go_by_order_where_names_are_but_spelled_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Unless a name of both stands elsewhere, which says that the order is another one."""
+    classes = ["negative", "even", "positive"]
+    spelled = ["neg", "even", "pos"]
+    assert [label(value, spelled, classes) for value in range(3)] == [0, 1, 2]
+    told = capsys.readouterr().err
+    assert told.startswith("warning: the data set calls its classes negative, even, positive, ")
+    assert [label(value, classes, classes) for value in range(3)] == [0, 1, 2]
+    assert label(1, ["even", "neg", "pos"], classes) == 0
+    assert "is '0', which the data set calls negative, the labels" in str(
+        label(0, ["even", "neg", "pos"], classes)
+    )
+    assert capsys.readouterr().err == ""
 
 
 def test_other_columns() -> None:
