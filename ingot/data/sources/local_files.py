@@ -46,9 +46,12 @@ DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
     pattern = source.source.removeprefix("file://")
     if "[" in source.split:
+        share = (
+            "`limit` of this task" if knob.startswith("evaluate.") else "`fraction` of this source"
+        )
         raise WrongInput(
             f"{knob} {source.source}: split={source.split} asks for a part, and files are read"
-            " whole; set `fraction` of this source, or give the part as a file of its own"
+            f" whole; set {share}, or give the part as a file of its own"
         )
     try:
         paths = find_files(pattern)

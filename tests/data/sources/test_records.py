@@ -59,3 +59,10 @@ def test_what_is_no_table_of_items_is_refused(tmp_path: Path) -> None:
         read_records(str(tmp_path / "none.jsonl"), KNOB, ["q"])
     with pytest.raises(WrongInput, match="columns renames z; the columns are q"):
         read_records(str(tmp_path / "a.txt"), KNOB, ["q"], names={"z": "y"})
+
+
+def test_a_part_of_a_file_is_refused_with_what_a_task_has_for_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "q"}\n')
+    file, knob = str(tmp_path / "a.jsonl"), "evaluate.tasks, mine.source"
+    with pytest.raises(WrongInput, match=r"files are read whole; set `limit` of this task, or"):
+        read_records(file, knob, ("question",), split="test[:10]")
