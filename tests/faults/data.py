@@ -808,7 +808,7 @@ FAULTS = [
         "contents & set(turn) and str(turn[role]).lower() in ROLES for turn in turns",
         "True for turn in turns",
         "an answer in JSON that has a key as messages have is taken for one, and left out",
-        "tests/data/documents/test_preferences.py",
+        "tests/data/documents/test_prompts.py",
     ),
     Fault(
         "items-without-their-columns",
@@ -1017,7 +1017,7 @@ FAULTS = [
         "    _refuse_python(value, columns)\n",
         "",
         "conversations that were saved as CSV are trained on as the text that Python shows of them",
-        "tests/data/documents/test_preferences.py",
+        "tests/data/documents/test_prompts.py",
     ),
     Fault(
         "two-classes-become-one",
@@ -1153,7 +1153,7 @@ FAULTS = [
         r'_OBJECTS = re.compile(r"\s*(\[\s*)?\{")',
         r'_OBJECTS = re.compile(r"\s*\[?\{")',
         "messages in JSON with blanks are trained on as the text of that JSON",
-        "tests/data/documents/test_preferences.py",
+        "tests/data/documents/test_prompts.py",
     ),
     Fault(
         "images-without-a-path-are-none",

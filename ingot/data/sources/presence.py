@@ -33,7 +33,7 @@ def smallest_leaf(file: pq.ParquetFile, name: str) -> str:
         for number in range(len(file.schema))
         if (leaf := file.schema.column(number).path) == name or leaf.startswith(f"{name}.")
     }
-    return min(sizes, key=sizes.__getitem__)
+    return str(min(sizes, key=sizes.__getitem__))
 
 
 def with_presence(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
@@ -52,7 +52,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
         return any(_has_bytes(field.type) for field in kind)
     if _is_list(kind):
         return _has_bytes(kind.value_type)
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _present(values: pa.Array) -> pa.BooleanArray:
@@ -64,4 +64,5 @@ def _present(values: pa.Array) -> pa.BooleanArray:
 
 def _is_list(kind: pa.DataType) -> bool:
     types = pa.types
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    checks = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(check(kind) for check in checks)
