@@ -100,7 +100,7 @@ def _in_json(value: Any, columns: ColumnNames) -> Any:
 
 def _refuse_python(text: str, columns: ColumnNames) -> None:
     """Refuse messages as Python or NumPy show them, which would be trained on as they stand."""
-    if not text.rstrip(" \n]),").endswith(("}", "dtype=object")):
+    if not text.rstrip(" \t\r\n]),").endswith(("}", "dtype=object")):
         return
     for tags in TAGS.values():
         role, content = (columns.get(tag, tag) for tag in tags)

@@ -62,7 +62,7 @@ TALK = [user('say "hi"'), {**bot("it's hi\n"), "name": None}]
         repr(TALK),
         repr(TALK[1]),
         str(np.array(TALK, object)),
-        repr(TALK[:1]) + "\n",
+        repr(TALK[:1]) + "\r\n",
         repr(np.array(TALK, object)),
         repr([np.array(TALK, object)]),
         repr((TALK[1],)),
