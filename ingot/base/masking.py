@@ -13,7 +13,7 @@ _SECRET = re.compile(
 )
 _ADDRESS = re.compile(r"\w://[^\s'\"]+")
 _QUERY = re.compile(
-    r"""(?P<key>[?&][^=&\s]*(?:passw|secret|credential|key|token|sig|auth)[^=&\s]*=)
+    r"""(?P<key>[?&;\#][^=&\s]*(?:passw|secret|credential|key|token|sig|auth)[^=&\s]*=)
     [^&\s,}\]\#]+""",
     re.IGNORECASE | re.VERBOSE,
 )

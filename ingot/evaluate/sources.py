@@ -12,7 +12,7 @@ from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedSource, set_identity
-from ingot.data.sources.source_file import file_names
+from ingot.data.sources.source_file import without_query
 
 Chosen = npt.NDArray[np.bool_]
 """Which of some units are those of one source."""
@@ -63,7 +63,7 @@ def source_names(sources: Sequence[PreparedSource]) -> list[str]:
     """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
     1, where that is long, not of one source alone, or one of these numbers.
     """
-    last = [file_names(source.source)[0].rstrip("/").rpartition("/")[2] for source in sources]
+    last = [without_query(source.source).rstrip("/").rpartition("/")[2] for source in sources]
     numbers = [str(number) for number in range(1, len(last) + 1)]
     return [
         number if len(name) > MAX_NAME or last.count(name) > 1 or name in numbers else name

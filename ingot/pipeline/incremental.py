@@ -344,6 +344,11 @@ def _check_model_is_current(step: PipelineStep, recipe: Recipe) -> None:
     for item in upstream_steps(step, recipe):
         if item.verb in DATA_STEPS:
             continue
+        if item.verb in ("evaluate", "gate") and did_not_end(run.steps, item.verb):
+            raise WrongInput(
+                f"`{item.verb}` was begun in {run.root} and did not end, so its report may be of"
+                f" another recipe; run `ingot {item.verb}` again, or `ingot run`"
+            )
         if changed := _changed_since(item, recipe):
             say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")
         of_run = item.verb == "train" and recipe.evaluate.model is None

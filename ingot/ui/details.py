@@ -38,8 +38,8 @@ from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.ui.runs import row
 
 MOST_TOKENS = 4000
-ARROW = " -> "
 """Tokens of an example that are shown."""
+ARROW = " -> "
 MOST_EVENTS, MOST_SAMPLES, MOST_INCIDENTS = 200, 400, 50
 
 

@@ -1110,8 +1110,8 @@ FAULTS = [
     Fault(
         "signature-is-a-files-ending",
         "ingot/data/sources/source_file.py",
-        'return re.split(r"[?#]", path, maxsplit=1)[0], path',
-        "return (path,)",
+        'return re.split(r"[?#]", path, maxsplit=1)[0]',
+        "return path",
         "JSON lines and tables at a signed web address are trained on as one raw text",
         "tests/data/sources/test_find.py",
     ),

@@ -498,7 +498,7 @@ FAULTS = [
     Fault(
         "signature-in-a-metrics-name",
         "ingot/evaluate/sources.py",
-        "file_names(source.source)[0]",
+        "without_query(source.source)",
         "source.source",
         "the key in an address of held-out data is in the names of metrics, and on their pages",
         "tests/evaluate/tasks/test_loss.py",

@@ -237,4 +237,20 @@ FAULTS = [
         "verify data holds where half of the documents reached no column",
         "tests/verify/test_data.py",
     ),
+    Fault(
+        "decided-by-an-earlier-report",
+        "ingot/pipeline/incremental.py",
+        'if item.verb in ("evaluate", "gate") and did_not_end(run.steps, item.verb):',
+        "if False:",
+        "a model goes live by the report of an earlier evaluation, since the new one was stopped",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "file-of-a-query-is-text",
+        "ingot/data/sources/source_file.py",
+        "return next((value for value in asked if value.lower().endswith(known)), plain)",
+        "return plain",
+        "JSON lines behind a signed address that names them in its query are one raw text",
+        "tests/data/sources/test_find.py",
+    ),
 ]

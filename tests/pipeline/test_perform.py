@@ -272,6 +272,25 @@ def test_the_model_of_an_earlier_training_is_not_taken_for_that_of_one_that_did_
     assert work.times == 3, "evaluate, gate, train"
 
 
+@pytest.mark.parametrize("verb", ["evaluate", "gate"])
+def test_a_report_that_was_begun_anew_is_not_decided_by(
+    recipe_with: Callable[..., Recipe], verb: str
+) -> None:
+    recipe, work = recipe_with(), Counted(recipe_with())
+    for done in ("prepare", "train", "evaluate", "gate"):
+        run_step(step_named(done), recipe, work, {})
+    with pytest.raises(KeyboardInterrupt):
+        run_step(step_named(verb), recipe, _stopped, {}, again=True)
+    decided = work.times
+    for after in ("gate", "register"):
+        if after != verb:
+            with pytest.raises(WrongInput, match=f"`{verb}` was begun in .* run `ingot {verb}`"):
+                run_step(step_named(after), recipe, work, {})
+    assert work.times == decided
+    for again in (verb, "gate", "register"):
+        run_step(step_named(again), recipe, work, {})
+
+
 def test_a_step_on_data_of_another_recipe_is_not_told_as_unchanged(
     recipe_with: Callable[..., Recipe],
 ) -> None:

@@ -181,6 +181,8 @@ def test_as_many_optional_properties_as_can_be_followed(
         with pytest.raises(WrongInput, match="of the tool `find` cannot be followed"):
             grammars.calls("start: arguments", {"find": schema})
     grammars.constraint({**more, "required": ["p0", "p250"]})
+    grammars.constraint({**more, "allOf": [{"required": ["p0", "p250"]}]})
+    grammars.constraint({"enum": [more, 1]})
 
 
 def test_what_is_too_complex_for_one_answer_is_not_tried_for_the_others(

@@ -18,7 +18,15 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, is_file, is_remote, open_read, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
-from ingot.data.sources.source_file import Format, SourceFile, compression, file_names, utf8_safe
+from ingot.data.sources.source_file import (
+    FORMATS,
+    Format,
+    SourceFile,
+    compression,
+    name_with_ending,
+    utf8_safe,
+    without_query,
+)
 
 STDLIB = "builtin:stdlib"
 CHATS = {
@@ -27,17 +35,6 @@ CHATS = {
     "builtin:keeper": "keeper.jsonl",
 }
 """Files that come with ingot."""
-
-
-FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".arrow": "arrow",
-}
 
 
 DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
@@ -143,20 +140,15 @@ def standard_library() -> Iterator[SourceFile]:
 def _format(source: SourceSettings, path: str) -> Format:
     if source.format != "auto":
         return source.format
-    for name in file_names(path):
-        stem = name.lower().removesuffix(compression(name))
-        if DUMP.search(stem):
-            return "wikipedia"
-        if known := FORMATS.get(Path(stem).suffix):
-            return known
-    return "text"
+    stem = name_with_ending(path).lower().removesuffix(compression(path))
+    return "wikipedia" if DUMP.search(stem) else FORMATS.get(Path(stem).suffix, "text")
 
 
 def _name(path: str, pattern: str) -> str:
     """A file's name relative to its source: to the source's folder, or to the folder before its
     first wildcard.
     """
-    path, pattern = file_names(path)[0], file_names(pattern)[0]
+    path, pattern = without_query(path), without_query(pattern)
     parts = _without_scheme(pattern).split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)

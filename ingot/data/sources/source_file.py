@@ -8,8 +8,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
+from urllib.parse import parse_qsl, urlsplit
 
 from ingot.base.errors import IngotError
 from ingot.base.markers import fingerprint
@@ -32,6 +33,16 @@ Format = Literal[
 """The format of a source. The last four are not files: rows of a data set on the hub or of a query,
 existing columns, and records from another package's kind of source.
 """
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".arrow": "arrow",
+}
+"""Of endings; what has none of them is text."""
 COMPRESSED_ENDINGS = (".gz", ".zst", ".bz2")
 
 
@@ -57,19 +68,29 @@ class SourceFile:
         return int(self.stamp.get("bytes", 0))
 
 
-def file_names(path: str) -> tuple[str, ...]:
-    """What a file may be called, the likeliest first: a web address up to its query, which may be a
-    signature, else all of it (`/get?file=a.jsonl`).
-    """
+def without_query(path: str) -> str:
+    """A web address up to its query, which may be a signature; any other path as it is."""
     if not path.startswith(("http://", "https://")):
-        return (path,)
-    return re.split(r"[?#]", path, maxsplit=1)[0], path
+        return path
+    return re.split(r"[?#]", path, maxsplit=1)[0]
+
+
+def name_with_ending(path: str) -> str:
+    """What tells by its ending how a file is read: its path; of a web address whose path has no
+    ending, what a query names that has one that is known (`/get?file=a.jsonl&token=x`).
+    """
+    plain = without_query(path)
+    if plain == path or PurePosixPath(plain).suffix:
+        return plain
+    asked = [value for _, value in parse_qsl(urlsplit(path).query)]
+    known = (*FORMATS, *COMPRESSED_ENDINGS)
+    return next((value for value in asked if value.lower().endswith(known)), plain)
 
 
 def compression(path: str) -> str:
     """The ending in `COMPRESSED_ENDINGS` that a file has; empty for others."""
-    names = [name.lower() for name in file_names(path)]
-    return next((end for name in names for end in COMPRESSED_ENDINGS if name.endswith(end)), "")
+    name = name_with_ending(path).lower()
+    return next((end for end in COMPRESSED_ENDINGS if name.endswith(end)), "")
 
 
 def utf8_safe(text: str) -> str:

@@ -200,12 +200,20 @@ class JSONGrammars:
         return made
 
 
+VALUES = {"const", "default", "enum", "examples"}
+"""Keywords of a schema under which there are values, not schemas."""
+
+
 def _check_optional(schema: Mapping[str, Any], what: str) -> None:
     """Raises WrongInput where more than `MOST_OPTIONAL` properties follow each other."""
     left: list[Any] = [schema]
     while left:
         part = left.pop()
-        inner = part.values() if isinstance(part, Mapping) else part
+        inner = (
+            [value for key, value in part.items() if key not in VALUES]
+            if isinstance(part, Mapping)
+            else part
+        )
         left += [one for one in inner if isinstance(one, Mapping | list)]
         if isinstance(part, Mapping) and (count := _optional_in_a_row(part)) > MOST_OPTIONAL:
             raise WrongInput(
@@ -215,11 +223,14 @@ def _check_optional(schema: Mapping[str, Any], what: str) -> None:
 
 
 def _optional_in_a_row(schema: Mapping[str, Any]) -> int:
-    properties, required = schema.get("properties"), schema.get("required")
+    properties, beside = schema.get("properties"), schema.get("allOf")
     if not isinstance(properties, Mapping):
         return 0
-    needed = required if isinstance(required, list) else []
-    names = {name for name in needed if isinstance(name, str)}
+    parts = [schema, *(beside if isinstance(beside, list) else [])]
+    needed = [part.get("required") for part in parts if isinstance(part, Mapping)]
+    names = {
+        name for some in needed if isinstance(some, list) for name in some if isinstance(name, str)
+    }
     runs = itertools.groupby(properties, names.__contains__)
     return max((len(list(run)) for is_needed, run in runs if not is_needed), default=0)
 

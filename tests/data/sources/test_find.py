@@ -23,6 +23,7 @@ from ingot.data.sources.find import (
     stamps_of,
 )
 from ingot.data.sources.local_files import STDLIB
+from ingot.data.sources.source_file import name_with_ending
 from tests.data.small import recipe
 from tests.data.test_ingest import documents
 from tests.loopback import Loopback
@@ -224,6 +225,19 @@ def test_a_web_address_is_read_as_the_file_that_it_names(
     ingest(small)
     web.server_close()
     assert documents(small.folder.raw) == {f"{name}:1": "one", f"{name}:2": "two"}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("https://h/get?version=1.2&file=a.jsonl&token=b.gz.c", "a.jsonl"),
+        ("https://h/a.jsonl?next=b.gz", "https://h/a.jsonl"),
+        ("https://h/get?token=b.c", "https://h/get"),
+        ("a?b.csv", "a?b.csv"),
+    ],
+)
+def test_how_a_file_is_read_is_told_by_one_name(path: str, name: str) -> None:
+    assert name_with_ending(path) == name
 
 
 def test_stamps_tell_a_change(tmp_path: Path) -> None:
