@@ -15,6 +15,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import task_of
+from ingot.cli.console import show_report
 from ingot.config.sections.lora import Lora
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
@@ -65,6 +66,7 @@ def test_the_base_stands_beside_and_in_the_examples(
     key = "held/bits_per_byte"
     assert report.base[key].set_fingerprint == report.metrics[key].set_fingerprint
     assert abs(report.base[key].value - report.metrics[key].value) > 0.01
+    show_report(recipe.folder)
     out, _ = capfd.readouterr()
     assert f"{report.base[key].value:.4f}" in out
     beside = pq.read_table(recipe.folder.reports / "examples" / "held.parquet")

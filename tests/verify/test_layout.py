@@ -15,7 +15,7 @@ import torch
 
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, WrongInput
 from ingot.cli import verify as verbs
-from ingot.config.degrees import Degrees
+from ingot.config.degrees import AXES, Degrees
 from ingot.config.models.presets import PRESETS
 from ingot.config.recipe import Recipe
 from ingot.config.shape import check_layout
@@ -177,7 +177,7 @@ def test_a_large_layout_is_scaled_down(knobs: dict[str, Any], name: str) -> None
 
 def test_a_layout_that_was_decided_is_the_recipes_own(tmp_path: Path) -> None:
     auto = small_recipe(tmp_path, parallel="auto")
-    degrees = dict.fromkeys(("replicate", "shard", "pipeline", "context"), 1) | {"tensor": 16}
+    degrees = dict.fromkeys((*AXES, "expert"), 1) | {"tensor": 16}
     auto.folder.reports.mkdir(parents=True)
     kept = {"schema": 1, "degrees": degrees, "devices": {"memory": 1}, "settings": {"seed": 0}}
     auto.folder.layout.write_text(json.dumps(kept))

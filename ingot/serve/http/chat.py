@@ -37,6 +37,7 @@ MAX_LEVELS = 100
 """Of lists and objects in each other that a template is to write: what walks through them is a few
 calls deep for each, and Python gives up at a thousand.
 """
+TOO_DEEP = f"is nested more than {MAX_LEVELS} levels deep; write it flatter"
 NONE: list[Any] = []
 NO_KWARGS: dict[str, Any] = {}
 HALF = re.compile("[\ud800-\udfff]")
@@ -73,7 +74,9 @@ def _arguments(value: Any) -> Any:
     try:
         read = json.loads(value.strip() or "{}") if isinstance(value, str) else value
         text = json.dumps(read, ensure_ascii=False)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except ValueError:
         read = None
     if not isinstance(read, dict):
         raise ValueError("give the call's arguments as the text of a JSON object")
@@ -105,7 +108,7 @@ def _check_levels(value: Any) -> None:
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [one for ones in inner for one in ones if isinstance(one, dict | list)]
     if level:
-        raise ValueError(f"is nested more than {MAX_LEVELS} levels deep; write it flatter")
+        raise ValueError(TOO_DEEP)
 
 
 def _kwargs(value: Any) -> Any:
