@@ -5,6 +5,7 @@ from __future__ import annotations
 from ingot.adopt.axolotl_data import listed, sources_of, template_of
 from ingot.adopt.grpo import begin_grpo, grpo_rows
 from ingot.adopt.read import Given, GivenEntry
+from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import (
     Draft,
     GivenKeys,
@@ -214,13 +215,15 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
     if kind == "simpo":
         draft.put_from(sheet, "simpo_gamma", "objective.margin")
         draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")
-    for given, knob in (
-        (items, "data.train"),
-        (listed(sheet, "test_datasets"), "data.validation"),
-    ):
-        if given:
-            sources = [each for item in given for each in sources_of(item, kind, draft)]
-            draft.put(knob, sources, "datasets" if knob == "data.train" else "test_datasets")
+    train, held_out = (
+        Sources(
+            [each for item in given for each in sources_of(item, kind, draft)],
+            f"{key}[].split",
+            key,
+        )
+        for given, key in ((items, "datasets"), (listed(sheet, "test_datasets"), "test_datasets"))
+    )
+    put_sources(draft, train, held_out if held_out.given else None)
     share = None if sheet.has("test_datasets.*") else sheet.get("val_set_size")
     if share and share < 1:
         draft.put_from(sheet, "val_set_size", "data.validation.fraction")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ingot.adopt.read import GivenEntry
 from ingot.adopt.table import Draft, GivenKeys, hub_source, texts
-from ingot.adopt.tuning import BUILDERS, named, split_rows
+from ingot.adopt.tuning import BUILDERS, named
 from ingot.base.errors import WrongInput
 
 ALPACA: dict[str, dict[str, str]] = {
@@ -121,8 +121,8 @@ def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dic
     for key, entry in item.items():
         if key not in known and entry.value not in IDLE.get(key, ()):
             draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
-    rows = split_rows(given.get("split"), "datasets[].split", path, draft)
-    return [named({**one, **rows, **columns}) for one in _places(item, path, given, draft)]
+    rows = {"split": given.get("split"), **columns}
+    return [named({**one, **rows}) for one in _places(item, path, given, draft)]
 
 
 def _places(

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
 from ingot.adopt.tuning import (
     NOT_NEEDED,
@@ -20,7 +21,6 @@ from ingot.adopt.tuning import (
     named,
     rows,
     source,
-    split_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -169,10 +169,16 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
     known = _dataset_info(folder)
     if not (names := sheet.get("dataset")):
         raise WrongInput(f"{sheet.files[0].path} names no `dataset`; add it")
-    for key, knob in (("dataset", "data.train"), ("eval_dataset", "data.validation")):
-        if sheet.has(key):
-            sources = [_source(name, folder, known, kind, draft) for name in sheet.get(key)]
-            draft.put(knob, sources, key, sheet.where(key))
+    train, held_out = (
+        Sources(
+            [_source(name, folder, known, kind, draft) for name in sheet.get(key) or ()],
+            "split",
+            key,
+            sheet.where(key),
+        )
+        for key in ("dataset", "eval_dataset")
+    )
+    put_sources(draft, train, held_out if sheet.has("eval_dataset") else None)
     share = sheet.get("val_size")
     if share and not sheet.has("eval_dataset"):
         if share < 1:
@@ -231,10 +237,10 @@ def _source(
         return {"source": f"{folder}/{name}.json"}
     where = _place(name, info, folder, draft)
     columns, tags = _mapping(info.get("columns")), _mapping(info.get("tags"))
-    rows = split_rows(_text(info.get("split")), "split", name, draft)
+    split = _text(info.get("split"))
     if kind == "pretrain":
         _left_out(name, info, ("prompt",), (), draft)
-        return named({"source": where, **rows, "text": columns.get("prompt")})
+        return named({"source": where, "split": split, "text": columns.get("prompt")})
     layout = LAYOUTS.get(str(info.get("formatting")), "alpaca")
     usual = {**COLUMNS, "messages": "messages" if layout == "messages" else "conversations"}
     role, said = ("role", "content") if layout == "messages" else ("from", "value")
@@ -251,7 +257,7 @@ def _source(
     return named(
         {
             "source": where,
-            **rows,
+            "split": split,
             "layout": layout,
             "columns": {usual: theirs for usual, theirs in renamed.items() if usual != theirs},
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import Draft, GivenKeys, hub_source, text
 from ingot.adopt.torchtune_keys import (
     CLOUD,
@@ -13,7 +15,7 @@ from ingot.adopt.torchtune_keys import (
     last_name,
     last_part,
 )
-from ingot.adopt.tuning import BUILDERS, named, split_rows
+from ingot.adopt.tuning import BUILDERS, named
 from ingot.base.errors import WrongInput
 
 READS = {
@@ -78,15 +80,14 @@ def _source(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         places = [hub_source(given).source + (f":{sheet.get('dataset.name') or ''}".rstrip(":"))]
     else:
         places = ["data/my.jsonl"]
-    rows = split_rows(sheet.get("dataset.split"), "dataset.split", places[0], draft)
+    rows: dict[str, Any] = {"split": sheet.get("dataset.split")}
     if kind == "pretrain":
         rows["text"] = sheet.get("dataset.column") or "text"
     elif kind == "sft" and "alpaca" in reads:
         rows["layout"] = "alpaca"
     sources = [named({"source": place, **rows}) for place in places]
-    draft.put(
-        "data.train", sources, "source_query" if query or not reads else "dataset._component_"
-    )
+    remark = "source_query" if query or not reads else "dataset._component_"
+    put_sources(draft, Sources(sources, "dataset.split", remark))
     if places == ["data/my.jsonl"]:
         draft.note(
             "fill",

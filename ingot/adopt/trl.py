@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ingot.adopt.grpo import begin_grpo, grpo_rows
+from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import (
     Draft,
     GivenKeys,
@@ -22,7 +25,6 @@ from ingot.adopt.tuning import (
     named,
     rows,
     source,
-    split_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -222,14 +224,21 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
     texts_in = sheet.get("dataset_text_field")
     if texts_in is not None and kind != "pretrain":
         draft.note("lost", "dataset_text_field", f"{kind} does not train on plain texts")
-    for key, knob in (("dataset_train_split", "train"), ("dataset_test_split", "validation")):
-        if knob == "train" or sheet.has(key):
-            found = {"source": where, **split_rows(sheet.get(key), key, where, draft)}
-            if asked not in (None, "prompt"):
-                found["columns"] = {"prompt": asked}
-            if kind == "pretrain":
-                found["text"] = texts_in
-            draft.put(f"data.{knob}", [named(found)], "dataset_name", sheet.where("dataset_name"))
+    found: dict[str, Any] = {}
+    if asked not in (None, "prompt"):
+        found["columns"] = {"prompt": asked}
+    if kind == "pretrain":
+        found["text"] = texts_in
+    train, held_out = (
+        Sources(
+            [named({"source": where, "split": sheet.get(key), **found})],
+            key,
+            "dataset_name",
+            sheet.where("dataset_name"),
+        )
+        for key in ("dataset_train_split", "dataset_test_split")
+    )
+    put_sources(draft, train, held_out if sheet.has("dataset_test_split") else None)
     if kind == "grpo":
         length = sheet.get("max_prompt_length") + sheet.get("max_completion_length")
         draft.put("data.seq_len", length, "max_prompt_length and max_completion_length")

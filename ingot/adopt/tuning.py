@@ -284,24 +284,6 @@ def build_template(draft: Draft, key: str, name: str | None) -> None:
         )
 
 
-def split_rows(split: str | None, key: str, of: str, draft: Draft) -> dict[str, Any]:
-    """A split of a data set as the knobs of a source. Rows in brackets behind its name are told,
-    and so are splits that are added up; of the first so many percent a share becomes.
-    """
-    name = re.split(r"[\[+]", split or "", maxsplit=1)[0]
-    if name == (split or ""):
-        return {"split": split}
-    percent = re.fullmatch(r"[^\[+]+\[:(\d+)%\]", split or "")
-    share = int(percent[1]) / 100 if percent else 1
-    if not 0 < share < 1:
-        about = f"all of {name} is read; data.train[].fraction takes a share of it"
-        draft.note("changed", key, f"{split} of {of}: {about}")
-        return {"split": name}
-    about = f"a share of {share:g} of {name} is read, drawn from all of its rows"
-    draft.note("changed", key, f"{split} of {of}: {about}")
-    return {"split": name, "fraction": share}
-
-
 def named(values: dict[str, Any]) -> dict[str, Any]:
     """Without what is not given."""
     return {name: value for name, value in values.items() if value not in (None, "", {}, [])}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.data import ValidationShare
 from tests.adopt.stand_ins import LLAMAFACTORY, recipe_of
 
 AXOLOTL = "base_model: org/ash-1b\nsequence_len: 64\n"
@@ -67,7 +68,9 @@ def test_texts_of_axolotl_are_a_path_a_mapping_or_a_list(tmp_path: Path, data: s
         ("train", ("train", 1.0), ""),
         ("train[:20%]", ("train", 0.2), "train[:20%] of org/rows: a share of 0.2 of train is read"),
         ("train[:1000]", ("train", 1.0), "train[:1000] of org/rows: all of train is read"),
-        ("train[50%:]", ("train", 1.0), "train[50%:] of org/rows: all of train is read"),
+        ("train[90%:]", ("train", 0.1), "train[90%:] of org/rows: a share of 0.1 of train is read"),
+        ("train[-40%:-10%]", ("train", 0.3), "of org/rows: a share of 0.3 of train is read"),
+        ("train[50%:10%]", ("train", 1.0), "train[50%:10%] of org/rows: all of train is read"),
         ("train+test", ("train", 1.0), "train+test of org/rows: all of train is read"),
     ],
 )
@@ -88,6 +91,66 @@ def test_rows_of_a_split_are_told(
             "hf:", ""
         )
         assert bool(note) == ("split" in notes)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "share"),
+    [
+        ("train[:95%]", "train[95%:]", 0.05),
+        ("train[:95%]", "train[-5%:]", 0.05),
+        ("train[10%:]", "train[:10%]", 0.1),
+        ("train[:90%]", "train[95%:]", None),
+        ("train[:1000]", "train[1000:]", None),
+        ("train", "train[:10%]", None),
+        ("train[:95%]", "test[95%:]", 0.0),
+        ("train", "test", 0.0),
+    ],
+)
+def test_no_row_of_a_split_is_trained_and_held_out_unless_it_is_told(
+    tmp_path: Path, train: str, held_out: str, share: float | None
+) -> None:
+    def item(split: str) -> str:
+        return f"  - path: org/rows\n    type: chat_template\n    split: {split}\n"
+
+    axolotl = recipe_of(
+        tmp_path,
+        ash_yaml=f"{AXOLOTL}datasets:\n{item(train)}test_datasets:\n{item(held_out)}",
+    )
+    trl = recipe_of(
+        tmp_path,
+        fir_yaml="model_name_or_path: org/fir-1b\ndataset_name: org/rows\n"
+        f"dataset_train_split: '{train}'\ndataset_test_split: '{held_out}'\n",
+    )
+    for recipe, notes in (axolotl, trl):
+        (source,), kept = recipe.data.train, recipe.data.validation
+        if share:
+            assert isinstance(kept, ValidationShare)
+            assert (source.split, source.fraction, kept.fraction) == ("train", 1.0, share)
+            assert f"{train} and {held_out} of hf:org/rows: a share of {share} is held" in notes
+        else:
+            assert isinstance(kept, list)
+            assert kept[0].split == held_out.partition("[")[0]
+        told = f"{held_out} of hf:org/rows: rows that are trained are held out too" in notes
+        assert told == (share is None)
+
+
+def test_a_share_is_held_out_of_all_data_sets_or_of_none(tmp_path: Path) -> None:
+    def items(*splits: tuple[str, str]) -> str:
+        return "".join(
+            f"  - {{path: org/{name}, type: chat_template, split: '{split}'}}\n"
+            for name, split in splits
+        )
+
+    given = f"{AXOLOTL}micro_batch_size: 1\nnum_epochs: 1\ndatasets:\n{items(('a', 'train[:90%]'), ('b', 'train[:90%]'))}"
+    alike = f"{given}test_datasets:\n{items(('a', 'train[90%:]'), ('b', 'train[90%:]'))}"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=alike)
+    assert recipe.data.validation == ValidationShare(fraction=0.1)
+    assert [one.fraction for one in recipe.data.train] == [1.0, 1.0]
+    recipe, notes = recipe_of(
+        tmp_path, ash_yaml=f"{given}test_datasets:\n{items(('a', 'train[90%:]'))}"
+    )
+    assert recipe.data.validation != ValidationShare(fraction=0.1)
+    assert "test_datasets[].split: train[90%:] of hf:org/a: rows that are trained" in notes
 
 
 @pytest.mark.parametrize(
@@ -179,7 +242,11 @@ def adopted(
             "data/a.json",
             "formatting: odd of elms is not known",
         ),
-        ({"file_name": "a.json", "split": "train[:9]"}, "data/a.json", "split: train[:9] of elms"),
+        (
+            {"file_name": "a.json", "split": "train[:9]"},
+            "data/a.json",
+            "split: train[:9] of data/a.json",
+        ),
     ],
 )
 def test_what_dataset_info_says_is_read_or_told(
@@ -192,7 +259,7 @@ def test_what_dataset_info_says_is_read_or_told(
     first, notes = adopted(tmp_path, monkeypatch, info)
     assert first.source == source
     assert note in notes
-    assert bool(note) == ("elms" in notes)
+    assert bool(note) == ("elms" in notes or "a.json" in notes)
     assert "columns: those that dataset_info.json does not name are left out there" in notes
     assert "cutoff_len: what is asked and the answer are cut in proportion there" in notes
 

@@ -425,8 +425,8 @@ FAULTS = [
     ),
     Fault(
         "adopted-share-of-a-split-lost",
-        "ingot/adopt/tuning.py",
-        '    return {"split": name, "fraction": share}',
+        "ingot/adopt/splits.py",
+        '    return {"split": name, "fraction": part.share}',
         '    return {"split": name}',
         "an adopted recipe trains all rows of a split of which a fifth was trained",
         "tests/adopt/test_tuner_data.py",
@@ -574,5 +574,13 @@ FAULTS = [
         "if False:",
         "the model of an earlier training is registered as that of one that was stopped",
         "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "adopted-and-held-out-twice",
+        "ingot/adopt/splits.py",
+        "        shares.add(parts[1].share if whole and same else None)",
+        "        shares.add(None)",
+        "rows that an adopted recipe trains are those that it holds out",
+        "tests/adopt/test_tuner_data.py",
     ),
 ]
