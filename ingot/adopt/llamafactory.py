@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ingot.adopt.tuning import (
 )
 from ingot.base.errors import WrongInput
 
-KEYS = TunerKeys(rank="lora_rank", targets="lora_target", full=True)
+KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 COLUMNS = {
@@ -118,7 +119,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     build_run(sheet, draft)
     kind = _objective(sheet, draft)
     _data(sheet, draft, kind)
-    build_training(sheet, draft, KEYS)
+    build_training(sheet, draft, _keys(sheet))
     build_template(draft, "template", template := sheet.get("template"))
     if template in SYSTEMS and sheet.get("stage") != "pt":
         about = f"{template} begins a chat that has no system turn with {SYSTEMS[template]!r} there"
@@ -142,6 +143,16 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if "wandb" in (sheet.get("report_to") or ()):
         name = named({"project": "llamafactory", "name": sheet.get("run_name")})
         draft.put("track.wandb", name, "report_to")
+
+
+def _keys(sheet: GivenKeys) -> TunerKeys:
+    """Without bf16 and fp16, weights that are trained become fp32 there, and so do products where
+    these are all weights. Those beside an adapter have the format of the model's files.
+    """
+    full = sheet.get("finetuning_type") == "full"
+    if not full and sheet.get("bf16") is False:
+        sheet.given.pop("bf16")
+    return replace(KEYS, full=full)
 
 
 def _objective(sheet: GivenKeys, draft: Draft) -> str:

@@ -236,8 +236,12 @@ def test_activations_that_axolotl_offloads_are_computed_again(tmp_path: Path) ->
         ("ash_yaml", "bf16: false\nfp16: true\n", "bf16"),
         ("fir_yaml", "fp16: false\n", "auto"),
         ("fir_yaml", "bf16: false\n", "fp32"),
-        ("elm_yaml", "", "fp32"),
+        ("elm_yaml", "", "auto"),
+        ("elm_yaml", "bf16: false\n", "auto"),
         ("elm_yaml", "bf16: true\n", "bf16"),
+        ("elm_yaml", "finetuning_type: full\n", "fp32"),
+        ("elm_yaml", "finetuning_type: full\nbf16: false\n", "fp32"),
+        ("elm_yaml", "finetuning_type: full\nfp16: true\n", "bf16"),
     ],
 )
 def test_products_are_as_exact_as_there(
@@ -248,7 +252,10 @@ def test_products_are_as_exact_as_there(
         "fir_yaml": TEXTS,
         "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", ""),
     }[project]
-    assert recipe_of(tmp_path, **{project: text + given})[0].precision.compute == compute
+    recipe, notes = recipe_of(tmp_path, **{project: text + given})
+    assert recipe.precision.compute == compute
+    slow = compute == "fp32" and "bf16" not in given
+    assert ("bf16: is not given, nor fp16, and products are those of fp32" in notes) == slow
 
 
 def test_scores_of_trl_are_centred(tmp_path: Path) -> None:

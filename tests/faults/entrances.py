@@ -266,8 +266,8 @@ FAULTS = [
     Fault(
         "adopted-texts-without-their-column",
         "ingot/adopt/trl.py",
-        '                found["text"] = texts_in\n',
-        "                pass\n",
+        '        found["text"] = texts_in\n',
+        "        pass\n",
         "an adopted recipe reads texts from another column than the file names",
         "tests/adopt/test_tuner_values.py",
     ),
@@ -574,6 +574,14 @@ FAULTS = [
         "if False:",
         "the model of an earlier training is registered as that of one that was stopped",
         "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "adopted-adapter-in-fp32",
+        "ingot/adopt/llamafactory.py",
+        '    full = sheet.get("finetuning_type") == "full"',
+        "    full = True",
+        "an adopted adapter is trained with products several times as dear as before",
+        "tests/adopt/test_tuner_values.py",
     ),
     Fault(
         "adopted-and-held-out-twice",
