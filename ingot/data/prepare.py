@@ -312,15 +312,14 @@ def _dropped(
     splits: dict[Split, list[PreparedSource]],
     cleaned: CleaningResult,
 ) -> dict[str, int]:
-    """Documents that were read but are in no split, by reason."""
+    """Documents that were read but are in no split, by reason; `lost`: without any, of which there
+    should be none.
+    """
     read = sum(source.documents for sources in raw.splits.values() for source in sources)
     dropped = Counter(cleaned.dropped) + Counter({"template": sum(one.refused for one in made)})
-    dropped["data.fraction"] = (
-        read
-        - sum(source.documents for sources in splits.values() for source in sources)
-        - sum(dropped.values())
-    )
-    return dict(dropped)
+    dropped["data.fraction"] = cleaned.report.outside + sum(one.outside for one in made)
+    kept = sum(source.documents for sources in splits.values() for source in sources)
+    return {**dropped, "lost": read - kept - sum(dropped.values())}
 
 
 def _sweep(folder: Path, files: Iterable[FileEntry], made: Iterable[TokenisedRange]) -> None:

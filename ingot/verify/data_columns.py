@@ -84,10 +84,12 @@ def check_columns(
     if any(total != counted for total, counted in totals):
         found.counts.append("the totals of manifest.json are not the sums of its parts")
     dropped = (read_marker(recipe.folder.columns, MANIFEST) or {}).get("dropped", {})
-    if recipe.data.fraction >= 1.0 and (lost := dropped.get("data.fraction", 0)):
+    if (lost := dropped.get("lost", 0)) > 0:
         found.counts.append(
             f"{lost:,} documents of data/raw are in no column, and nothing says why"
         )
+    elif lost < 0:
+        found.counts.append(f"{-lost:,} documents are in columns, and not in data/raw")
     checks = [
         check_of_faults(
             "columns: indexes", found.index, f"{len(parts):,} parts of {len(names)} columns"

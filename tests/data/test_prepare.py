@@ -28,6 +28,7 @@ from ingot.data.raw import ranges as ranges_module
 from ingot.data.raw import store as raw_module
 from ingot.data.splits import Shares
 from ingot.data.tokenizing import copies as copies_module
+from ingot.data.tokenizing import tokenize as tokenize_module
 from ingot.data.tokenizing import vocabulary
 from ingot.data.tokenizing.tokenize import TokeniseStage
 from ingot.tokenizers.load import load_tokenizer
@@ -486,6 +487,34 @@ def test_a_sample_is_as_large_as_asked_for_whatever_is_not_trained_on(
     cleaned = clean(small, opened, LocalEngine(1))
     found = sample(opened, cleaned, Shares.of(small.data), wanted)
     assert 0.7 * wanted < sum(len(document.text.encode()) for document in found) < 1.4 * wanted
+
+
+@pytest.mark.parametrize("knobs", [{}, {"data__clean__min_chars": 8}, {"data__clean__exact": True}])
+@pytest.mark.parametrize("loses", [False, True])
+def test_every_document_that_is_in_no_column_is_accounted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], loses: bool
+) -> None:
+    """Also where a fraction leaves out some: what is lost beside them is not said to be theirs."""
+    encode = tokenize_module.encode_records
+
+    def lossy(documents: Any, tokenizer: Any, batch: Any, texts: Any, *more: Any, **named: Any):  # type: ignore[no-untyped-def]
+        return encode(documents, tokenizer, batch, texts[1:], *more, **named)
+
+    texts = ["short", *sentences(60), "short"]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    small = ingested(tmp_path, source, data__fraction=0.5, **knobs)
+    if loses:
+        monkeypatch.setattr(tokenize_module, "encode_records", lossy)
+    prepare(small)
+    shares = Shares.of(small.data)
+    outside = [n for n in range(1, 63) if shares.split("train", f"a.jsonl:{n}") is None]
+    manifest = read_prepared(small.folder.columns)
+    kept = sum(manifest.total(split, "documents") for split in ("train", "validation"))
+    dropped = json.loads((small.folder.columns / "manifest.json").read_text())["dropped"]
+    assert dropped["data.fraction"] == len(outside)
+    assert (dropped["lost"] > 0) == loses
+    assert sum(dropped.values()) + kept == 62
+    assert prepare(small).result
 
 
 def test_what_a_vocabulary_was_really_learnt_from_is_told(

@@ -248,6 +248,11 @@ def test_existing_columns_are_taken_as_they_are(
         )
     )
     assert len(prepared.splits["train"][0].parts) > 1
+    half = recipe(tmp_path / "half", small.data.train[0].source, **given, data__fraction=0.5)
+    ingest(half)
+    prepare(half)
+    dropped = json.loads((half.folder.columns / "manifest.json").read_text())["dropped"]
+    assert (0 < dropped["data.fraction"] < 150, dropped["lost"]) == (True, 0)
 
 
 def test_columns_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
@@ -377,7 +382,7 @@ def test_a_chat_that_the_template_refuses_is_left_out_and_counted(
     told = "1 chats are left out, the template refuses them, such as chats.jsonl:8: "
     assert told in capsys.readouterr().err
     dropped = json.loads((small.folder.columns / "manifest.json").read_text())["dropped"]
-    assert (dropped["template"], dropped["data.fraction"]) == (1, 0)
+    assert (dropped["template"], dropped["data.fraction"], dropped["lost"]) == (1, 0, 0)
     assert prepare(small) == first, "the finished part remembers what it left out"
 
 

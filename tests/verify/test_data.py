@@ -345,14 +345,21 @@ def test_tables_that_lie(whole: Path, root: Path) -> None:
     assert "leaves out 1 tokens" in found(put(last, 2, int(whole_rows[last, 2]) - 1))
 
 
-def test_documents_that_reach_no_column(whole: Path, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        (3, "3 documents of data/raw are in no column"),
+        (-2, "2 documents are in columns, and not in data/raw"),
+    ],
+)
+def test_documents_that_reach_no_column(whole: Path, root: Path, lost: int, says: str) -> None:
     """Lost by a fault of ours: neither cleaned, nor left out by a fraction."""
     folder = root / "runs/small/data/columns"
     marker = json.loads((folder / MANIFEST).read_text())
     files = [entry_of(folder, entry["path"]) for entry in marker.pop("files")]
-    write_marker(folder, MANIFEST, {**marker, "dropped": {"data.fraction": 3}}, files)
+    write_marker(folder, MANIFEST, {**marker, "dropped": {"lost": lost}}, files)
     found = failed(verified(whole, root))
-    assert "3 documents of data/raw are in no column" in found["columns: counts"]
+    assert says in found["columns: counts"]
 
 
 def test_another_tokenizer(whole: Path, root: Path) -> None:

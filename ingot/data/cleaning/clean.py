@@ -60,8 +60,8 @@ from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 
 MARKER = "clean.json"
-CODE = 1
-"""Raise it when the same knobs come to drop other documents."""
+CODE = 2
+"""Raise it when the same knobs come to drop other documents, or more is told of them."""
 
 BUCKET_ROWS = 2_000_000
 MOST_BUCKETS = 4096
@@ -237,13 +237,11 @@ class _Cleaning:
             StepReport(step, sums[step]["documents"], sums[step]["bytes"], shown[step])
             for step in wanted
         ]
-        documents, size = (sum(told[name] for told in looked) for name in ("documents", "bytes"))
-        return (
-            CleaningReport(
-                documents, size, dropped, {note: count for note, count in notes.items() if count}
-            ),
-            files,
+        documents, size, outside = (
+            sum(told[name] for told in looked) for name in ("documents", "bytes", "outside")
         )
+        noted = {note: count for note, count in notes.items() if count}
+        return CleaningReport(documents, size, dropped, noted, outside), files
 
     def _wanted(self) -> list[str]:
         """The requested steps, in order."""

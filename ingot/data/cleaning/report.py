@@ -45,12 +45,15 @@ class StepReport:
 
 @dataclass(frozen=True)
 class CleaningReport:
-    """Documents and bytes examined, what each step dropped, and further counts as notes."""
+    """Documents and bytes examined, what each step dropped, and further counts as notes; `outside`:
+    documents that `data.fraction` leaves out of every split, of which nothing else is told.
+    """
 
     documents: int = 0
     bytes: int = 0
     steps: list[StepReport] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    outside: int = 0
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> CleaningReport:
@@ -61,7 +64,7 @@ class CleaningReport:
             )
             for step in value["steps"]
         ]
-        return cls(value["documents"], value["bytes"], steps, value["notes"])
+        return cls(**{**value, "steps": steps})
 
 
 SHOWN_CHARACTERS = 160

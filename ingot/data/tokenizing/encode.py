@@ -38,8 +38,8 @@ from ingot.tokenizers.chats.encode import encode_chats, encode_trained
 from ingot.tokenizers.tokenizer import Tokenizer
 
 # Version in the fingerprint of prepared data; raise it when the same documents would give other
-# records.
-RECORDS = 1
+# records, or more is told of them.
+RECORDS = 2
 
 EncodeBatch = Callable[[Sequence[str]], tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]
 Ids = npt.NDArray[np.int32]
@@ -316,10 +316,10 @@ BATCH_TOKENS = 500_000
 
 
 def existing_records(
-    task: RawRange, shares: Shares, tokenizer: Tokenizer
+    task: RawRange, shares: Shares, tokenizer: Tokenizer, splits: Counter[Split | None]
 ) -> Iterator[tuple[Split, TokenRecords]]:
     """The documents of a range, about a megabyte at a time. Bytes are counted for held-out
-    documents only, by decoding them.
+    documents only, by decoding them. `splits` counts all documents, also those of none.
 
     Raises:
         WrongInput: an id is not in the vocabulary, so these columns were made by another tokenizer.
@@ -336,6 +336,7 @@ def existing_records(
             )
         ids = stored.astype(np.int32)  # only now, since it cuts large ones
         split = shares.split(task.split, doc_id)
+        splits[split] += 1
         if split is None:
             continue
         waiting.setdefault(split, []).append(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from ingot.tokenizers.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 1_000_000
 DONE = "done"
+TOLD = ("parts", "redone", "refused", "refusal", "rendered", "outside", "sample")
+"""What the marker of a range tells of it beside its files."""
 COMPARED = 1e-3
 """The share of documents whose ids are compared with the reference encoder's, whatever the
 encoder.
@@ -46,7 +49,7 @@ class TokenisedRange:
     `redone` names the first document for which the fast encoder's ids differed from the
     reference's; the whole part was then encoded by the reference. `refused` counts chats that the
     template refuses, `refusal` describes the first of them; `rendered` counts chats that were
-    rendered one by one.
+    rendered one by one; `outside` counts documents that `data.fraction` leaves out of every split.
     """
 
     range: RawRange
@@ -56,6 +59,7 @@ class TokenisedRange:
     refused: int = 0
     refusal: str | None = None
     rendered: int = 0
+    outside: int = 0
     sample: HashSample = field(default_factory=HashSample)
 
 
@@ -120,9 +124,10 @@ class TokeniseStage:
         """
         outputs: dict[Split, _ColumnOutput] = {}
         refused: list[str] = []
+        splits: Counter[Split | None] = Counter()
         rendered = 0
         with contextlib.ExitStack() as stack:
-            for split, records in self._records(task, tokenizer, encoder, advance, refused):
+            for split, records in self._records(task, tokenizer, encoder, advance, refused, splits):
                 if split not in outputs:
                     outputs[split] = stack.enter_context(
                         _ColumnOutput(
@@ -142,17 +147,11 @@ class TokeniseStage:
             len(refused),
             refused[0] if refused else None,
             rendered,
+            splits[None],
             HashSample(self.largest_hash, hashes),
         )
-        payload = {
-            "inputs": fingerprint([asdict(task), self.inputs]),
-            "parts": {split: asdict(part) for split, part in parts.items()},
-            "redone": made.redone,
-            "refused": made.refused,
-            "refusal": made.refusal,
-            "rendered": made.rendered,
-            "sample": asdict(made.sample),
-        }
+        told = {name: value for name, value in asdict(made).items() if name in TOLD}
+        payload = {"inputs": fingerprint([asdict(task), self.inputs]), **told}
         marker = write_marker(
             self.columns,
             f"{DONE}/{task.name}.json",
@@ -168,17 +167,18 @@ class TokeniseStage:
         encoder: BatchEncoder,
         advance: Advance,
         refused: list[str],
+        splits: Counter[Split | None],
     ) -> Iterator[tuple[Split, TokenRecords]]:
         """The records of a range by split. Chats that the template refuses are appended to
-        `refused` and left out, if the recipe allows it.
+        `refused` and left out, if the recipe allows it. `splits` counts all documents.
         """
         if task.kind == "tokens":
-            for split, records in existing_records(task, self.shares, tokenizer):
+            for split, records in existing_records(task, self.shares, tokenizer, splits):
                 yield split, records
                 advance(records.tokens)
             return
         compared = 0
-        for split, doc_ids, texts in self._batches(task):
+        for split, doc_ids, texts in self._batches(task, splits):
             if compared < self.compared and encoder.name != REFERENCE:
                 compared += self._compare_plain(tokenizer, encoder, doc_ids, texts)
             try:
@@ -207,7 +207,9 @@ class TokeniseStage:
             whole=self.whole,
         )
 
-    def _batches(self, task: RawRange) -> Iterator[tuple[Split, list[str], list[str]]]:
+    def _batches(
+        self, task: RawRange, splits: Counter[Split | None]
+    ) -> Iterator[tuple[Split, list[str], list[str]]]:
         """(split, doc_ids, texts) of a range, in order within each split, about a megabyte at a
         time.
         """
@@ -218,6 +220,7 @@ class TokeniseStage:
                 table.column("doc_id").to_pylist(), table.column("text").to_pylist(), strict=True
             ):
                 split = self.shares.split(task.split, doc_id)
+                splits[split] += 1
                 if split is None:
                     continue
                 doc_ids, texts = waiting.setdefault(split, ([], []))
@@ -324,10 +327,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         task,
         {split: ColumnPart(**part) for split, part in marker["parts"].items()},
         marker["files"],
-        marker["redone"],
-        marker["refused"],
-        marker["refusal"],
-        marker["rendered"],
+        *(marker[name] for name in TOLD[1:-1]),
         HashSample(**marker["sample"]),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_ids_of_another_tokenizer_are_refused_however_wide_they_are(
 
     def of(documents: int) -> list[list[int]]:
         task = RawRange("train", 0, 0, "tokens", str(path), "", 0, 1, 0, 0, documents, 0)
-        found = existing_records(task, Shares(None, 1.0), tokenizer)
+        found = existing_records(task, Shares(None, 1.0), tokenizer, Counter())
         return [records.columns["tokens"].tolist() for _, records in found]
 
     assert of(1) == [[7, 8]]

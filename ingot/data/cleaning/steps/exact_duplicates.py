@@ -67,6 +67,7 @@ class SurveyStage:
         return {
             "documents": int(counted.sum()),
             "bytes": int(columns["bytes"][counted].sum()),
+            "outside": int((~counted).sum()),
             "empty": empty,
         }
 
