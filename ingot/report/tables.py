@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from ingot.base.console import console
 from ingot.base.errors import WrongInput
+from ingot.base.markers import read_marker
 from ingot.base.progress import duration
 from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
@@ -29,6 +31,8 @@ RECENT_EVENTS = 8
 MAX_INCIDENTS = 10
 LAST_TRAINED, LAST_HELD_OUT = "train/loss (last)", "validation/loss (last)"
 """Figures of trainings that depend on their data as metrics of an evaluation do."""
+IDLE = ("data.engine", "data.megatron_prefix")
+"""Knobs of data that change no record."""
 BAR_WIDTH = 24
 """Characters of a full bar."""
 
@@ -290,12 +294,30 @@ def comparable(views: Iterable[RunView], name: str) -> bool:
         return False
     if name == LAST_HELD_OUT and all(_sets([view], "loss/loss") for view in views):
         return len(_sets(views, "loss/loss")) == 1  # of the same documents
-    data = [view.lineage.get("data") for view in views]
+    data = [_data_of(view) for view in views]
     if all(data):
         return len(set(data)) == 1
-    # A training that has exported no model yet: by what it was asked to read.
-    asked = [(view.knob("data"), view.knob("tokenizer")) for view in views]
+    # Of a run that lies here without its data and a model: by what it was asked to read.
+    asked = [_asked_data(view) for view in views]
     return all(each == asked[0] for each in asked)
+
+
+def _data_of(view: RunView) -> str | None:
+    """The identity of the data that a run is trained on, which its model keeps."""
+    if data := view.lineage.get("data"):
+        return str(data)
+    with contextlib.suppress(WrongInput):  # of a newer ingot
+        return (read_marker(RunFolder(view.root).columns, "manifest.json") or {}).get("data")
+    return None
+
+
+def _asked_data(view: RunView) -> dict[str, Any]:
+    """The knobs that say what is read, without those that change no record."""
+    return {
+        knob: value
+        for knob, value in flatten(view.recipe).items()
+        if knob.startswith(("data.", "tokenizer.")) and not knob.startswith(IDLE)
+    }
 
 
 def _sets(views: Sequence[RunView], name: str) -> set[str]:

@@ -11,12 +11,23 @@ import yaml
 
 from ingot.base.console import console
 from ingot.base.errors import WrongInput
+from ingot.base.markers import write_marker
 from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.report.page import write_page
 from ingot.report.run_view import read_run
-from ingot.report.tables import compare, run_json, runs_in, show_run, show_runs, show_samples
+from ingot.report.tables import (
+    LAST_HELD_OUT,
+    LAST_TRAINED,
+    comparable,
+    compare,
+    run_json,
+    runs_in,
+    show_run,
+    show_runs,
+    show_samples,
+)
 from tests.report.made_up import made_up_run
 from tests.report.told import Told
 
@@ -271,6 +282,30 @@ def test_losses_of_trainings_on_other_data_are_not_compared(
     assert verdicts()["validation/loss (last)"] == "not comparable"
     report.unlink()
     assert verdicts()["validation/loss (last)"] == "not comparable", "nobody knows of what"
+
+
+def test_losses_of_trainings_that_go_on_are_compared_by_their_columns(tmp_path: Path) -> None:
+    """Knobs that change no record are no reason to refuse, and equal knobs are none to compare."""
+    one, other = made_up_run(tmp_path, "one"), made_up_run(tmp_path, "two")
+    recipe = yaml.safe_load(other.recipe.read_text())
+    for run in (one, other):
+        (run.model / "ingot.json").unlink()
+        (run.reports / "evaluate.json").unlink()
+
+    def are_compared(**knobs: Any) -> list[bool]:
+        changed = {**recipe, "data": {**recipe["data"], **knobs}}
+        other.recipe.write_text(yaml.safe_dump(changed))
+        views = [read_run(run) for run in (one, other)]
+        return [comparable(views, name) for name in (LAST_TRAINED, LAST_HELD_OUT)]
+
+    assert are_compared() == are_compared(engine={"kind": "local", "workers": 4}) == [True, True]
+    assert are_compared(skip=[[3, 4]]) == [False, False], "without the columns nobody knows"
+    for run in (one, other):
+        run.columns.mkdir(parents=True)
+        write_marker(run.columns, "manifest.json", {"data": "of both"}, [])
+    assert are_compared(skip=[[3, 4]]) == are_compared(on_bad="stop") == [True, True]
+    write_marker(other.columns, "manifest.json", {"data": "of another"}, [])
+    assert are_compared() == [False, False]
 
 
 @pytest.mark.parametrize(
