@@ -282,11 +282,11 @@ def figures(view: RunView) -> dict[str, float]:
 
 
 def comparable(views: Iterable[RunView], name: str) -> bool:
-    """Whether a figure may be compared: not if it was measured on different evaluation sets, nor
-    where it is the loss of a training with another objective or another length of rows, on other
-    data, or on the same with another tokenizer.
+    """Whether a figure may be compared, among the runs that have it: not if it was measured on
+    different evaluation sets, nor where it is the loss of a training with another objective or
+    another length of rows, on other data, or on the same with another tokenizer.
     """
-    views = list(views)
+    views = [view for view in views if name in figures(view)]
     if name not in (LAST_TRAINED, LAST_HELD_OUT):
         return len(_sets(views, name)) <= 1
     knobs = ["objective", "data.seq_len", *["train.evaluate_rows"] * (name == LAST_HELD_OUT)]

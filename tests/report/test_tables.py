@@ -333,6 +333,20 @@ def test_losses_of_another_kind_are_not_compared(
     assert found["validation/loss (last)"] == "not comparable"
 
 
+def test_a_run_without_a_figure_keeps_none_of_the_others_from_being_compared(
+    tmp_path: Path,
+) -> None:
+    runs = [made_up_run(tmp_path, name) for name in ("one", "two", "rewarded")]
+    recipe = yaml.safe_load(runs[-1].recipe.read_text())
+    runs[-1].recipe.write_text(yaml.safe_dump({**recipe, "objective": {"kind": "grpo"}}))
+    views = [read_run(run) for run in runs]
+    assert not comparable(views, LAST_HELD_OUT), "it has the figure"
+    runs[-1].metrics.unlink()
+    views = [read_run(run) for run in runs]
+    assert comparable(views, LAST_TRAINED)
+    assert comparable(views, LAST_HELD_OUT)
+
+
 def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"is no run folder \(no recipe\.yaml in it\); `ingot run` makes one"
