@@ -18,6 +18,7 @@ from ingot.adopt.table import (
     whole,
 )
 from ingot.adopt.tuning import (
+    COSINE_RATIO,
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -80,6 +81,7 @@ ROWS = rows(
     KeyRow("eval_batch_size", "evaluate.micro_batch", whole),
     KeyRow("num_epochs", read=number, default="1"),
     KeyRow("lr_scheduler", default="cosine"),
+    KeyRow(COSINE_RATIO, read=number),
     KeyRow("optimizer", default="adamw_torch_fused"),
     KeyRow("gradient_checkpointing", read=flag),
     KeyRow("torch_compile", "train.compile", truth),

@@ -35,6 +35,8 @@ PURE = (
 TEMPLATES = ("alpaca", "chatml", "hermes", "llama2", "llama3", "mistral", "zephyr")
 BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
 """What `datasets` calls a format of files, also in the place of a name -> data.train[].format."""
+COSINE_RATIO = "cosine_min_lr_ratio"
+"""What axolotl reads for the schedule `cosine`, of which transformers knows nothing."""
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
@@ -90,7 +92,7 @@ def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
         KeyRow("max_grad_norm", read=number),
         KeyRow("warmup_ratio", read=number),
         KeyRow("warmup_steps", read=number),
-        KeyRow("lr_scheduler_kwargs.min_lr_rate", read=number, also=("cosine_min_lr_ratio",)),
+        KeyRow("lr_scheduler_kwargs.min_lr_rate", read=number),
         KeyRow("lr_scheduler_kwargs.min_lr", read=number),
         KeyRow("lora_alpha", read=number),
         KeyRow("lora_dropout", read=number),
@@ -211,7 +213,7 @@ def _schedule(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
         draft.note("changed", keys.schedule, f"{kind} is not offered; cosine stands for it")
     draft.put("train.schedule.kind", SCHEDULES.get(kind, "cosine"), keys.schedule)
     _warmup(sheet, draft, keys)
-    lowest, remark = _lowest(sheet, draft)
+    lowest, remark = _lowest(sheet, draft, kind)
     if lowest is None and "min_lr" in kind:
         draft.note("fill", keys.schedule, f"{kind}: set train.schedule.min_ratio to its minimum")
     draft.put("train.schedule.min_ratio", lowest or 0.0, remark)
@@ -238,15 +240,21 @@ def _warmup(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
     draft.put("train.schedule.warmup", whole_steps, remark, where)
 
 
-def _lowest(sheet: GivenKeys, draft: Draft) -> tuple[float | None, str]:
-    """The learning rate at the end as a share of the peak, if a key says it; and which one."""
+def _lowest(sheet: GivenKeys, draft: Draft, kind: str) -> tuple[float | None, str]:
+    """The learning rate at the end as a share of the peak, if a key says it that this kind of
+    schedule reads; and which one.
+    """
     share, rate = "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"
-    if sheet.has(share):
-        return sheet.get(share), sheet.name(share)
+    read = (share, rate) if "min_lr" in kind else (COSINE_RATIO,) if kind == "cosine" else ()
+    given = list(filter(sheet.has, (COSINE_RATIO, share, rate)))
+    for key in given:
+        if key not in read:
+            draft.note("lost", key, f"{NOT_NEEDED}the schedule {kind} does not read it there")
     peak = draft.values.tree["train"]["optimizer"]["lr"]
-    if sheet.has(rate) and peak > 0:
+    key = next((key for key in given if key in read), "")
+    if key == rate and peak > 0:
         return ratio(sheet.get(rate), peak), f"{rate} of learning_rate"
-    return None, "to zero there"
+    return (sheet.get(key), key) if key and key != rate else (None, "to zero there")
 
 
 def build_adapter(

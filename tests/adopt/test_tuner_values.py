@@ -95,25 +95,49 @@ def test_what_warms_up_is_what_warmed_up_there(
 
 
 @pytest.mark.parametrize(
-    ("project", "given", "lowest"),
+    ("project", "schedule", "given", "lowest"),
     [
-        ("ash_yaml", "cosine_min_lr_ratio: 0.2\n", 0.2),
-        ("ash_yaml", "learning_rate: 2e-4\n", 0.0),
-        ("fir_yaml", "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n", 0.1),
-        ("fir_yaml", "lr_scheduler_kwargs: {min_lr: 3e-6}\nlearning_rate: 2e-5\n", 0.15),
-        ("fir_yaml", "lr_scheduler_kwargs: {min_lr: 2e-6}\n", 0.1),
+        ("ash_yaml", "cosine", "cosine_min_lr_ratio: 0.2\n", 0.2),
+        ("ash_yaml", "cosine_with_min_lr", "learning_rate: 2e-4\n", 0.0),
+        ("ash_yaml", "cosine_with_min_lr", "lr_scheduler_kwargs: {min_lr_rate: 0.3}\n", 0.3),
+        ("fir_yaml", "cosine_with_min_lr", "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n", 0.1),
+        (
+            "fir_yaml",
+            "cosine_with_min_lr",
+            "lr_scheduler_kwargs: {min_lr: 3e-6}\nlearning_rate: 2e-5\n",
+            0.15,
+        ),
+        ("fir_yaml", "cosine_with_min_lr", "lr_scheduler_kwargs: {min_lr: 2e-6}\n", 0.1),
     ],
 )
 def test_the_lowest_rate_of_a_schedule_is_carried(
-    tmp_path: Path, project: str, given: str, lowest: float
+    tmp_path: Path, project: str, schedule: str, given: str, lowest: float
 ) -> None:
-    schedule = "lr_scheduler" if project == "ash_yaml" else "lr_scheduler_type"
+    key = "lr_scheduler" if project == "ash_yaml" else "lr_scheduler_type"
     text = {"ash_yaml": AXOLOTL, "fir_yaml": TEXTS}[project]
-    text += f"{schedule}: cosine_with_min_lr\n{given}"
-    recipe, notes = recipe_of(tmp_path, **{project: text})
+    recipe, notes = recipe_of(tmp_path, **{project: f"{text}{key}: {schedule}\n{given}"})
     assert recipe.train.schedule.min_ratio == lowest
     assert "is not known" not in notes
+    assert "does not read it there" not in notes
     assert ("set train.schedule.min_ratio to its minimum" in notes) == (lowest == 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given"),
+    [
+        ("linear", "cosine_min_lr_ratio: 0.2"),
+        ("cosine_with_min_lr", "cosine_min_lr_ratio: 0.2"),
+        ("cosine", "lr_scheduler_kwargs: {min_lr_rate: 0.2}"),
+        ("linear", "lr_scheduler_kwargs: {min_lr: 1e-6}\nlearning_rate: 2e-5"),
+    ],
+)
+def test_a_lowest_rate_that_the_schedule_does_not_read_is_none(
+    tmp_path: Path, schedule: str, given: str
+) -> None:
+    text = f"{AXOLOTL}lr_scheduler: {schedule}\n{given}\n"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
+    assert recipe.train.schedule.min_ratio == 0.0
+    assert f"not needed: the schedule {schedule} does not read it there" in notes
 
 
 @pytest.mark.parametrize(
