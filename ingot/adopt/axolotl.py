@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingot.adopt.axolotl_data import listed, sources_of, template_of
+from ingot.adopt.axolotl_data import sources_of, template_of
 from ingot.adopt.grpo import begin_grpo, grpo_rows
 from ingot.adopt.read import Given, GivenEntry
 from ingot.adopt.splits import Sources, put_sources
@@ -26,6 +26,7 @@ from ingot.adopt.tuning import (
     build_template,
     build_training,
     flag,
+    listed,
     named,
     rows,
     source,

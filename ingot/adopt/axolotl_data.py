@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ingot.adopt.read import GivenEntry
-from ingot.adopt.table import Draft, GivenKeys, hub_source, texts
+from ingot.adopt.table import Draft, hub_source, texts
 from ingot.adopt.tuning import BUILDERS, named
 from ingot.base.errors import WrongInput
 
@@ -87,24 +87,6 @@ def template_of(item: dict[str, GivenEntry], kind: str) -> str | None:
         return "alpaca" if ALPACA_ALONE.fullmatch(way) else None
     own = kind != "pretrain" and way.startswith(OWN)
     return way.partition(".")[0] if own else None
-
-
-def listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
-    """The items of a list of mappings, or of one mapping or path alone, each with its entries by
-    key.
-    """
-    items: dict[str, dict[str, GivenEntry]] = {}
-    for file in sheet.files:
-        for entry in file.entries:
-            head, _, rest = entry.key.partition(".")
-            number, _, name = rest.partition(".")
-            if head != key or entry.empty:
-                continue
-            if number.isdecimal():
-                items.setdefault(number, {})[name] = entry
-            elif rest or isinstance(entry.value, str):
-                items.setdefault("", {})[rest or "path"] = entry
-    return list(items.values())
 
 
 def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dict[str, Any]]:

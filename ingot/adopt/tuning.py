@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.adopt.read import Given
+from ingot.adopt.read import Given, GivenEntry
 from ingot.adopt.table import (
     Draft,
     GivenKeys,
@@ -296,6 +296,24 @@ def build_template(draft: Draft, key: str, name: str | None) -> None:
             f"{name}: the model's own chat template is taken; tokenizer.template names another"
             f" one ({', '.join(TEMPLATES)}, or a file)",
         )
+
+
+def listed(sheet: GivenKeys, key: str) -> list[dict[str, GivenEntry]]:
+    """The items of a list of mappings, or of one mapping or path alone, each with its entries by
+    key.
+    """
+    items: dict[str, dict[str, GivenEntry]] = {}
+    for file in sheet.files:
+        for entry in file.entries:
+            head, _, rest = entry.key.partition(".")
+            number, _, name = rest.partition(".")
+            if head != key or entry.empty:
+                continue
+            if number.isdecimal():
+                items.setdefault(number, {})[name] = entry
+            elif rest or isinstance(entry.value, str):
+                items.setdefault("", {})[rest or "path"] = entry
+    return list(items.values())
 
 
 def named(values: dict[str, Any]) -> dict[str, Any]:

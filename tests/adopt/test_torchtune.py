@@ -246,6 +246,51 @@ def test_what_a_builder_of_data_sets_reads_is_what_is_trained(
     assert recipe.data.pack == "none"
 
 
+def sets(*items: str) -> str:
+    """A file of torchtune with a list of data sets."""
+    listed = "".join(f"\n  - {{_component_: torchtune.datasets.{item}}}" for item in items)
+    return OWN.replace("dataset: {_component_: torchtune.datasets.READS}", f"dataset:{listed}")
+
+
+def test_all_data_sets_of_a_list_are_trained(tmp_path: Path) -> None:
+    text = sets(
+        "alpaca_dataset, train_on_input: false",
+        "chat_dataset, source: json, data_files: [a.json, b.json], split: 'train[:10%]'",
+        "chat_dataset, source: org/chats, packed: true, odd: 1",
+    )
+    recipe, notes = recipe_of(tmp_path, oak_yaml=text)
+    assert recipe.objective.kind == "sft"
+    assert [(one.source, one.layout, one.fraction) for one in recipe.data.train] == [
+        ("hf:tatsu-lab/alpaca", "alpaca", 1.0),
+        ("a.json", "auto", 0.1),
+        ("b.json", "auto", 0.1),
+        ("hf:org/chats", "auto", 1.0),
+    ]
+    assert recipe.data.pack == "none"
+    assert "dataset.2.odd: is not read" in notes
+    for unwanted in ("Unknown keys", "different kinds", "train_on_input", "source_query"):
+        assert unwanted not in notes
+    packed = sets("chat_dataset, source: a, packed: true", "chat_dataset, source: b, packed: true")
+    assert recipe_of(tmp_path, oak_yaml=packed)[0].data.pack == "best_fit"
+
+
+def test_data_sets_of_different_kinds_are_told(tmp_path: Path) -> None:
+    both = sets("alpaca_dataset", "text_completion_dataset, source: org/texts")
+    recipe, notes = recipe_of(tmp_path, oak_yaml=both)
+    assert recipe.objective.kind == "sft"
+    assert "alpaca_dataset and text_completion_dataset read rows of different kinds" in notes
+    with pytest.raises(WrongInput, match=r"dataset\.0\.packed is 'perhaps'; it should be true or"):
+        recipe_of(tmp_path, oak_yaml=sets("alpaca_dataset, packed: perhaps"))
+
+
+def test_a_query_is_asked_for_only_where_there_is_a_pipeline(tmp_path: Path) -> None:
+    text = OWN.replace("READS", "stack_exchange_paired_dataset")
+    says = "data.train: no file names all that is read; data/my.jsonl stands for it"
+    assert says in recipe_of(tmp_path, oak_yaml=text)[1]
+    notes = recipe_of(tmp_path, oak_yaml=text, cloud_env=CLOUD)[1]
+    assert "data.train: no file has source_query, the SQL that gives id and text" in notes
+
+
 def test_torchtune_alone_removes_no_duplicates(tmp_path: Path) -> None:
     recipe, notes = recipe_of(tmp_path, oak_yaml=OWN.replace("READS", "alpaca_dataset"))
     assert (recipe.data.clean.fuzzy, recipe.data.clean.exact) == (None, False)
@@ -259,6 +304,18 @@ def test_preferences_of_torchtune_are_no_texts(tmp_path: Path) -> None:
     recipe, _ = recipe_of(tmp_path, oak_yaml=OWN + loss)
     found = recipe.objective.model_dump()
     assert (found["kind"], found["beta"]) == ("dpo", 0.3)
+    for given, expected in (
+        ("IPOLoss", {"kind": "ipo", "beta": 0.1, "normalize_length": False}),
+        ("IPOLoss, tau: 0.4", {"kind": "ipo", "beta": 0.4}),
+        ("SimPOLoss", {"kind": "simpo", "beta": 2.0, "margin": 0.5}),
+        ("SimPOLoss, gamma: 0, beta: 3", {"beta": 3.0, "margin": 0.0}),
+        ("DPOLoss, label_smoothing: 0.2", {"beta": 0.1, "label_smoothing": 0.2}),
+    ):
+        loss = f"loss: {{_component_: torchtune.rlhf.loss.{given}}}\n"
+        recipe, notes = recipe_of(tmp_path, oak_yaml=OWN + loss)
+        found = recipe.objective.model_dump()
+        assert {knob: found[knob] for knob in expected} == expected
+        assert "loss." not in notes
     for loss in (
         "{_component_: torch.nn.CrossEntropyLoss}",
         "torchtune.loss.CEWithChunkedOutputLoss",

@@ -599,4 +599,12 @@ FAULTS = [
         "an adopted schedule ends at a rate that only another one has there",
         "tests/adopt/test_tuner_values.py",
     ),
+    Fault(
+        "adopted-first-of-a-list",
+        "ingot/adopt/torchtune_data.py",
+        "for item in items or [{}] for one in",
+        "for item in items[:1] or [{}] for one in",
+        "of a list of data sets an adopted recipe trains the first alone",
+        "tests/adopt/test_torchtune.py",
+    ),
 ]
