@@ -254,7 +254,7 @@ def _template(
             draft.note("changed", "chat_template", about)
         draft.put("tokenizer.template", first, "datasets[].type")
         return
-    if first is not None:
+    if first is not None and own - {None} != {chosen}:
         draft.note(
             "changed",
             "datasets[].type",

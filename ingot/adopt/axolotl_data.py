@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ingot.adopt.read import GivenEntry
+from ingot.adopt.splits import part_of
 from ingot.adopt.table import Draft, hub_source, texts
 from ingot.adopt.tuning import BUILDERS, named
 from ingot.base.errors import WrongInput
@@ -71,6 +72,7 @@ UNREAD = {
     "shards": "data.train[].fraction takes a share",
     "revision": "a data set is read as it is now",
 }
+FILES_OF = "data_files."
 FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
 
 
@@ -101,7 +103,11 @@ def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dic
         columns = _columns(item, given.get("type", ""), kind, draft)
         known = (*READ, *FIELDS, *(f"type.{name}" for name in FIELDS))
     for key, entry in item.items():
-        if key not in known and entry.value not in IDLE.get(key, ()):
+        if (
+            key not in known
+            and not key.startswith(FILES_OF)
+            and entry.value not in IDLE.get(key, ())
+        ):
             draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
     rows = {"split": given.get("split"), **columns}
     return [named({**one, **rows}) for one in _places(item, path, given, draft)]
@@ -111,8 +117,7 @@ def _places(
     item: dict[str, GivenEntry], path: str, given: dict[str, str], draft: Draft
 ) -> list[dict[str, Any]]:
     """Where a data set lies: in files, or on the hub."""
-    entry = item.get("data_files")
-    files = [] if entry is None else list(texts(entry.value))
+    files = _files_of(item)
     ending = PurePath(path).suffix[1:2].isalpha()
     local = path.startswith((".", "/", "~")) or ending or ("ds_type" in given and not files)
     if path in BUILDERS:
@@ -128,6 +133,13 @@ def _places(
         draft.note("lost", "datasets[].name", f"of {path}, which are files, is not read")
     kind = BUILDERS.get(given.get("ds_type", path))
     return [{"source": file, "format": None if FILES.search(file) else kind} for file in files]
+
+
+def _files_of(item: dict[str, GivenEntry]) -> list[str]:
+    """Those of the split that is read, where each split has its own."""
+    split = part_of(str(item["split"].value)).name if "split" in item else "train"
+    entry = item.get("data_files") or item.get(f"{FILES_OF}{split}")
+    return [] if entry is None else list(texts(entry.value))
 
 
 def _on_the_hub(path: str, given: dict[str, str], files: list[str], draft: Draft) -> dict[str, Any]:

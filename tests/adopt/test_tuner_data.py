@@ -20,6 +20,12 @@ AXOLOTL = "base_model: org/ash-1b\nsequence_len: 64\n"
     [
         ("path: json\n    data_files: data/mine.jsonl", [("data/mine.jsonl", "auto")], ""),
         ("path: csv\n    data_files: [a, b.csv]", [("a", "csv"), ("b.csv", "auto")], ""),
+        ("path: json\n    data_files: {train: a.jsonl}", [("a.jsonl", "auto")], ""),
+        (
+            "path: csv\n    split: 'test[:90%]'\n    data_files: {train: a, test: [b, c.csv]}",
+            [("b", "csv"), ("c.csv", "auto")],
+            "datasets[].split: test[:90%] of b: a share of 0.9",
+        ),
         ("path: ./mine\n    data_files: a.jsonl", [("./mine/a.jsonl", "auto")], ""),
         ("path: mine/rows\n    ds_type: json", [("mine/rows", "jsonl")], ""),
         ("path: org/rows-v1.5\n    name: main", [("hf:org/rows-v1.5:main", "auto")], ""),
@@ -52,8 +58,9 @@ def test_files_of_axolotl_are_those_that_it_reads(
 
 def test_a_format_of_axolotl_without_files_is_refused(tmp_path: Path) -> None:
     text = f"{AXOLOTL}datasets:\n  - path: json\n    type: chat_template\n"
-    with pytest.raises(WrongInput, match=r"ash\.yaml:4: path json has no data_files; add them"):
-        recipe_of(tmp_path, ash_yaml=text)
+    for more in ("", "    data_files: {test: a.jsonl}\n"):
+        with pytest.raises(WrongInput, match=r"ash\.yaml:4: path json has no data_files; add"):
+            recipe_of(tmp_path, ash_yaml=text + more)
 
 
 @pytest.mark.parametrize("data", ["c4", "{path: c4}", "[{path: c4}]"])
@@ -185,6 +192,8 @@ def test_rows_of_axolotl_are_written_as_there_or_it_is_told(
         (["llama3.icr"], "", "llama3", ""),
         (["llama3.icr"], "chatml", "llama3", "chat_template: chatml does not write rows of llama3"),
         (["chatml.intel", "chat_template.default"], "", None, "chatml stands beside others"),
+        (["chatml.intel", "chat_template.default"], "chatml", "chatml", ""),
+        (["chatml.intel", "llama3.intel"], "chatml", "chatml", "chatml stands beside others"),
         (["passthrough.default"], "", None, "passthrough.default of org/rows: say by layout"),
         (["{field_prompt: ask}"], "", None, "a type with fields of its own: what it writes around"),
     ],
