@@ -102,12 +102,9 @@ def sources_of(item: dict[str, GivenEntry], kind: str, draft: Draft) -> list[dic
     if kind != "pretrain":
         columns = _columns(item, given.get("type", ""), kind, draft)
         known = (*READ, *FIELDS, *(f"type.{name}" for name in FIELDS))
+    known = (*known, *(key for key in item if key.startswith(FILES_OF)))
     for key, entry in item.items():
-        if (
-            key not in known
-            and not key.startswith(FILES_OF)
-            and entry.value not in IDLE.get(key, ())
-        ):
+        if key not in known and entry.value not in IDLE.get(key, ()):
             draft.note("lost", f"datasets[].{key}", UNREAD.get(key, f"of {path} is not read"))
     rows = {"split": given.get("split"), **columns}
     return [named({**one, **rows}) for one in _places(item, path, given, draft)]

@@ -328,7 +328,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         {split: ColumnPart(**part) for split, part in marker["parts"].items()},
         marker["files"],
         *(marker[name] for name in TOLD[1:-1]),
-        HashSample(**marker["sample"]),
+        sample=HashSample(**marker["sample"]),
     )
 
 
