@@ -327,7 +327,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
         task,
         {split: ColumnPart(**part) for split, part in marker["parts"].items()},
         marker["files"],
-        *(marker[name] for name in TOLD[1:-1]),
+        **{name: marker[name] for name in TOLD[1:-1]},
         sample=HashSample(**marker["sample"]),
     )
 
