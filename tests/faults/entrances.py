@@ -458,8 +458,8 @@ FAULTS = [
     Fault(
         "adopted-and-cleaned",
         "ingot/adopt/torchtune_data.py",
-        "    if sheet.has(*(row.key for row in (*CLOUD, *PIPELINE))):",
-        "    if True:",
+        "    if _has_pipeline(sheet):\n        _clean",
+        "    if True:\n        _clean",
         "an adopted recipe removes documents that were trained before",
         "tests/adopt/test_torchtune.py",
     ),
