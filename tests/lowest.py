@@ -19,6 +19,7 @@ TESTS = (
     "tests/train/test_run.py",
     "tests/train/test_resume.py",
     "tests/train/test_precision.py",
+    "tests/train/rollout",
     "tests/parallel/test_compiled.py",
     "tests/parallel/test_float8.py",
     "tests/parallel/test_old_torch.py",
@@ -37,7 +38,7 @@ TESTS = (
     "--deselect=tests/models/hf/test_types.py::test_the_tables_are_those_of_the_installed_transformers",
     "--deselect=tests/benchmarks/test_gpu.py::test_the_wheels_and_what_is_there_are_all_that_is_needed",
 )
-"""Families, a training step, adapters, serving, export, plans, and the program for a GPU."""
+"""Families, a training step, rollouts, adapters, serving, export, plans, the program for a GPU."""
 
 
 def requirements(torch: str | None = None) -> list[str]:

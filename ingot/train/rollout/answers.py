@@ -54,18 +54,14 @@ class RolloutAnswers:
     def pack(self) -> str:
         """As text, for a checkpoint's marker."""
         stream = io.BytesIO()
-        np.savez_compressed(
-            stream,
-            allow_pickle=False,
-            **{one.name: getattr(self, one.name) for one in fields(self)},
-        )
+        np.savez_compressed(stream, **{one.name: getattr(self, one.name) for one in fields(self)})
         return base64.b64encode(stream.getvalue()).decode()
 
     @classmethod
     def unpack(cls, text: str) -> RolloutAnswers:
         """What `pack` wrote."""
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
-            return cls(**found)
+            return cls(**{one.name: found[one.name] for one in fields(cls)})
 
     def groups(self, numbers: npt.NDArray[np.int64]) -> RolloutAnswers:
         """Some groups, by their numbers."""

@@ -6,11 +6,14 @@ left out what the model does to its logits.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -103,18 +106,24 @@ def test_what_a_model_does_to_its_logits_is_in_the_policy(model: str, tmp_path: 
     assert error < tolerances.FIRST_RATIO
 
 
-def test_groups_of_unequal_rewards_come_first_in_the_order_of_the_data() -> None:
-    rewards = np.array([[0.1, 0.1], [0, 1], [2, 2], [1, 0], [1, 3]], np.float64)
-    answers = RolloutAnswers(
-        prompts=np.arange(5),
-        ids=np.arange(10)[:, None],
-        lengths=np.ones(10, np.int64),
-        logprobs=np.zeros((10, 1), np.float32),
-        old=np.zeros((10, 1), np.float32),
-        finished=np.ones(10, np.bool_),
+def of_rewards(rewards: npt.NDArray[np.float64]) -> RolloutAnswers:
+    """Answers of a token, a row of rewards for each prompt."""
+    count = rewards.size
+    return RolloutAnswers(
+        prompts=np.arange(len(rewards)),
+        ids=np.arange(count)[:, None],
+        lengths=np.ones(count, np.int64),
+        logprobs=np.zeros((count, 1), np.float32),
+        old=np.zeros((count, 1), np.float32),
+        finished=np.ones(count, np.bool_),
         rewards=rewards.reshape(-1),
         each=rewards.reshape(-1, 1),
     )
+
+
+def test_groups_of_unequal_rewards_come_first_in_the_order_of_the_data() -> None:
+    rewards = np.array([[0.1, 0.1], [0, 1], [2, 2], [1, 0], [1, 3]], np.float64)
+    answers = of_rewards(rewards)
     for count, kept in ((2, [1, 3]), (3, [1, 3, 4]), (4, [0, 1, 3, 4])):
         found = unequal_first(answers, count)
         assert found.prompts.tolist() == kept
@@ -122,3 +131,24 @@ def test_groups_of_unequal_rewards_come_first_in_the_order_of_the_data() -> None
             number for one in kept for number in (2 * one, 2 * one + 1)
         ]
         assert found.rewards.tolist() == rewards[kept].reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("flag", [{}, {"allow_pickle": False}])
+def test_a_checkpoint_keeps_answers_with_every_numpy(
+    flag: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before 2.2 take whatever has a name for an array. Checkpoints have a flag among the
+    arrays that an earlier ingot gave them.
+    """
+
+    def save(file: IO[bytes], **named: Any) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, value in (flag | named).items():
+                with archive.open(f"{name}.npy", "w") as stream:
+                    np.lib.format.write_array(stream, np.asanyarray(value), allow_pickle=False)
+
+    monkeypatch.setattr(np, "savez_compressed", save)
+    answers = of_rewards(np.array([[0.5, np.nan], [1, 0]]))
+    found = asdict(RolloutAnswers.unpack(answers.pack()))
+    for name, value in asdict(answers).items():
+        np.testing.assert_array_equal(found[name], value, strict=True)
