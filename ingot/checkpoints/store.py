@@ -80,9 +80,12 @@ def committed(checkpoints: Path) -> list[CommittedCheckpoint]:
     ]
 
 
-def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
+def newest_valid(
+    checkpoints: Path, otherwise: str = "start over with --fresh"
+) -> CommittedCheckpoint | None:
     """The newest checkpoint whose files all match their checksums; None if none was ever committed.
-    Incomplete and damaged ones on the way are reported.
+    Incomplete and damaged ones on the way are reported. `otherwise`: what to do where none can be
+    restored.
 
     Raises:
         Failed: there are checkpoints, and all are damaged.
@@ -99,9 +102,7 @@ def newest_valid(checkpoints: Path) -> CommittedCheckpoint | None:
             " an older one"
         )
     if damaged:
-        raise Failed(
-            f"no checkpoint in {checkpoints} is whole; restore one, or start over with --fresh"
-        )
+        raise Failed(f"no checkpoint in {checkpoints} is whole; restore one, or {otherwise}")
     return None
 
 
@@ -197,7 +198,7 @@ def checkpoint_in(place: Path) -> CommittedCheckpoint:
     if found is not None:
         return found
     checkpoints = place if place.name == "checkpoints" else RunFolder(place).checkpoints
-    found = newest_valid(checkpoints)
+    found = newest_valid(checkpoints, otherwise="take those of another run")
     if found is None:
         raise WrongInput(
             f"{place} holds no checkpoint; give a run folder, or one of the folders in its"

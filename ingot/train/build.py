@@ -49,7 +49,7 @@ from ingot.train.optim.averaging import averaged_steps, drop_average
 from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.reference import Tables
-from ingot.train.setup import TrainSetup
+from ingot.train.setup import TrainSetup, trained_with
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check_origin(plan: TrainSetup) -> None:
     knobs = plan.recipe.train
     if plan.origin is None or knobs.reset_optimizer:
         return
-    old = plan.origin.commit["identity"]["train.optimizer"]["kind"]
+    old = trained_with(plan.origin, "train.optimizer")["kind"]
     if old != knobs.optimizer.kind:
         raise WrongInput(
             f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"

@@ -43,7 +43,7 @@ FIELDS = (
     *("identity", "finished", "run_id", "due", "learning_rate"),
     *("watched", "owed", "left_out", "skipped", "skipped_in_row"),
 )
-"""What a training reads in the marker of the checkpoint that it goes on from."""
+"""What every training reads in the marker of the checkpoint that it goes on from."""
 
 
 def find_start(
@@ -53,6 +53,7 @@ def find_start(
     fresh: bool,
     newest: CommittedCheckpoint | None = None,
     allow: Collection[str] = (),
+    reads: Collection[str] = FIELDS,
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
 ) -> CommittedCheckpoint | None:
@@ -61,7 +62,7 @@ def find_start(
     A finished training with another recipe is moved to `earlier/`, and brought back when its recipe
     is used again. Knobs in `allow` may differ; `on_change` is then called with the differences.
     `newest` is the newest valid checkpoint if somebody has verified it already. Damaged ones that
-    are newer than the one found are set aside.
+    are newer than the one found are set aside. `reads`: what this training reads in its marker.
     `before_anew` is called before anything is moved when training starts anew; if it raises,
     nothing has changed.
 
@@ -72,10 +73,11 @@ def find_start(
     """
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
-        _check_fields(found)
+        check_fields(found)
         before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if all(_may_differ(key, before, now, allow) for key in differ):
+            check_fields(found, reads)
             if differ:
                 _check_optimizer(run, before, now)
                 changed = "; ".join(changes(before, now))
@@ -89,16 +91,20 @@ def find_start(
         changed = "; ".join(changes(found.commit["identity"], identity))
         say(f"the recipe changed since the last training ({changed})")
     place = _place_of(run, identity)
-    if fresh or not committed(place / "checkpoints"):
+    there = [] if fresh else committed(place / "checkpoints")
+    if there:  # asked before anything is moved
+        check_fields(there[0], reads)
+    else:
         before_anew()
     if found is None and not fresh and not place.exists():
         return None
     set_aside(run, found.commit["identity"] if found else identity)
-    return None if fresh else _bring_back(run, identity)
+    return None if fresh else _bring_back(run, identity, reads)
 
 
-def _check_fields(found: CommittedCheckpoint) -> None:
-    if missing := [field for field in FIELDS if field not in found.commit]:
+def check_fields(found: CommittedCheckpoint, fields: Collection[str] = FIELDS) -> None:
+    """Raises WrongInput if the marker of a checkpoint to go on from lacks one of `fields`."""
+    if missing := [field for field in fields if field not in found.commit]:
         raise WrongInput(
             f"{found.folder} does not say {', '.join(missing)}, so another version of ingot wrote"
             " it; go on with that one, or start over with --fresh (the old checkpoints are set"
@@ -182,7 +188,9 @@ def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
     say(f"the earlier training is set aside in {place}")
 
 
-def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpoint | None:
+def _bring_back(
+    run: RunFolder, identity: Mapping[str, Any], reads: Collection[str]
+) -> CommittedCheckpoint | None:
     place = _place_of(run, identity)
     if not place.exists():
         return None
@@ -191,6 +199,7 @@ def _bring_back(run: RunFolder, identity: Mapping[str, Any]) -> CommittedCheckpo
     say(f"this recipe was trained before: {place} is brought back")
     found = newest_valid(run.checkpoints)
     if found is not None:
+        check_fields(found, reads)
         set_damaged_aside(found)
     return found
 

@@ -23,7 +23,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.goodput import EventSink
 from ingot.train.hooks import TooManySkipped
-from ingot.train.resume import LEFT_OUT
+from ingot.train.resume import LEFT_OUT, check_fields
 from ingot.train.setup import TrainSetup
 
 Span = tuple[int, int]
@@ -113,7 +113,10 @@ def _so_far(plan: TrainSetup) -> list[Span]:
     """
     path = _file(plan.recipe.folder)
     spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
-    if newest is None or _same_training(newest.commit["identity"]) != _same_training(plan.identity):
+    if newest is None:
+        return spans
+    check_fields(newest)
+    if _same_training(newest.commit["identity"]) != _same_training(plan.identity):
         return spans
     known = [(int(first), int(after)) for first, after in newest.commit["left_out"]]
     if any(span not in spans for span in known):

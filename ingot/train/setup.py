@@ -367,7 +367,7 @@ def _origin(recipe: Recipe, data: str) -> tuple[CommittedCheckpoint | None, int,
         return None, knobs.start_step or 0, 0
     found = checkpoint_in(Path(knobs.start_from))
     own = load_tokenizer(recipe.folder.tokenizer).identity()
-    if found.commit["identity"]["tokenizer"] != own:
+    if trained_with(found, "tokenizer") != own:
         raise WrongInput(
             f"train.start_from {knobs.start_from} was trained with another tokenizer; take its"
             " tokenizer as tokenizer.source"
@@ -376,3 +376,16 @@ def _origin(recipe: Recipe, data: str) -> tuple[CommittedCheckpoint | None, int,
         return found, knobs.start_step, 0
     begin = 0 if knobs.reset_optimizer else found.step
     return found, begin, 0 if found.commit["identity"].get("data") == data else begin
+
+
+def trained_with(origin: CommittedCheckpoint, key: str) -> Any:
+    """What a checkpoint to start from says of its own training. Raises WrongInput if it does not
+    say it.
+    """
+    known = origin.commit.get("identity", {})
+    if key not in known:
+        raise WrongInput(
+            f"train.start_from: {origin.folder} does not say with which {key} it was trained, so"
+            " another version of ingot wrote it; take another checkpoint"
+        )
+    return known[key]

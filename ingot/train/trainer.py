@@ -55,6 +55,7 @@ from ingot.train.optim.averaging import averaged_steps
 from ingot.train.optim.schedules import too_short
 from ingot.train.reference import reference_tables
 from ingot.train.resume import (
+    FIELDS,
     complete,
     exchange_missing,
     fetch_missing,
@@ -225,6 +226,7 @@ def _find_start(
         fresh=fresh,
         newest=newest,
         allow=recipe.resume.allow,
+        reads=(*FIELDS, "rollout") if recipe.objective.samples_answers else FIELDS,
         before_anew=before_anew,
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ingot.base.environment import Ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import committed
+from ingot.checkpoints.store import COMMIT, committed
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
@@ -25,7 +25,9 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.evaluation import BestTracker, Measured
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
+from tests.checkpoints.states import flip_bit
 from tests.evaluate.small_runs import prepared, recipe_of
+from tests.markers import changed
 from tests.small import copy_of, small_recipe
 from tests.train.stopping import train_until
 
@@ -186,6 +188,28 @@ def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
     )
     with pytest.raises(Failed, match=r"does not fit this model: .* is wanted"):
         train(other)
+
+
+def test_a_checkpoint_to_start_from_that_is_damaged_or_of_another_version_is_refused(
+    two: tuple[Path, Path],
+) -> None:
+    """Starting over would not help: it is another run's."""
+    first, second = two
+    train(small_recipe(first, train__steps=2))
+    onward = small_recipe(second, train__start_from=str(first / "runs" / "small"))
+    newest = committed(first / "runs" / "small" / "checkpoints")[0]
+    known = newest.commit["identity"]
+    for key in ("train.optimizer", "tokenizer"):
+        known = {name: value for name, value in known.items() if name != key}
+        changed(newest.folder, COMMIT, identity=known)
+        with pytest.raises(WrongInput, match=rf"with which {key} .*; take another checkpoint$"):
+            train(onward)
+    changed(newest.folder, COMMIT, without=("identity",))
+    with pytest.raises(WrongInput, match=r"with which tokenizer .*; take another checkpoint$"):
+        train(onward)
+    flip_bit(next(newest.folder.glob("*.distcp")), -1)
+    with pytest.raises(Failed, match=r"is whole; restore one, or take those of another run$"):
+        train(onward)
 
 
 def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import entry_of, write_marker
+from ingot.base.markers import entry_of, fingerprint, write_marker
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import (
@@ -27,6 +27,7 @@ from ingot.data.prepare import prepare
 from ingot.train import resume
 from ingot.train.trainer import train
 from tests.checkpoints.states import flip_bit
+from tests.markers import changed
 from tests.small import small_recipe
 from tests.train.test_run import stop_after
 
@@ -145,6 +146,30 @@ def test_a_checkpoint_of_another_version_is_refused_in_words(
         resume.find_start(run, identity([]), fresh=False)
     with pytest.raises(WrongInput, match=r"recipe: data\.skip not set -> .*; undo the change"):
         start(monkeypatch, {"train.global_batch": 4}, identity([[0, 4]]))
+
+
+def test_one_of_another_version_is_refused_before_anything_is_read_of_it(root: Path) -> None:
+    """What was left out so far is, before anything else; `rollout` a training on rewards alone."""
+    train(small_recipe(root, train__steps=2))
+    run = small_recipe(root).folder
+    changed(committed(run.checkpoints)[0].folder, COMMIT, without=("left_out", "run_id"))
+    for steps in (2, 3):
+        with pytest.raises(WrongInput, match=r"does not say run_id, left_out, .* --fresh"):
+            train(small_recipe(root, train__steps=steps))
+
+
+def test_one_of_another_version_is_not_brought_back(tmp_path: Path) -> None:
+    """The training that lies there now stays, and nothing is moved."""
+    run, now, before = RunFolder(tmp_path), identity([], of="now"), identity([], of="before")
+    aside = RunFolder(resume.earlier(run) / fingerprint(before))
+    saved(aside, 2, before, finished=True)
+    newest = saved(run, 3, now, finished=True)
+    with pytest.raises(WrongInput, match=r"step-00000002 does not say rollout, so another version"):
+        resume.find_start(run, before, fresh=False, reads=(*resume.FIELDS, "rollout"))
+    assert [found.folder for found in committed(run.checkpoints)] == [newest]
+    again = resume.find_start(run, before, fresh=False)
+    assert again is not None
+    assert again.step == 2
 
 
 def test_early_stopping_comes_and_goes_with_what_it_depends_on(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ingot.base import progress
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import committed
+from ingot.checkpoints.store import COMMIT, committed
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import PromptReader
 from ingot.data.batches.rows import Rows, open_rows
@@ -31,6 +31,7 @@ from ingot.train.rollout import sampling
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.markers import changed
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import OBJECTIVE, apart, digits_recipe, odd, odd_known, write_pairs
 from tests.train.stopping import train_until
@@ -130,6 +131,17 @@ def test_what_was_killed_goes_on_bit_for_bit(ready: Path, tmp_path: Path) -> Non
     for key in ("train/loss", "train/policy/ratio_error", "reward/mean", "rollout/groups"):
         assert logged(broken, key) == logged(whole, key)
     assert told(broken) == told(whole)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_answers_is_of_another_version(
+    ready: Path, tmp_path: Path
+) -> None:
+    recipe = apart(ready, tmp_path, train__steps=3, checkpoint__every=1)
+    train_until(2, recipe)
+    for found in committed(recipe.folder.checkpoints):
+        changed(found.folder, COMMIT, without=("rollout",))
+    with pytest.raises(WrongInput, match=r"does not say rollout, so another version .* --fresh"):
+        train(recipe)
 
 
 @pytest.mark.parametrize("epochs", [None, 2])
