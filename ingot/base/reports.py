@@ -102,9 +102,19 @@ def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
     """The record of `step`; None if there is none, or this version cannot read it."""
     try:
         record = PipelineStepRecord(**json.loads((folder / f"{step}.json").read_bytes()))
+        if not _is_sound(record):
+            return None
         return replace(record, where=_where_now(record.where, folder.parent.parent))
     except (FileNotFoundError, TypeError, ValueError):
         return None
+
+
+def _is_sound(record: PipelineStepRecord) -> bool:
+    """Whether what is compared name by name has names."""
+    if not isinstance(record.knobs, dict):
+        return False
+    parts = (record.knobs.get(part, {}) for part in ("knobs", "folders", "outside"))
+    return all(isinstance(part, dict) for part in (record.files, *parts))
 
 
 def _where_now(where: str, root: Path) -> str:

@@ -43,7 +43,9 @@ def read_decision(path: Path) -> dict[str, Any] | None:
     value = read_json(path)
     if value is None or value.get("schema") != SCHEMA:
         return None
-    return value if {"decision", "reason", "candidate"} <= value.keys() else None
+    if not {"decision", "reason", "candidate"} <= value.keys():
+        return None
+    return value if isinstance(value["candidate"], dict) else None
 
 
 def is_about(decided: Mapping[str, Any], report: EvaluationReport) -> bool:

@@ -79,6 +79,23 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None
     assert read_record(tmp_path, "never") is None
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"knobs": None},
+        {"files": None},
+        *(
+            {"knobs": {part: value}}
+            for part in ("knobs", "folders", "outside")
+            for value in (None, [])
+        ),
+    ],
+)
+def test_a_record_whose_parts_have_no_names_is_none(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write_record(tmp_path, replace(a_record(tmp_path), **wrong))
+    assert read_record(tmp_path, "prepare") is None
+
+
 def test_a_step_that_was_begun_is_unfinished_until_it_has_its_record(tmp_path: Path) -> None:
     record = a_record(tmp_path)
     assert not did_not_end(tmp_path, "prepare"), "nobody began it"

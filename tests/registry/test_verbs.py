@@ -262,15 +262,20 @@ def test_a_decision_holds_for_one_name_in_one_registry(
     assert both(wrong)[0].exit_code == 3
 
 
-def test_a_decision_that_does_not_say_for_which_registry_counts_as_none(tmp_path: Path) -> None:
-    """As ingot once wrote it: the gate is run again."""
+@pytest.mark.parametrize("lost", ["registry", "candidate"])
+def test_a_decision_that_does_not_say_for_which_registry_or_model_counts_as_none(
+    lost: str, tmp_path: Path
+) -> None:
+    """As ingot once wrote it, or a hand: the gate is run again."""
     recipe = trained(a_recipe(tmp_path), "a")
     gate(recipe)
-    written = {key: value for key, value in decision(recipe).items() if key != "registry"}
-    (recipe.folder.reports / "gate.json").write_text(json.dumps(written))
+    text = json.dumps(decision(recipe) | {lost: None})
+    (recipe.folder.reports / "gate.json").write_text(text)
     with pytest.raises(WrongInput, match="run `ingot gate` first"):
         register(recipe)
     assert both(recipe)[1].result == "words v1, live"
+    (recipe.folder.reports / "gate.json").write_text(text)
+    assert ((gate_stamp(recipe) or {})["live"] or {})["version"] == 1
 
 
 def test_a_run_folder_that_was_copied_to_another_registry_is_compared_there_first(
