@@ -299,11 +299,17 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
 
 
 def _stamp_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What the recipe names since was not watched before: nobody knows whether it changed."""
+    """What the recipe names since was not watched before, and what it no longer names is not now:
+    nobody knows whether those changed.
+    """
     return [
-        f"{name} changed" if name in old else f"its record says nothing of {name}"
+        f"its record says nothing of {name}"
+        if name not in old
+        else f"{name} is no longer read"
+        if name not in new
+        else f"{name} changed"
         for name in sorted(old.keys() | new.keys())
-        if name not in old or old[name] != new.get(name)
+        if name not in old or name not in new or old[name] != new[name]
     ]
 
 
