@@ -76,16 +76,19 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         del chosen["model"]["quantize"]["merge_into"]  # of the export
     if chosen["objective"].get("sampler"):
         chosen["objective"]["sampler"] = "vllm"  # not where it is
+    train = recipe.train
+    if train.start_step == 0 and (train.start_from is None or train.reset_optimizer):
+        chosen["train.start_step"] = None  # where it begins anyway
     chosen["data.pack"] = recipe.pack
     chosen["data.train.weight"] = [source.weight for source in recipe.data.train]
     if recipe.documents == "pair":
         chosen.update(recipe.select(("data.target_len",)))
-    average = recipe.train.average
+    average = train.average
     if average is not None and average.kind == "ema":
         chosen["train.average.decay"] = average.decay
-        if recipe.train.early_stop is not None:
+        if train.early_stop is not None:
             chosen["train.average.evaluate"] = average.evaluate
-    if (early_stop := recipe.train.early_stop) is not None:
+    if (early_stop := train.early_stop) is not None:
         # Only with early stopping does evaluation affect training.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
         stopping = [task for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")]

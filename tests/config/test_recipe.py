@@ -65,6 +65,24 @@ def test_what_decides_the_numbers_is_told_apart_from_what_does_not() -> None:
     ) == ["train.evaluate_every 5 -> 6"]
 
 
+@pytest.mark.parametrize(
+    ("train", "same"),
+    [
+        ({}, True),
+        ({"start_from": "r", "reset_optimizer": True}, True),
+        ({"start_from": "r"}, False),  # at the step of the other run
+    ],
+)
+def test_a_training_that_begins_at_step_0_anyway_may_say_so(
+    train: dict[str, object], same: bool
+) -> None:
+    plain, said = (
+        training_identity(recipe(train={**train, **step})) for step in ({}, {"start_step": 0})
+    )
+    assert changes(plain, said) == ([] if same else ["train.start_step not set -> 0"])
+    assert changes(plain, training_identity(recipe(train={**train, "start_step": 1})))
+
+
 @pytest.mark.parametrize("way", [[], None, {"fraction": 0}, {"fraction": 0.0}])
 def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
     data = {"train": [{"source": "x"}], "validation": way}
