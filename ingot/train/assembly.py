@@ -27,7 +27,14 @@ from ingot.train.build import TrainState
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.evaluation import EvaluateHook, SampleHook, make_measure, sample_texts
 from ingot.train.goodput import EventSink, TimeAccount
-from ingot.train.hooks import KillHook, LogHook, SkipHook, TrainingControl, Workload
+from ingot.train.hooks import (
+    EarlyEndHook,
+    KillHook,
+    LogHook,
+    SkipHook,
+    TrainingControl,
+    Workload,
+)
 from ingot.train.interrupts import StopSignals
 from ingot.train.optim.schedules import Recurrence
 from ingot.train.profile import profile_hooks
@@ -136,7 +143,8 @@ def make_hooks(
     closing: ExitStack,
 ) -> Hooks:
     """The hooks that run after each step, in this order: skipped steps, logging, evaluation and
-    samples, time accounting, the checkpoint (which records all of these), the profiler.
+    samples, time accounting, the checkpoint (which records all of these), the profiler. Where
+    evaluation ends training, logging comes after it once more.
     """
     recipe, mesh, knobs = process.recipe, process.mesh, process.recipe.train
     first, commit = (start.step, start.commit) if start else (setup.begin, {})
@@ -151,18 +159,7 @@ def make_hooks(
     progress = closing.enter_context(
         Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
     )
-    log = LogHook(
-        sinks,
-        progress,
-        recipe.track.every,
-        setup.last,
-        Workload.of(setup, mesh),
-        mesh,
-        gpu=recipe.track.gpu,
-        clock=account.in_steps,
-        skipped_before=commit.get("skipped", 0.0),
-        remarks=source.remarks if isinstance(source, Rollout) else dict,
-    )
+    log = _log_hook(setup, source, sinks, progress, account, commit.get("skipped", 0.0), mesh)
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
     a_pass = len(setup.rows) * recipe.objective.samples_per_row, knobs.global_batch
@@ -183,11 +180,13 @@ def make_hooks(
     fields = CommitFields(recipe, setup, log, evaluation, samples, skips, spikes, run_id, source)
     save_every = Recurrence(recipe.checkpoint.every, *a_pass, begin=setup.data_begin)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
+    rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
+    early_end = EarlyEndHook(lambda: evaluation.is_over, [one.at_end for one in (log, *rollouts)])
     hooks: list[Hook] = [
         skips,
         log,
-        *_rollout_hooks(source, sinks, recipe.track.every, setup.last, first),
-        *([evaluation] if knobs.evaluate_every is not None else []),
+        *rollouts,
+        *([evaluation, early_end] if knobs.evaluate_every is not None else []),
         *([samples] if knobs.sample_every is not None else []),
         account,
         checkpoint,
@@ -199,13 +198,36 @@ def make_hooks(
     return Hooks(evaluation, samples, checkpoint, account, spikes, skips, hooks)
 
 
+def _log_hook(
+    setup: TrainSetup,
+    source: BatchSource,
+    sinks: Sequence[JsonLines | FailSafeSink],
+    progress: Progress,
+    account: TimeAccount,
+    skipped: float,
+    mesh: Mesh,
+) -> LogHook:
+    return LogHook(
+        sinks,
+        progress,
+        setup.recipe.track.every,
+        setup.last,
+        Workload.of(setup, mesh),
+        mesh,
+        gpu=setup.recipe.track.gpu,
+        clock=account.in_steps,
+        skipped_before=skipped,
+        remarks=source.remarks if isinstance(source, Rollout) else dict,
+    )
+
+
 def _rollout_hooks(
     source: BatchSource,
     sinks: Sequence[JsonLines | FailSafeSink],
     every: int,
     last: int,
     first: int,
-) -> list[Hook]:
+) -> list[RolloutHook]:
     return [RolloutHook(source, sinks, every, last, first)] if isinstance(source, Rollout) else []
 
 

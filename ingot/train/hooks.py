@@ -57,7 +57,9 @@ class Workload:
 
 @dataclass
 class LogHook:
-    """Writes metrics to the sinks and shows progress, every `every` steps and at the last one."""
+    """Writes metrics to the sinks and shows progress, every `every` steps, at the first and at the
+    last one.
+    """
 
     sinks: Sequence[JsonLines | FailSafeSink]
     progress: Progress
@@ -104,6 +106,11 @@ class LogHook:
             self._notes |= self._newest(info)
         self.progress.update(info.step, **self._notes)
         return False
+
+    def at_end(self, info: StepInfo) -> None:
+        """Write the steps of which no line says anything yet: training ends with this one."""
+        if self._steps:
+            self._write(info)
 
     def _newest(self, info: StepInfo) -> dict[str, str]:
         """Loss and pace for a terminal. Reading the loss waits for a GPU, which is idle for a
@@ -168,6 +175,27 @@ class LogHook:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
+
+
+class EarlyEndHook:
+    """Has the last steps logged, too, when training ends early: how many tokens it read and what
+    its loss came to is taken from what is logged. It comes before the checkpoint, which says that
+    this training is finished.
+    """
+
+    def __init__(
+        self, is_over: Callable[[], bool], logs: Sequence[Callable[[StepInfo], None]]
+    ) -> None:
+        self._is_over, self._logs = is_over, logs
+
+    def after_step(self, info: StepInfo) -> bool:
+        if self._is_over():
+            for log in self._logs:
+                log(info)
+        return False
+
+    def close(self) -> None:
+        pass
 
 
 class TooManySkipped(Exception):

@@ -26,6 +26,8 @@ from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import open_rows
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
+from ingot.report.headline import trained_tokens
+from ingot.report.run_view import read_run
 from ingot.train import step as step_module
 from ingot.train.resume import set_aside
 from ingot.train.trainer import train
@@ -269,6 +271,23 @@ def test_early_stopping_stops_and_a_resumed_run_stops_at_the_same_step(
     stop_after(recipe, stopped - 1, monkeypatch)
     train(recipe)
     assert metrics(recipe) == logged
+
+
+def test_the_steps_before_an_early_end_are_logged(root: Path) -> None:
+    """Tokens and the loss that are told of a training come from what is logged."""
+    recipe = small_recipe(
+        root,
+        train__steps=60,
+        train__evaluate_every=2,
+        train__early_stop="{patience: 1, min_delta: 1e9}",
+        track__every=100,
+    )
+    outcome = train(recipe)
+    lines = [line for line in read_lines(recipe.folder.metrics) if "train/loss" in line]
+    assert [line["step"] for line in lines] == [1, 4], "the last one once"
+    assert outcome.result.startswith("4 steps")
+    assert f"loss {lines[-1]['train/loss']:.3f}" in outcome.result
+    assert trained_tokens(read_run(recipe.folder)) == 4 * 4 * 32
 
 
 def test_an_unfinished_training_of_another_recipe_is_refused_by_name(

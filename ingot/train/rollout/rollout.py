@@ -262,14 +262,24 @@ class RolloutHook:
             JsonLines(self._path, first)
 
     def after_step(self, info: StepInfo) -> bool:
-        if self._rollout.mesh.is_main and (
-            info.step % self._every == 0 or info.step in (1, self._last)
-        ):
-            for sink in self._sinks:
-                sink.write(info.step, self._rollout.metrics)
-            for sample in self._rollout.shown():
-                append_line(self._path, {"step": info.step, **sample})
+        if self._is_logged(info.step):
+            self._write(info.step)
         return False
+
+    def at_end(self, info: StepInfo) -> None:
+        """Write those of this step, too: training ends with it."""
+        if not self._is_logged(info.step):
+            self._write(info.step)
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self._every == 0 or step in (1, self._last)
+
+    def _write(self, step: int) -> None:
+        if self._rollout.mesh.is_main:
+            for sink in self._sinks:
+                sink.write(step, self._rollout.metrics)
+            for sample in self._rollout.shown():
+                append_line(self._path, {"step": step, **sample})
 
     def close(self) -> None:
         pass

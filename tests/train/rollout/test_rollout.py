@@ -99,6 +99,21 @@ def test_samples_are_written_and_the_mean_reward_is_shown(
             assert one["reward"] == right + 0.5 * odd(one["answer"])
 
 
+@pytest.mark.parametrize("every", [2, 9])
+def test_samples_of_an_early_end_are_written_once(every: int, ready: Path, tmp_path: Path) -> None:
+    recipe = apart(
+        ready,
+        tmp_path,
+        train__steps=9,
+        train__evaluate_every=1,
+        train__early_stop="{patience: 1, min_delta: 1e9}",
+        track__every=every,
+    )
+    train(recipe)
+    assert [line["step"] for line in told(recipe)] == [1, 1, 2, 2]
+    assert len(logged(recipe, "reward/mean")) == 2
+
+
 def test_a_prompt_is_what_is_served(ready: Path) -> None:
     recipe = digits_recipe(ready)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
