@@ -33,6 +33,7 @@ from ingot.data.tokenizing import vocabulary
 from ingot.data.tokenizing.tokenize import TokeniseStage
 from ingot.tokenizers.load import load_tokenizer
 from tests.data.small import everything, recipe, sentences, write_jsonl
+from tests.markers import changed
 from tests.tokenizers.small import bpe_files
 
 
@@ -157,10 +158,11 @@ def test_finished_parts_are_kept(
     (small.folder.columns / "done" / "train-00003.json").write_text('{"torn')
     with (small.folder.columns / "train.tokens-00004.idx").open("ab") as stream:
         stream.write(b"x")
+    changed(small.folder.columns, "done/train-00005.json", without=("rendered",))
     (small.folder.columns / "train.tokens-00099.bin").write_text("of an earlier, larger run")
     (small.folder.columns / ".train.tokens-00001.bin.partial-77").write_text("of a killed run")
     prepare(small)
-    assert made == [2, 3, 4]
+    assert made == [2, 3, 4, 5]
     assert everything(small.folder.columns) == before
     assert "parts are finished already" in capsys.readouterr().err
 

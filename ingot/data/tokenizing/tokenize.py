@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +320,7 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
     if (
         marker is None
         or marker.get("inputs") != fingerprint([asdict(task), inputs])
+        or not {one.name for one in fields(TokenisedRange)[1:]} <= marker.keys()
         or problems(columns, marker, checksums=False)
     ):
         return None
