@@ -54,7 +54,11 @@ class ChecksumCache:
     def __init__(self, root: Path, name: str) -> None:
         self._root, self._file = root, root / HIDDEN / name
         self._stored = self._read()
-        self._checksums: dict[str, list[int | str]] = self._stored.get("checksums", {})
+        self._checksums: dict[str, list[int | str]] = {
+            path: about
+            for path, about in self._stored.get("checksums", {}).items()
+            if isinstance(about, list) and about
+        }
 
     def current(self, path: str, *, bytes: int | None = None) -> LocalFile | None:
         """The file at `path` as it is now, read only if it changed since its checksum was taken.
@@ -92,8 +96,8 @@ class ChecksumCache:
     def _read(self) -> dict[str, Any]:
         try:
             stored = json.loads(self._file.read_bytes())
-            return stored if isinstance(stored, dict) and "checksums" in stored else {}
-        except (OSError, ValueError):
+            return stored if isinstance(stored["checksums"], dict) else {}
+        except (OSError, ValueError, TypeError, KeyError):
             return {}
 
 
@@ -103,12 +107,14 @@ class AgreedState(ChecksumCache):
     def __init__(self, root: Path, url: str) -> None:
         super().__init__(root, "memory.json")
         self._url = url
-        known = self._stored.get("known") if self._stored.get("url") == url else None
-        self.known: dict[str, Content] = (
-            {path: (bytes, checksum) for path, (bytes, checksum) in known.items()}
-            if isinstance(known, dict)
-            else {}
-        )
+        self.known = self._agreed() if self._stored.get("url") == url else {}
+
+    def _agreed(self) -> dict[str, Content]:
+        try:
+            known = self._stored["known"].items()
+            return {path: (bytes, checksum) for path, (bytes, checksum) in known}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return {}
 
     def write(self, **more: Any) -> None:
         super().write(url=self._url, known=dict(sorted(self.known.items())), **more)

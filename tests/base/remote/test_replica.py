@@ -289,13 +289,22 @@ def test_without_an_index_a_folder_is_sent_whole_whatever_it_remembers(
     assert content(tmp_path / "other") == content(run)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"known": ["recipe.yaml"]},
+        {"known": {"recipe.yaml": 5}},
+        {"known": {"recipe.yaml": [5]}},
+        {"checksums": None},
+        {"checksums": {"recipe.yaml": 5, "metrics.jsonl": []}, "known": None},
+    ],
+)
 def test_a_memory_without_contents_deletes_nothing_there(
-    server: Server, run: Path, tmp_path: Path
+    wrong: dict[str, object], server: Server, run: Path, tmp_path: Path
 ) -> None:
     push(run, URL)
     memory = run / ".replica/memory.json"
-    about = json.loads(memory.read_text())
-    memory.write_text(json.dumps(about | {"known": sorted(about["known"])}))
+    memory.write_text(json.dumps(json.loads(memory.read_text()) | wrong))
     (run / "recipe.yaml").unlink()
     fill(run, {"metrics.jsonl": b"2\n"})
     push(run, URL)
