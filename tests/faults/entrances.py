@@ -354,8 +354,8 @@ FAULTS = [
     Fault(
         "not-watched-is-a-change",
         "ingot/pipeline/incremental.py",
-        'f"{name} changed" if name in old else',
-        'f"{name} changed" if True else',
+        "        if name not in old\n",
+        "        if False\n",
         "a file that nobody touched is told to have changed",
         "tests/pipeline/test_steps.py",
     ),

@@ -144,8 +144,8 @@ FAULTS = [
     Fault(
         "old-ones-lost-at-a-kill",
         "ingot/train/rollout/answers.py",
-        "return cls(**found)",
-        'return cls(**{**found, "old": found["logprobs"]})',
+        "found[one.name] for one in fields(cls)",
+        'found["logprobs" if one.name == "old" else one.name] for one in fields(cls)',
         "a resumed training measures its ratio from the sampler instead of the trainer",
         by="tests/train/rollout/test_old.py",
     ),

@@ -88,8 +88,8 @@ FAULTS = [
     Fault(
         "skipped-steps-forgotten",
         "ingot/train/assembly.py",
-        'skipped_before=commit.get("skipped", 0.0),',
-        "skipped_before=0.0,",
+        'commit.get("skipped", 0.0)',
+        "0.0",
         "a resumed training forgets how many steps it left out",
         "tests/train/test_skipping.py",
     ),
