@@ -111,9 +111,10 @@ def read_record(folder: Path, step: str) -> PipelineStepRecord | None:
 
 def _is_sound(record: PipelineStepRecord) -> bool:
     """Whether what is compared name by name has names."""
-    if not isinstance(record.knobs, dict):
+    known: Any = record.knobs
+    if not isinstance(known, dict):
         return False
-    parts = (record.knobs.get(part, {}) for part in ("knobs", "folders", "outside"))
+    parts = (known.get(part, {}) for part in ("knobs", "folders", "outside"))
     return all(isinstance(part, dict) for part in (record.files, *parts))
 
 

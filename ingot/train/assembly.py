@@ -181,12 +181,13 @@ def make_hooks(
     save_every = Recurrence(recipe.checkpoint.every, *a_pass, begin=setup.data_begin)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
-    early_end = EarlyEndHook(lambda: evaluation.is_over, [one.at_end for one in (log, *rollouts)])
+    logs = [log.at_end, *(one.at_end for one in rollouts)]
     hooks: list[Hook] = [
         skips,
         log,
         *rollouts,
-        *([evaluation, early_end] if knobs.evaluate_every is not None else []),
+        *([evaluation] if knobs.evaluate_every is not None else []),
+        EarlyEndHook(lambda: evaluation.is_over, logs),
         *([samples] if knobs.sample_every is not None else []),
         account,
         checkpoint,
