@@ -64,7 +64,10 @@ def test_a_depth_crashes_nothing(text: str) -> None:
         documents.compose(text)
 
 
-TEXTS = st.text(max_size=12) | st.text("ab 10.:-#'\"[]{},&*!|>%@`?\\~\t\n", max_size=200)
+# What YAML 1.2 reads as a number is quoted, and only here.
+TEXTS = (st.text(max_size=12) | st.text("ab 10.:-#'\"[]{},&*!|>%@`?\\~\t\n", max_size=200)).filter(
+    lambda text: not documents._EXPONENT.match(text)
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
