@@ -396,4 +396,12 @@ FAULTS = [
         "a training waits for a disk that does not answer, for ever and without a word",
         "tests/checkpoints/test_saver.py",
     ),
+    Fault(
+        "a-hang-that-passes-was-none",
+        "ingot/launch/supervisor/attempt_watch.py",
+        "        if self.hang is not None:\n            return True",
+        "        if False:\n            return True",
+        "a training whose hang passes while it is being ended is not started again",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

@@ -74,6 +74,8 @@ class AttemptWatch:
             self._kills.kill_if_due(self._attempt)
         if now < self._next_check:
             return False
+        if self.hang is not None:
+            return True  # also if its ranks are back while they are being ended
         self._next_check = now + CHECK_INTERVAL_S
         running, beats = self._attempt.running(), self._attempt.beats()
         self.hang = self._hangs.check(running, beats, now)

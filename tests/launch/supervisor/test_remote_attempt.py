@@ -18,6 +18,7 @@ import pytest
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.cloud.instances import NoCapacity
+from ingot.base.runlog import read_lines
 from ingot.launch.attempt import AttemptExit, StopRequests
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places import slurm_cluster
@@ -25,6 +26,7 @@ from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
 from ingot.launch.supervisor.budget import SpendingMeter
+from ingot.launch.supervisor.attempt_watch import AttemptWatch, ChaosKills
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt, RemoteHeartbeats
 from ingot.launch.supervisor.supervise import supervise
 from tests.launch.blocking import wait_until
@@ -562,6 +564,33 @@ def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_
 
 
 def test_a_suspended_job_neither_hangs_nor_is_it_cancelled_when_it_is_asked_to_stop(
+def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
+    tmp_path: Path, place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look after the cancel gets no answer, and by the next one the ranks have saved."""
+    monkeypatch.setattr("ingot.launch.supervisor.attempt_watch.CHECK_INTERVAL_S", 0.0)
+    recipe = small_recipe(tmp_path, launch__hang_s=0.1)
+    attempt, _ = begin()
+    attempt.stacks_s = 0.0
+    hearts = [
+        HeartbeatWriter(tmp_path / "heartbeats", rank=rank, local_rank=rank, attempt=1)
+        for rank in range(4)
+    ]
+    for heart in hearts:
+        heart.beat("step", step=3)
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+    kills = ChaosKills(recipe.chaos, recipe.folder.events)
+    watch = AttemptWatch(recipe, attempt, StopRequests(), kills, through_bucket=False)
+    wait_until(watch.check)
+    found = watch.hang
+    for heart in hearts:
+        heart.beat("saving")
+    assert watch.check()
+    assert watch.hang is found is not None
+    assert [event["rank"] for event in read_lines(recipe.folder.events)] == [0, 1, 2, 3]
+
+
     place: Place, begin: Begin
 ) -> None:
     """Slurm lets another job go first; when this one goes on, its ranks can still save."""
