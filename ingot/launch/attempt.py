@@ -66,6 +66,10 @@ class Attempt(Protocol):
         """The ranks that have not ended yet."""
         ...
 
+    def suspended(self) -> bool:
+        """Whether the place suspends the ranks, which cannot answer to anything meanwhile."""
+        ...
+
     def beats(self) -> dict[int, Heartbeat]:
         """The last heartbeat by rank, also of ranks that have ended; ranks that sent none are
         missing.

@@ -404,4 +404,12 @@ FAULTS = [
         "a training whose hang passes while it is being ended is not started again",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "a-suspended-job-is-late",
+        "ingot/launch/supervisor/attempt_watch.py",
+        "        elif is_suspended:\n",
+        "        elif False:\n",
+        "a job that is asked to stop while its place suspends it is cancelled without a save",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

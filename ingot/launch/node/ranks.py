@@ -165,6 +165,9 @@ class LocalRanks:
     def running(self) -> Collection[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self._codes]
 
+    def suspended(self) -> bool:
+        return False
+
     def beats(self) -> dict[int, Heartbeat]:
         if self._heartbeats is None:
             return {}

@@ -51,7 +51,8 @@ class AttemptWatch:
         self.hang: Hang | None = None
         self.failure = ""
         self.stop_timed_out = False
-        self._next_check, self._stop_deadline = 0.0, 0.0
+        self._next_check, self._last_call = 0.0, time.monotonic()
+        self._stop_deadline, self._told_suspended = 0.0, False
         self._hangs = HangDetector(
             recipe.launch,
             time.monotonic(),
@@ -63,20 +64,18 @@ class AttemptWatch:
     def check(self) -> bool:
         """Whether the ranks must be terminated now."""
         now = time.monotonic()
+        passed, self._last_call = now - self._last_call, now
         if self._stops.first:
-            self._stop_deadline = (
-                self._stop_deadline or now + self._recipe.checkpoint.grace_s + STOP_MARGIN_S
-            )
-            self.stop_timed_out = now > self._stop_deadline
+            self.stop_timed_out = self._is_stop_overdue(now, passed)
             if self.stop_timed_out:
                 return True
         else:
             self._kills.kill_if_due(self._attempt)
         if now < self._next_check:
             return False
+        self._next_check = now + CHECK_INTERVAL_S
         if self.hang is not None:
             return True  # also if its ranks are back while they are being ended
-        self._next_check = now + CHECK_INTERVAL_S
         running, beats = self._attempt.running(), self._attempt.beats()
         self.hang = self._hangs.check(running, beats, now)
         if self.hang is not None:
@@ -99,6 +98,23 @@ class AttemptWatch:
                 stacks=str(stacks[found.rank]) if found.rank in stacks else None,
             )
         return False
+
+    def _is_stop_overdue(self, now: float, passed: float) -> bool:
+        """Whether ranks that were asked to stop have had their time. While their place suspends
+        them it does not pass: they save when they go on.
+        """
+        is_suspended = self._attempt.suspended()
+        if not self._stop_deadline:
+            self._stop_deadline = now + self._recipe.checkpoint.grace_s + STOP_MARGIN_S
+        elif is_suspended:
+            self._stop_deadline += passed
+        if is_suspended and not self._told_suspended:
+            self._told_suspended = True
+            say(
+                "the job is suspended: it saves and stops when it goes on; another Ctrl-C ends it"
+                " now, without a checkpoint"
+            )
+        return now > self._stop_deadline
 
     def _report_hang(self, hang: Hang) -> None:
         stacks = request_stacks(self._attempt, self._recipe.folder.logs, self._attempt.beats())

@@ -213,6 +213,9 @@ class RemoteAttempt:
         unreadable = self._heartbeats is not None and self._heartbeats.trouble is not None
         return range(self._job.world) if self._state == "running" and not unreadable else ()
 
+    def suspended(self) -> bool:
+        return self._state == "suspended"
+
     def beats(self) -> dict[int, Heartbeat]:
         """Heartbeats of this attempt only: those of earlier ones may still be there."""
         if self._heartbeats is None:

@@ -12,21 +12,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ingot.base.errors import EXIT_FAILED, EXIT_STOPPED, Failed, IngotError, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
-from ingot.cloud.instances import NoCapacity
 from ingot.base.runlog import read_lines
+from ingot.cloud.instances import NoCapacity
 from ingot.launch.attempt import AttemptExit, StopRequests
 from ingot.launch.job import Handle, Job, JobLog, JobState
 from ingot.launch.places import slurm_cluster
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
+from ingot.launch.supervisor.attempt_watch import STOP_MARGIN_S, AttemptWatch, ChaosKills
 from ingot.launch.supervisor.budget import SpendingMeter
-from ingot.launch.supervisor.attempt_watch import AttemptWatch, ChaosKills
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt, RemoteHeartbeats
 from ingot.launch.supervisor.supervise import supervise
 from tests.launch.blocking import wait_until
@@ -563,7 +564,6 @@ def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_
     assert "starting again from checkpoint 4 (restart 1 of 100)" in told
 
 
-def test_a_suspended_job_neither_hangs_nor_is_it_cancelled_when_it_is_asked_to_stop(
 def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
     tmp_path: Path, place: Place, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +591,7 @@ def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
     assert [event["rank"] for event in read_lines(recipe.folder.events)] == [0, 1, 2, 3]
 
 
+def test_a_suspended_job_neither_hangs_nor_is_it_cancelled_when_it_is_asked_to_stop(
     place: Place, begin: Begin
 ) -> None:
     """Slurm lets another job go first; when this one goes on, its ranks can still save."""
@@ -603,6 +604,37 @@ def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
     assert place.did == ["submit", f"signal {signal.SIGTERM}"]
     place.state = "running"
     wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+
+
+def test_the_time_to_stop_in_does_not_pass_while_a_job_is_suspended(
+    tmp_path: Path,
+    place: Place,
+    begin: Begin,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe, now = small_recipe(tmp_path, checkpoint__grace_s=60), [1_000_000.0]
+    monkeypatch.setattr(
+        "ingot.launch.supervisor.attempt_watch.time", mock.Mock(monotonic=lambda: now[0])
+    )
+    attempt, _ = begin()
+    stops = StopRequests()
+    kills = ChaosKills(recipe.chaos, recipe.folder.events)
+    watch = AttemptWatch(recipe, attempt, stops, kills, through_bucket=False)
+    place.state = slurm_cluster.STATES["SUSPENDED"]
+    wait_until(lambda: attempt.poll() is None and attempt.suspended())
+    stops.first = signal.SIGINT
+    for _ in range(5):
+        now[0] += 3600
+        assert not watch.check()
+    assert capfd.readouterr().err.count("the job is suspended: it saves and stops when") == 1
+    place.state = "running"
+    wait_until(lambda: attempt.poll() is None and not attempt.suspended())
+    now[0] += 60
+    assert not watch.check()
+    now[0] += 60 + STOP_MARGIN_S
+    assert watch.check()
+    assert watch.stop_timed_out
 
 
 def test_a_log_is_read_from_where_the_last_look_ended(tmp_path: Path) -> None:
