@@ -81,8 +81,8 @@ def roll_back(
             " of the order are left out from now on"
         )
     # All that follows until the next step may take as long as at a start: closing, reading the
-    # checkpoint again.
-    heart.beat("loading", step=0, place=0)
+    # checkpoint again. The step stays: a process that dies meanwhile has lost what led to it.
+    heart.beat("loading")
     return RolledBack()
 
 

@@ -412,4 +412,12 @@ FAULTS = [
         "a job that is asked to stop while its place suspends it is cancelled without a save",
         "tests/launch/supervisor/test_remote_attempt.py",
     ),
+    Fault(
+        "who-goes-back-is-ahead",
+        "ingot/launch/supervisor/hang_detection.py",
+        '(-1, 0) if beat.phase == "loading" else ',
+        "",
+        "a rank that hangs while all go back to a checkpoint is not named, but one that waits",
+        "tests/launch/supervisor/test_hang_detection.py",
+    ),
 ]

@@ -872,7 +872,7 @@ FAULTS = [
     Fault(
         "going-back-is-a-step",
         "ingot/train/rollback.py",
-        '    heart.beat("loading", step=0, place=0)\n',
+        '    heart.beat("loading")\n',
         "",
         "a training that goes back to a large checkpoint is killed as a hang, and given up",
         "tests/train/test_skipping.py",
@@ -900,5 +900,13 @@ FAULTS = [
         "        if False:\n",
         "tokens and loss of a training that ended early are told as of its last logged line",
         "tests/train/test_run.py",
+    ),
+    Fault(
+        "going-back-loses-nothing",
+        "ingot/train/rollback.py",
+        'heart.beat("loading")',
+        'heart.beat("loading", step=0)',
+        "a training that dies while it goes back to a checkpoint is said to have lost no steps",
+        "tests/train/test_skipping.py",
     ),
 ]

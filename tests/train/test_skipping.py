@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,14 +225,28 @@ def test_going_back_may_take_as_long_as_a_start(
     """A checkpoint that is read for minutes is no hang: its phase is not that of a step."""
     poison(monkeypatch, range(20, 28))
     recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
-    seen = list[tuple[str, int]]()
+    seen = list[str]()
 
     def look(*args: Any) -> None:
-        seen.extend((beat.phase, beat.step) for beat in beats_of_main(recipe.folder.heartbeats))
+        seen.extend(beat.phase for beat in beats_of_main(recipe.folder.heartbeats))
 
     monkeypatch.setattr("ingot.train.trainer.fetch_missing", look)
     train(recipe)
-    assert seen == [("loading", 0), ("loading", 0)]
+    assert seen == ["loading", "loading"]
+
+
+def test_who_dies_while_it_goes_back_has_lost_the_steps_behind_the_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
+    look = mock.Mock(side_effect=[None, KeyboardInterrupt, None])
+    monkeypatch.setattr("ingot.train.trainer.fetch_missing", look)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    train(recipe)
+    (event,) = events(recipe, "lost")
+    assert (event["step"], event["steps"]) == (4, 3)
 
 
 def test_going_back_leaves_the_same_out_with_a_best_checkpoint(

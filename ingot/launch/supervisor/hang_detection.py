@@ -116,8 +116,17 @@ class HangDetector:
 
 def _furthest_behind(ranks: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks at the earliest position; a rank without a heartbeat is behind any other."""
-    places = {rank: (beat.step, beat.place) if beat else (-1, -1) for rank, beat in ranks.items()}
+    places = {rank: _position(beat) for rank, beat in ranks.items()}
     return [rank for rank, place in places.items() if place == min(places.values())]
+
+
+def _position(beat: Heartbeat | None) -> tuple[int, int]:
+    """Whoever loads is behind all that have begun, also after it left a later step to go back to a
+    checkpoint.
+    """
+    if beat is None:
+        return -2, 0
+    return (-1, 0) if beat.phase == "loading" else (beat.step, beat.place)
 
 
 def _outliers(ranks: Collection[int], beats: Mapping[int, Heartbeat]) -> tuple[int, ...]:

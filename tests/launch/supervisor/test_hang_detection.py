@@ -125,6 +125,15 @@ def test_a_rank_that_never_says_anything_hangs_after_the_starts_bound() -> None:
     )
 
 
+def test_who_goes_back_is_behind_those_that_have_begun_again() -> None:
+    """A rank that reads a checkpoint again tells the step that it left, which is a later one."""
+    watch = HangDetector(Launch(start_s=50), 0.0)
+    beats = {0: beat(0, 20, phase="first step"), 1: beat(1, 40, phase="loading")}
+    found = found_after(watch, beats)
+    assert found is not None
+    assert (found[1].ranks, found[1].phase) == ((1,), "loading")
+
+
 def test_a_machine_that_slept_is_no_hang() -> None:
     """Nobody was awake, we neither: an hour passes between two looks."""
     watch = HangDetector(Launch(hang_s=5), 0.0)
