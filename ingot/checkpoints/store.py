@@ -42,12 +42,14 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def remove_folder(folder: Path) -> None:
     """Delete a checkpoint folder, marker first, so that a partly deleted one never counts as
-    complete.
+    complete. A file in its place, as a broken copy leaves, goes too.
     """
-    if folder.exists():
-        (folder / COMMIT).unlink(missing_ok=True)
-        fsync_folder(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
+    (folder / COMMIT).unlink(missing_ok=True)
+    fsync_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_order(checkpoints: Path) -> list[Path]:
@@ -170,7 +172,8 @@ def sweep(checkpoints: Path, kept: Collection[str]) -> None:
     also used on a node's own disk, where folders have no marker.
     """
     newest = max(map(_step_of, kept), default=-1)
-    for folder in [*_in_order(checkpoints), *checkpoints.glob(f"{DAMAGED}step-*")]:
+    damaged = (folder for folder in checkpoints.glob(f"{DAMAGED}step-*") if folder.is_dir())
+    for folder in [*_in_order(checkpoints), *damaged]:
         step = _step_of(folder.name)
         if folder.name not in kept and (
             step < newest or (step == newest and folder.name.endswith(BEFORE))

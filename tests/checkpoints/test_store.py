@@ -66,6 +66,14 @@ def test_saving_over_what_a_killed_save_left(tmp_path: Path) -> None:
     assert not (folder / "__9_9.distcp").exists()
 
 
+def test_saving_where_a_file_has_the_name_of_a_checkpoint(tmp_path: Path) -> None:
+    step_folder(tmp_path, 5).write_bytes(b"")
+    step_folder(tmp_path, 5).with_suffix(".before").write_bytes(b"")
+    for _ in range(2):
+        save(tmp_path, 5)
+    assert steps(tmp_path) == [5]
+
+
 def steps(folder: Path) -> list[int]:
     return [found.step for found in committed(folder)]
 
@@ -91,13 +99,15 @@ def test_the_newest_are_kept_and_leftovers_go(made: Path) -> None:
     newer = step_folder(made, 9)
     newer.mkdir()  # being written by a save that goes on
     (made / "step-by-step").mkdir()  # none of ours
-    (made / "step-00000001.before").write_bytes(b"")  # nor is what a broken copy left
+    copies = [made / "step-00000001.before", made / "damaged-step-00000001"]
+    for copy in copies:
+        copy.write_bytes(b"")  # nor is what a broken copy left
     assert retain(made, 2) == ["step-00000004", "step-00000003"]
     assert steps(made) == [4, 3]
     assert not leftover.exists()
     assert newer.exists()
     assert (made / "step-by-step").exists()
-    assert (made / "step-00000001.before").exists()
+    assert all(copy.exists() for copy in copies)
 
 
 @pytest.mark.parametrize(

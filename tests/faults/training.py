@@ -909,4 +909,12 @@ FAULTS = [
         "a training that dies while it goes back to a checkpoint is said to have lost no steps",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "a-file-is-a-damaged-checkpoint",
+        "ingot/checkpoints/store.py",
+        'glob(f"{DAMAGED}step-*") if folder.is_dir())',
+        'glob(f"{DAMAGED}step-*"))',
+        "a file whose name begins like that of a damaged checkpoint is deleted",
+        "tests/checkpoints/test_store.py",
+    ),
 ]
