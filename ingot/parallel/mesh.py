@@ -27,6 +27,8 @@ TIMEOUT, MARGIN = timedelta(minutes=30), timedelta(minutes=5)
 """How long ranks wait for another one at least, and how much longer than it may be silent: by then
 a supervisor has noticed that it hangs, and named it.
 """
+LONGEST = timedelta(days=365)
+"""The longest that ranks wait: gloo counts nanoseconds, and those of centuries do not fit."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ def running_mesh(
     use_all_cores(here.local_world)
     if device.type == "cpu":
         keep_freed_memory()
-    timeout = max(TIMEOUT, timedelta(seconds=start_s) + MARGIN)
+    silent = timedelta(seconds=min(start_s, LONGEST.total_seconds()))
+    timeout = max(TIMEOUT, silent + MARGIN)
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
         dist.init_process_group(backend(device), timeout=timeout)
@@ -246,52 +249,53 @@ def make_mesh(
         along = [AXES.index(axis) for axis in axes]
         size = math.prod(grid.shape[place] for place in along)
         if size == here.world > 1:
-            parts[name] = Mesh(here, device, group=dist.group.WORLD)
+            parts[name] = Mesh(here, device, group=dist.group.WORLD, timeout=timeout)
         elif name == "stage" and degrees.tensor == 1 and size > 1:
             parts[name] = parts["replicas"]
         elif name == "rows" and size > 1 and 1 in (degrees.context, degrees.tensor):
             parts[name] = parts["tensor" if degrees.context == 1 else "context"]
         elif size > 1:
-            parts[name] = _part(
-                here, device, np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
-            )
+            members = np.moveaxis(grid, along, range(-len(along), 0)).reshape(-1, size)
+            parts[name] = _part(here, device, members, timeout)
     if degrees.pipeline > 1:
         columns = grid.reshape(degrees.pipeline, -1).T
-        parts["ends"] = _part(here, device, columns[:, [0, -1]])
+        parts["ends"] = _part(here, device, columns[:, [0, -1]], timeout)
     return Mesh(
         here,
         device,
         degrees,
         None,
         parts,
-        None if degrees.world == 1 else _weights(device, degrees),
-        None if degrees.expert == 1 else _experts(device, degrees),
+        None if degrees.world == 1 else _weights(device, degrees, timeout),
+        None if degrees.expert == 1 else _experts(device, degrees, timeout),
         timeout,
     )
 
 
-def _part(here: Ranks, device: torch.device, members: np.ndarray) -> Mesh:
+def _part(here: Ranks, device: torch.device, members: np.ndarray, timeout: timedelta) -> Mesh:
     """This rank's group among the rows of `members`; a rank in no row is alone. Collective: every
     rank makes all groups, in the same order.
     """
     mine = Mesh(Ranks(), device)
     for row in members.tolist():
-        group = dist.new_group(row)
+        group = dist.new_group(row, timeout=timeout)
         _never_free(group)
         if here.rank in row:
             mine = Mesh(
                 Ranks(row.index(here.rank), len(row), here.local_rank, here.local_world),
                 device,
                 group=group,
+                timeout=timeout,
             )
     return mine
 
 
-def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh:
+def _weights(device: torch.device, degrees: Degrees, timeout: timedelta) -> DeviceMesh:
     """The mesh for sharded weights."""
     copies = degrees.data * degrees.context // degrees.shards
     return _device_mesh(
         device,
+        timeout,
         pipeline=degrees.pipeline,
         replicate=copies,
         shard=degrees.shards,
@@ -299,12 +303,13 @@ def _weights(device: torch.device, degrees: Degrees) -> DeviceMesh:
     )
 
 
-def _experts(device: torch.device, degrees: Degrees) -> DeviceMesh:
+def _experts(device: torch.device, degrees: Degrees, timeout: timedelta) -> DeviceMesh:
     """The mesh for the weights of experts: neighbours along replicate, shard, context and tensor
     share them, and what is left of shards and replicas has copies.
     """
     return _device_mesh(
         device,
+        timeout,
         pipeline=degrees.pipeline,
         replicate=degrees.expert_copies,
         shard=degrees.expert_shards,
@@ -312,9 +317,12 @@ def _experts(device: torch.device, degrees: Degrees) -> DeviceMesh:
     )
 
 
-def _device_mesh(device: torch.device, **axes: int) -> DeviceMesh:
+def _device_mesh(device: torch.device, timeout: timedelta, **axes: int) -> DeviceMesh:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
+        # Made with torch's default. A backend without timeouts, as that of a plan, has none to set.
+        with contextlib.suppress(RuntimeError):
+            group.set_timeout(timeout)
         _never_free(group)
     return mesh
 

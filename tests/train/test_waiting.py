@@ -8,12 +8,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ingot.config.recipe import Recipe
+from ingot.config.sections.layout import Parallel
 from ingot.evaluate.evaluate import evaluate
 from ingot.parallel.mesh import running_mesh
 from ingot.train.trainer import train
@@ -21,29 +22,29 @@ from tests.ranks import run_ranks
 from tests.small import small_recipe
 
 
-def timeouts(start_s: float) -> list[timedelta]:
-    """Those of the process groups of a mesh and its side channel."""
-    asked = list[timedelta]()
-
-    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
-            asked.extend([options["timeout"]] if "timeout" in options else [])
-            return call(*arguments, **options)
-
-        return noted
-
-    with (
-        mock.patch.object(dist, "init_process_group", noting(dist.init_process_group)),
-        mock.patch.object(dist, "new_group", noting(dist.new_group)),
-        running_mesh(start_s=start_s) as mesh,
-    ):
-        mesh.side_channel()
-    return asked
+def timeouts(start_s: float, layout: dict[str, int]) -> set[timedelta]:
+    """Those of all process groups of a mesh and of its side channel."""
+    with running_mesh(Parallel(**layout), start_s=start_s) as mesh:
+        groups = [dist.group.WORLD, mesh.side_channel().group]
+        for part in mesh.parts.values():
+            groups += [part.group, part.side_channel().group]
+        for weights in (mesh.weights, mesh.experts):
+            groups += weights.get_all_groups() if weights is not None else []
+        cpu = torch.device("cpu")
+        return {group._get_backend(cpu).options._timeout for group in groups if group is not None}
 
 
-def test_ranks_wait_for_another_one_longer_than_it_may_be_silent() -> None:
-    """Rank 0 verifies every byte of the newest checkpoint while they wait."""
-    assert run_ranks(2, timeouts, 7200.0) == [[timedelta(minutes=125)] * 2] * 2
+@pytest.mark.parametrize("layout", [{"tensor": 2, "expert": 2}, {"pipeline": 2}])
+def test_ranks_wait_for_another_one_longer_than_it_may_be_silent(layout: dict[str, int]) -> None:
+    """Rank 0 verifies every byte of the newest checkpoint while they wait; and a rank that shares
+    a tensor, a stage or experts with it may load for as long.
+    """
+    assert run_ranks(4, timeouts, 7200.0, layout) == [{timedelta(minutes=125)}] * 4
+
+
+def test_a_time_that_stands_for_never_is_none_that_is_over() -> None:
+    """Nanoseconds of centuries do not fit into the numbers of gloo."""
+    assert run_ranks(2, timeouts, 1e10, {}) == [{timedelta(days=365, minutes=5)}] * 2
 
 
 class Asked(Exception):
