@@ -54,8 +54,10 @@ VARIABLES = {
     "switches": "REQ_SWITCH",
 }
 """Options of sbatch whose environment variables have different names."""
-CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-"""Variables that tell Slurm's commands which cluster to ask, and how."""
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
+"""Variables that tell Slurm's commands which cluster to ask. Not `SLURM_JWT`, by which a cluster
+knows who asks: sbatch would store it with the job.
+"""
 CORE_OPTIONS = ("exclusive", "cpus-per-task", "cpus-per-gpu", "mincpus", "cores-per-socket")
 """Options of sbatch with which a user sets the cores per node."""
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")

@@ -151,6 +151,8 @@ def test_a_job_submitted_from_within_another_inherits_nothing_of_it_but_the_clus
 ) -> None:
     """srun in the new job refuses the memory per core of the old one beside the script's --mem."""
     outer = {"SLURM_MEM_PER_CPU": "512", "SLURM_JOB_ID": "41", "SRUN_CPUS_PER_TASK": "1"}
+    outer["SLURM_JWT"] = SECRET  # which sbatch would store with the job
+    assert all(map(cluster.is_of_this_job, outer))
     for name, value in {**outer, "SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "big"}.items():
         monkeypatch.setenv(name, value)
     recipe = slurm_recipe(tmp_path)
