@@ -4,6 +4,7 @@ ports, objects in a bucket.
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -92,15 +93,26 @@ class HostsLog:
             *earlier, rest = bar.split(b"\r")
             shown += [state for state in earlier if state][-1:]
             if len(rest) > LONGEST_LINE:
-                shown, rest = [*shown, rest], b""
+                part, rest = _at_a_character(rest)
+                shown.append(part)
             self._unfinished[number] = rest
             text += b"".join(name + b": " + line + b"\n" for line in shown)
         return text
 
 
 def _as_seen(line: bytes) -> bytes:
-    """What a terminal shows of a line in the end: the last state of a progress bar."""
-    return line.removesuffix(b"\r").rpartition(b"\r")[2]
+    """What a terminal shows of a line in the end: the last state of a progress bar. Lines end with
+    more than one return where several terminals lie between a program and us.
+    """
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _at_a_character(text: bytes) -> tuple[bytes, bytes]:
+    """The text and the beginning of a character at its end whose rest has not arrived yet."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    begun, _ = decoder.getstate()
+    return text[: len(text) - len(begun)], begun
 
 
 class ComputeLog:

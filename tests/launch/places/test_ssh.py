@@ -470,6 +470,23 @@ def test_of_a_progress_bar_its_state_is_shown_and_no_line_is_kept_for_ever(tmp_p
     assert log._unfinished == [b""]
 
 
+def test_an_error_before_two_returns_is_shown_and_a_long_line_is_cut_between_characters(
+    tmp_path: Path,
+) -> None:
+    """Each terminal on the way of a line adds a return."""
+    file = tmp_path / "one"
+    file.write_bytes(b"RuntimeError: the reason\r\r\n")
+    log = HostsLog([("h1", file, 0)], lambda: False)
+    assert log.read() == b"h1: RuntimeError: the reason\n"
+    text = "\u65e5" * 30_000
+    with file.open("ab") as stream:
+        stream.write(text.encode()[:-1])
+    first = log.read().decode()
+    with file.open("ab") as stream:
+        stream.write(text.encode()[-1:] + b"\n")
+    assert (first + log.read().decode()).replace("h1: ", "").replace("\n", "") == text
+
+
 @pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(
     ("fault", "kind", "told"),
