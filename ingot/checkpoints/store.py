@@ -44,12 +44,12 @@ def remove_folder(folder: Path) -> None:
     """Delete a checkpoint folder, marker first, so that a partly deleted one never counts as
     complete. A file in its place, as a broken copy leaves, goes too.
     """
-    if not folder.is_dir():
+    if folder.is_file():  # another node may be making the folder at this moment
         folder.unlink(missing_ok=True)
-        return
-    (folder / COMMIT).unlink(missing_ok=True)
-    fsync_folder(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    elif folder.is_dir():
+        (folder / COMMIT).unlink(missing_ok=True)
+        fsync_folder(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_order(checkpoints: Path) -> list[Path]:
