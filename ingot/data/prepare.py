@@ -18,6 +18,7 @@ from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_fo
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
+from ingot.config.shape import total_steps
 from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
@@ -250,9 +251,11 @@ def _pack(
             f"{rows.documents:,} training documents have {rows.tokens:,} tokens, {len(rows):,} rows"
             f" of data.seq_len={seq_len}: {less}lower one of the two"
         )
-    order_of(recipe, rows)  # refused here, before machines are paid for, if training refuses it
+    order = order_of(recipe, rows)  # refused before machines are paid for, if training refuses it
     if recipe.train.start_from is None:  # else training knows at which step it begins, and checks
-        check_prompts(recipe, rows, packed, tokenizer, recipe.train.start_step or 0)
+        last = total_steps(recipe.train, len(rows) * recipe.objective.samples_per_row, seq_len)
+        steps = range(recipe.train.start_step or 0, last)
+        check_prompts(recipe, rows, packed, tokenizer, order, steps)
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
         if not size:
             say(

@@ -14,6 +14,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.data import Data, ValidationShare
 
 Split = Literal["train", "validation"]
+APART = re.compile(r"~[0-9a-f]{8}(?=:\d+$|$)")
+"""What tells a file from one of the same name in another source, at the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,11 @@ class Shares:
 
 
 def chosen(doc_id: str, purpose: str, share: float) -> bool:
-    """True for `share` of all identities, independently for each `purpose`."""
-    digest = hashlib.blake2b(doc_id.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
+    """True for `share` of all identities, independently for each `purpose`. Other sources of the
+    recipe have no part in it: a file is what it is called in its own.
+    """
+    own = APART.sub("", doc_id) if "~" in doc_id else doc_id
+    digest = hashlib.blake2b(own.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 
 

@@ -110,6 +110,7 @@ class CommitFields:
             "learning_rate": self.setup.learning_rate(max(0, step - 1)),
             "finished": step >= self.setup.last or self.evaluation.is_over,
             "identity": self.setup.identity,
+            "begun": self.setup.begun,
             "run_id": self.run_id,
             "watched": self.evaluation.state(),
             "skipped": self.log.skipped,
@@ -117,7 +118,6 @@ class CommitFields:
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
             "left_out": left_out(self.setup, self.recipe),
-            **({"data_begin": begin} if (begin := self.setup.data_begin) else {}),
             **({"rollout": self.source.state(step)} if isinstance(self.source, Rollout) else {}),
         }
 

@@ -45,11 +45,12 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
+from ingot.train.beginning import trained_with
 from ingot.train.optim.averaging import averaged_steps, drop_average
 from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.reference import Tables
-from ingot.train.setup import TrainSetup, trained_with
+from ingot.train.setup import TrainSetup
 
 
 @dataclass(frozen=True)

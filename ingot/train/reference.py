@@ -22,6 +22,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress
 from ingot.base.storage import atomic_file
 from ingot.checkpoints.reader import load_checkpoint
+from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
 from ingot.config.models.source import model_config, named_folder
 from ingot.config.models.weights import model_hash
 from ingot.config.sections.layout import Precision
@@ -178,6 +179,9 @@ def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference model, sharded as the policy will be and with weights in the same dtype, or
     the two would differ before the first step.
     """
+    origin = plan.origin if _starts_elsewhere(plan, model_spec) else None
+    if origin is not None:
+        mesh.from_main(lambda: _check_there(origin))
     precision = Precision(master=plan.recipe.precision.master)
     how = WrapSettings(plan.recipe.parallel, precision=precision, compute=plan.compute)
     model = create_model(model_spec, plan.recipe.seed)
@@ -185,13 +189,29 @@ def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
         quantize_base(model, knobs)
     model = apply_wrappers(model, mesh, how)
     materialize_model(model, model_spec, plan.recipe.seed, mesh.device, filled=True)
-    if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
-        load_checkpoint(plan.origin, Masters(model, mesh), None, mesh)
+    if origin is not None:
+        load_checkpoint(origin, Masters(model, mesh), None, mesh)
     model.eval().requires_grad_(False)
     dtype = compute_weights_dtype(model, mesh, how)
     if dtype is not None and isinstance(model, Decoder):
         narrow_frozen(model, dtype)
     return model
+
+
+def _check_there(origin: CommittedCheckpoint) -> None:
+    """Raises WrongInput if another checkpoint, or none, stands where training began: the reference
+    is the policy as it was then, whatever its run has done since.
+    """
+    try:
+        there = checkpoint_in(origin.folder).commit["files"]
+    except WrongInput:
+        there = None
+    if there != origin.commit["files"]:
+        raise WrongInput(
+            f"{origin.folder}, which this training began with and compares with, is"
+            f" {'gone' if there is None else 'another one by now'}; restore it, or start over with"
+            " --fresh (the old checkpoints are set aside, not deleted)"
+        )
 
 
 def _table(

@@ -41,7 +41,7 @@ LEFT_OUT = "left_out.json"
 """File in the run folder that lists the samples a roll-back has left out."""
 FIELDS = (
     *("identity", "finished", "run_id", "due", "learning_rate"),
-    *("watched", "owed", "left_out", "skipped", "skipped_in_row"),
+    *("watched", "owed", "left_out", "skipped", "skipped_in_row", "begun"),
 )
 """What every training reads in the marker of the checkpoint that it goes on from."""
 
@@ -74,8 +74,7 @@ def find_start(
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
         check_fields(found)
-        before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
-        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        before, now, differ = _compared(found, identity)
         if all(_may_differ(key, before, now, allow) for key in differ):
             check_fields(found, reads)
             if differ:
@@ -100,6 +99,33 @@ def find_start(
         return None
     set_aside(run, found.commit["identity"] if found else identity)
     return None if fresh else _bring_back(run, identity, reads)
+
+
+def resumable(
+    run: RunFolder, identity: Mapping[str, Any], allow: Collection[str]
+) -> CommittedCheckpoint | None:
+    """The newest checkpoint of the training that `find_start` will go on with; None if it will
+    start anew. Nothing is verified or moved. `identity` may lack what a roll-back has left out.
+    """
+    for found in committed(run.checkpoints)[:1]:
+        if any(field not in found.commit for field in FIELDS):
+            return None
+        spans = sorted({*map(tuple, identity["data.skip"]), *map(tuple, found.commit["left_out"])})
+        with_left_out = {**identity, "data.skip": [list(span) for span in spans]}
+        before, now, differ = _compared(found, with_left_out)
+        if all(_may_differ(key, before, now, allow) for key in differ):
+            return found
+    return next(iter(committed(_place_of(run, identity) / "checkpoints")), None)
+
+
+def _compared(
+    found: CommittedCheckpoint, identity: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The identity of a checkpoint's training and `identity`, as far as training has come, and the
+    parts in which they differ.
+    """
+    before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
+    return before, now, [key for key in {**before, **now} if before.get(key) != now.get(key)]
 
 
 def check_fields(found: CommittedCheckpoint, fields: Collection[str] = FIELDS) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
+from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
 from ingot.config.identity import training_identity, weights_identity
 from ingot.config.models.source import ModelKind, check_lora
@@ -26,7 +26,6 @@ from ingot.config.shape import (
     check_layout,
     check_pipeline,
     check_routers,
-    total_steps,
 )
 from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.order import SampleOrder, order_of
@@ -46,6 +45,13 @@ from ingot.parallel.recompute import check_runs
 from ingot.tokenizers.familiar import check_own
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
+from ingot.train.beginning import (
+    Beginning,
+    check_steps,
+    find_beginning,
+    last_step,
+    order_identity,
+)
 from ingot.train.optim.optimizers import check_groups
 from ingot.train.optim.schedules import LearningRate
 from ingot.train.teacher import check_teacher, teacher_folder, teacher_vocabulary
@@ -152,19 +158,15 @@ class TrainSetup:
     compute: Compute
     identity: dict[str, Any]
     data_begin: int = 0
-    """Step that takes the first rows of the data's order: `begin` where `origin` was trained on
-    other data, of which its step says nothing here.
+    """Step that takes the first rows of the data's order: `begin` where `origin` was trained in
+    another order, of which its step says nothing here.
     """
 
-    def as_begun(self, commit: Mapping[str, Any]) -> TrainSetup:
-        """The setup of the training that a checkpoint is of: since it began, the run of `origin`
-        may have gone on.
-        """
-        begin = int(commit.get("data_begin", 0))
-        if begin == self.data_begin:
-            return self
-        last = _last_step(self.recipe, self.rows, begin)
-        return replace(self, begin=begin or self.begin, last=last, data_begin=begin)
+    @property
+    def begun(self) -> dict[str, Any]:
+        """Where this training began, as its checkpoints record it."""
+        order = order_identity(self.recipe, self.rows.fingerprint)
+        return Beginning(self.origin, self.begin, self.data_begin).record(order)
 
     @property
     def wrapping(self) -> WrapSettings:
@@ -191,8 +193,13 @@ class TrainSetup:
         return LearningRate(knobs.schedule, knobs.optimizer.lr, self.last)
 
 
-def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
-    """Raises WrongInput if recipe, data, tokenizer, model and ranks do not fit together."""
+def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup:
+    """The setup of the training that lies in the run folder, or of one that begins if there is
+    none or `fresh`. Collective with `train.start_from`.
+
+    Raises:
+        WrongInput: recipe, data, tokenizer, model and ranks do not fit together.
+    """
     check_held_out(recipe, "train")
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     prepared = prepared_for(recipe)
@@ -216,9 +223,6 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     rows = _open_split(recipe, "train", hiding)
     holds_out = recipe.data.holds_out
     held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
-    origin, begin, data_begin = _origin(recipe, rows.fingerprint)
-    last = _last_step(recipe, rows, data_begin)
-    _check_steps(recipe, len(rows), batch, begin, last)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity: dict[str, Any] = {
         **training_identity(recipe),
@@ -230,6 +234,11 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     if isinstance(optimizer := recipe.train.optimizer, Muon):
         iteration = fast_compute(optimizer.compute, mesh.device)
         identity["train.optimizer"] = {**identity["train.optimizer"], "compute": iteration}
+    begun = Beginning(None, recipe.train.start_step or 0, 0)
+    if recipe.train.start_from is not None:
+        begun = mesh.from_main(lambda: find_beginning(recipe, identity, fresh=fresh))
+    last = last_step(recipe, rows, begun.data_begin)
+    check_steps(recipe, len(rows), batch, begun.step, last)
     return TrainSetup(
         recipe,
         batch,
@@ -238,12 +247,12 @@ def make_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         teacher,
         rows,
         held_out,
-        origin,
-        begin,
+        begun.origin,
+        begun.step,
         last,
         compute,
         identity,
-        data_begin,
+        begun.data_begin,
     )
 
 
@@ -318,74 +327,3 @@ def _open_split(recipe: Recipe, split: Split, hiding: Hiding | None) -> Rows | S
         by_part=is_train and data.window is not None,
         hiding=hiding,
     )
-
-
-def _check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: int) -> None:
-    """Raises WrongInput if there are too few rows for a batch, or no step left to train."""
-    group = recipe.objective.answers_per_row
-    of_answers = f" answers in groups of {group}" if group > 1 else ""
-    if rows < recipe.objective.rows_of(recipe.train.global_batch):
-        raise WrongInput(
-            f"{recipe.folder.columns} has {rows} training rows of"
-            f" data.seq_len={recipe.data.seq_len}, less than"
-            f" train.global_batch={batch.global_batch}{of_answers}; add documents, or lower one"
-            " of the two"
-        )
-    if begin >= last:
-        raise WrongInput(
-            f"training would begin at step {begin:,} of {last:,}, and there is nothing to do; raise"
-            " train.steps, or lower train.start_step"
-        )
-    updates = getattr(recipe.objective, "updates", 1)
-    if begin % updates:
-        raise WrongInput(
-            f"training would begin at step {begin:,}, between the {updates} that objective.updates"
-            " takes on the same answers, which are not there; set train.start_step to"
-            f" {begin - begin % updates:,}"
-        )
-    profile = recipe.train.profile
-    if profile is not None and profile.begin > last:
-        raise WrongInput(
-            f"train.profile begins with step {profile.begin:,}, and training ends with step"
-            f" {last:,}; lower train.profile.begin"
-        )
-
-
-def _last_step(recipe: Recipe, rows: Rows | Samples, data_begin: int) -> int:
-    """The step at which training ends; epochs are counted from where the data's order begins."""
-    train, samples = recipe.train, len(rows) * recipe.objective.samples_per_row
-    of_epochs = train.steps is None and train.tokens is None
-    return total_steps(train, samples, recipe.data.seq_len) + of_epochs * data_begin
-
-
-def _origin(recipe: Recipe, data: str) -> tuple[CommittedCheckpoint | None, int, int]:
-    """The checkpoint to start from, the first step, and the step at which the order of `data`
-    begins.
-    """
-    knobs = recipe.train
-    if knobs.start_from is None:
-        return None, knobs.start_step or 0, 0
-    found = checkpoint_in(Path(knobs.start_from))
-    own = load_tokenizer(recipe.folder.tokenizer).identity()
-    if trained_with(found, "tokenizer") != own:
-        raise WrongInput(
-            f"train.start_from {knobs.start_from} was trained with another tokenizer; take its"
-            " tokenizer as tokenizer.source"
-        )
-    if knobs.start_step is not None:
-        return found, knobs.start_step, 0
-    begin = 0 if knobs.reset_optimizer else found.step
-    return found, begin, 0 if found.commit["identity"].get("data") == data else begin
-
-
-def trained_with(origin: CommittedCheckpoint, key: str) -> Any:
-    """What a checkpoint to start from says of its own training. Raises WrongInput if it does not
-    say it.
-    """
-    known = origin.commit.get("identity", {})
-    if key not in known:
-        raise WrongInput(
-            f"train.start_from: {origin.folder} does not say with which {key} it was trained, so"
-            " another version of ingot wrote it; take another checkpoint"
-        )
-    return known[key]

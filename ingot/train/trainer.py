@@ -135,7 +135,7 @@ def _train_from_checkpoint(
     """
     recipe, mesh, events, signals = process.recipe, process.mesh, process.events, process.signals
     with ExitStack() as closing:
-        setup = make_setup(recipe, mesh)
+        setup = make_setup(recipe, mesh, fresh=fresh)
         if not fresh:
             setup = with_left_out(setup, mesh)
         mesh.from_main(lambda: _check_prompts(setup))
@@ -143,7 +143,6 @@ def _train_from_checkpoint(
         average = recipe.train.average
         averaged = 0 if average is None else average.needs_kept
         exchange_missing(process.bucket, start, averaged, mesh)
-        setup = setup if start is None else setup.as_begun(start.commit)
         first = start.step if start else setup.begin
         if first > setup.last:
             raise WrongInput(
@@ -203,7 +202,8 @@ def _check_prompts(setup: TrainSetup) -> None:
     if recipe.objective.samples_answers:
         folder, seq_len = recipe.folder.columns, recipe.data.seq_len
         packed = read_packed(folder, prepared_for(recipe), seq_len, recipe.row_plan)
-        check_prompts(recipe, setup.rows, packed, setup.tokenizer, setup.begin - setup.data_begin)
+        steps = range(setup.begin, setup.last)
+        check_prompts(recipe, setup.rows, packed, setup.tokenizer, setup.order, steps)
 
 
 def _find_start(
@@ -249,8 +249,11 @@ def _announce(
             f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
             f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
-        if plan.data_begin:
-            say("train: train.start_from was trained on other data; this begins with its first row")
+        if start is None and plan.origin and plan.begin and plan.data_begin == plan.begin:
+            say(
+                "train: train.start_from was trained on other data, or in another order; this"
+                " begins with its first row"
+            )
         rows = len(plan.rows) * plan.recipe.objective.samples_per_row
         for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last, plan.data_begin):
             say(f"train: warning: {knob}: {why}")
@@ -280,19 +283,22 @@ def _announce(
 
 
 def _text_of_tokens(plan: TrainSetup) -> str | None:
-    """What `train.tokens` comes to, where rows have places without text, or two sequences each."""
+    """What `train.tokens` comes to, where rows have places without text, or two sequences each.
+    Nothing where the model reads other tokens than the columns have: answers, spans and masks.
+    """
     recipe, rows = plan.recipe, plan.rows
-    knobs = recipe.train
-    if knobs.tokens is None or recipe.objective.samples_answers:
+    knobs, objective, steps = recipe.train, recipe.objective, plan.last - plan.begin
+    is_read_otherwise = objective.samples_answers or recipe.documents == "masked"
+    if knobs.tokens is None or is_read_otherwise:
         return None
-    a_row = (rows.tokens - rows.left_out) / len(rows)
-    text = a_row * plan.last * recipe.objective.rows_of(knobs.global_batch)
-    share = text / (plan.last * knobs.global_batch * recipe.data.seq_len)
+    a_row = (rows.tokens - rows.left_out) / len(rows) / (1 - objective.forward_only)
+    text = a_row * steps * objective.rows_of(knobs.global_batch)
+    share = text / (steps * knobs.global_batch * recipe.data.seq_len)
     if abs(share - 1) < UNLIKE:
         return None
     return (
         f"train.tokens {knobs.tokens:,} counts places of rows, which hold about {text:,.0f} tokens"
-        f" of text in these {plan.last:,} steps; for so many of text set it to"
+        f" of text in these {steps:,} steps; for so many of text set it to"
         f" {math.ceil(knobs.tokens / share):,}"
     )
 

@@ -378,6 +378,19 @@ def test_held_out_copies_of_what_is_trained_on_are_told(
     assert "trained on too" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("changed", [{"normalize": "nfc"}, {"min_chars": 150}], ids=str)
+def test_documents_are_read_as_the_columns_have_them_or_not_at_all(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"u\u0308ber {'x' * n}" for n in range(200)])
+    small = ingested(tmp_path, source, data__clean={"min_chars": 30})
+    prepare(small)
+    assert all("u\u0308" in document.text for document in read_documents(small, "train"))
+    other = recipe(tmp_path, source, data__clean={"min_chars": 30, **changed})
+    with pytest.raises(WrongInput, match=r"as data\.clean leaves them; run `ingot prepare`"):
+        list(read_documents(other, "train"))
+
+
 def test_an_empty_validation_split(tmp_path: Path, source: Path) -> None:
     small = ingested(tmp_path, source, data__validation__fraction=1e-9)
     with pytest.raises(

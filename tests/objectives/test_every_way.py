@@ -4,6 +4,7 @@ resumes bit for bit, and its model opens.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ingot.base.environment import Ranks
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
+from ingot.parallel.mesh import Mesh
+from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.ways import WAYS, make_ready, prepare_way, recipe_of
@@ -73,6 +77,24 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def on_ranks(ready: str, target: str, way: str) -> None:
     train(apart(Path(ready), Path(target), way, train__micro_batch=1, **SGD))
+
+
+@pytest.mark.parametrize("way", ["kto", "seq2seq", "span_corruption", "mlm"])
+def test_tokens_that_are_asked_for_are_told_as_those_that_are_read(
+    way: str, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of what KTO reads is prompts with another answer; spans and masks are no text of the
+    columns, and nothing is told of them.
+    """
+    recipe = apart(ready, tmp_path, way, train__steps=None, train__epochs=1)
+    setup = make_setup(recipe, Mesh(Ranks(), torch.device("cpu")))
+    asked = setup.last * setup.batch.global_batch * recipe.data.seq_len
+    train(apart(ready, tmp_path, way, train__steps=None, train__tokens=asked))
+    told = re.search(r"hold about (\S+) tokens of text", capsys.readouterr().err)
+    assert (told is None) == (way in ("span_corruption", "mlm"))
+    if told is not None:
+        read = sum(logged(recipe, "train/tokens_per_step"))
+        assert int(told[1].replace(",", "")) == pytest.approx(read, rel=0.05)
 
 
 @pytest.mark.parametrize("way", SPLIT)

@@ -5,6 +5,7 @@ exporting the best; samples while training.
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,16 @@ def on_other_data(root: Path, origin: Path, **knobs: Any) -> Recipe:
     """A recipe that goes on from the run in `origin` with other rows and the same tokenizer."""
     recipe = small_recipe(
         root,
-        data__validation__fraction=0.3,
         tokenizer__source=str(origin / "runs" / "small" / "data" / "tokenizer"),
         tokenizer__vocab_size=None,
         train__start_from=str(origin / "runs" / "small"),
-        **{"train__steps": None, "train__epochs": 1, **CONSTANT, **knobs},
+        **{
+            "data__validation__fraction": 0.3,
+            "train__steps": None,
+            "train__epochs": 1,
+            **CONSTANT,
+            **knobs,
+        },
     )
     ingest(recipe)
     prepare(recipe)
@@ -151,24 +157,87 @@ def test_other_data_is_read_from_its_beginning(
     skipping = on_other_data(second, first, data__skip=[[5 * size, 7 * size]])
     assert make_setup(skipping, ALONE).order.rows(begin * size, 4).tolist() == kept
     train(onward)
-    assert "trained on other data; this begins with its first row" in capsys.readouterr().err
+    assert "in another order; this begins with its first row" in capsys.readouterr().err
     assert len(logged(onward)) == last - begin
 
 
-def test_where_other_data_began_is_kept_when_the_other_run_goes_on(two: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [{"seed": 7}, {"train__global_batch": 8}, {"data__seq_len": 48}], ids=str
+)
+def test_another_order_of_the_same_data_is_read_from_its_beginning(
+    two: tuple[Path, Path], knobs: dict[str, Any]
+) -> None:
+    """So its first step is that of a stage with a step count of its own, which takes the same
+    weights and the first rows.
+    """
+    first, second = two
+    train(small_recipe(first, train__steps=5, **CONSTANT))
+    stage = on_other_data(second, first, data__validation__fraction=0.1, **knobs)
+    setup = make_setup(stage, ALONE)
+    begin, last, size = setup.begin, setup.last, setup.batch.global_batch
+    rows = setup.order.rows(begin * size, (last - begin) * size)
+    assert len(set(rows.tolist())) == len(rows) > len(setup.rows) - size, "a whole pass"
+    losses = []
+    for reset, steps in ((False, 6), (True, 1)):
+        length = {"train__epochs": None, "train__steps": steps, "train__reset_optimizer": reset}
+        one = on_other_data(second, first, data__validation__fraction=0.1, **knobs, **length)
+        train(one, fresh=True)
+        losses.append(logged(one))
+    assert losses[0] == losses[1]
+
+
+def test_a_third_stage_goes_on_in_the_order_of_the_second(two: tuple[Path, Path]) -> None:
+    """Which began behind the steps of the first stage, on data of its own."""
+    first, second = two
+    whole = copy_of(second, second.parent / "whole")
+    train(small_recipe(first, train__steps=5, **CONSTANT))
+    at_once = on_other_data(whole, first, train__epochs=None, train__steps=10)
+    train(at_once)
+    before = on_other_data(second, first, train__epochs=None, train__steps=7)
+    train(before)
+    third = before.model_copy(
+        update={
+            "name": "third",
+            "train": at_once.train.model_copy(update={"start_from": str(before.folder.root)}),
+        }
+    )
+    shutil.copytree(before.folder.data, third.folder.data)
+    train(third)
+    assert logged(third) == logged(at_once)[2:]
+    assert same(third, at_once)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3], ids=["the same data", "other data"])
+def test_where_a_stage_began_stays_when_the_other_run_goes_on(
+    two: tuple[Path, Path], fraction: float
+) -> None:
+    """Behind all that this one is to do, too, and without the checkpoint that it began with."""
     first, second = two
     third = copy_of(second, second.parent / "three")
     train(small_recipe(first, train__steps=4, **CONSTANT))
     whole, broken = (
-        on_other_data(root, first, train__epochs=0.1, checkpoint__every=1)
+        on_other_data(
+            root,
+            first,
+            data__validation__fraction=fraction,
+            train__epochs=0.14,
+            checkpoint__every=1,
+            checkpoint__keep=1,
+        )
         for root in (second, third)
     )
     train(whole)
     train_until(6, broken)
-    train(small_recipe(first, train__steps=7, **CONSTANT))
+    onward = {"train__steps": 30, "resume__allow": ["train.steps"], "checkpoint__keep": 1}
+    train(small_recipe(first, **onward, **CONSTANT))
     train(broken)
     assert logged(broken) == logged(whole)
     assert same(broken, whole)
+    assert (read_lineage(broken.folder.model) or {})["start_from"]["step"] == 4
+    assert make_setup(broken, ALONE).begin == 4
+    longer = {"train__epochs": None, "train__steps": 40}
+    another = on_other_data(third, first, data__validation__fraction=fraction, **longer)
+    assert make_setup(another, ALONE).begin == 30, "another training begins with what is there now"
 
 
 def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:

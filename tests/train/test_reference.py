@@ -5,12 +5,14 @@ taken for another one's.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
@@ -31,6 +33,7 @@ from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.ranks import run_ranks
 from tests.small import small_recipe
+from tests.train.stopping import train_until
 
 
 def recipe_of(root: Path, **knobs: Any) -> Recipe:
@@ -68,6 +71,10 @@ def root(tmp_path: Path) -> Path:
 
 def tables(recipe: Recipe) -> dict[str, np.ndarray]:
     return {path.name: np.load(path) for path in sorted(recipe.folder.reference.glob("*.npy"))}
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(recipe.folder.model / "model.safetensors")
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -208,3 +215,40 @@ def test_ranks_share_the_work_and_the_table(root: Path) -> None:
     assert alone.keys() == together.keys()
     for name, table in alone.items():
         np.testing.assert_allclose(together[name], table, rtol=tolerances.NLL_FP32)
+
+
+def test_a_resumed_training_keeps_the_reference_that_it_began_with(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy as the other run had trained it, where that goes on and deletes the checkpoint:
+    what was computed before is enough, and no later model takes its place.
+    """
+
+    def of(name: str, steps: int, **knobs: Any) -> Recipe:
+        recipe = recipe_of(root, name=name, train__steps=steps, **knobs)
+        if not recipe.folder.data.exists():
+            shutil.copytree(recipe_of(root).folder.data, recipe.folder.data)
+        return recipe
+
+    other = of("other", 2, checkpoint__keep=1)
+    train(other)
+    start = {"train__start_from": str(other.folder.root), "checkpoint__every": 1}
+    whole, broken = (of(name, 6, **start) for name in ("whole", "broken"))
+    train(whole)
+    train_until(4, broken)
+    train(of("other", 8, checkpoint__keep=1, resume__allow=["train.steps"]))
+    shutil.copytree(broken.folder.root, root / "runs" / "again")
+    names = opened(monkeypatch)
+    train(broken)
+    assert tables(broken).keys() == tables(whole).keys()
+    assert weights(broken).keys() == weights(whole).keys()
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(broken).items())
+    assert len(names) == 0, "nothing was computed again"
+    again = of("again", 6, **start)
+    shutil.rmtree(again.folder.reference)
+    with pytest.raises(WrongInput, match=r"step-00000002, which this training began .* is gone"):
+        train(again)
+    checkpoints = other.folder.checkpoints
+    shutil.copytree(checkpoints / "step-00000008", checkpoints / "step-00000002")
+    with pytest.raises(WrongInput, match="is another one by now"):
+        train(again)

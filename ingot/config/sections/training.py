@@ -305,7 +305,7 @@ class Train(Section):
     """Optimizer steps. Give one of steps, epochs, tokens; one epoch when none is given."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training rows; with `start_from` those of the other run count, too, if it
-    was trained on the same data.
+    read the same data in the same order.
     """
     tokens: Positive | None = None
     """Training tokens, rounded up to whole steps. Each sequence of `global_batch` counts as
@@ -348,7 +348,8 @@ class Train(Section):
     start_from: str | None = None
     """Checkpoint of another run to start from: its run folder (the newest is taken) or one
     checkpoint folder. Weights, optimizer and the step that the schedule stands at are taken over;
-    the order of the data goes on from there if the data is the same, and begins anew if not.
+    the order of the data goes on from there if it is the same (the same data, `data.seq_len` and
+    packing, weights, window, `global_batch` and `seed`), and begins anew if not.
     """
     reset_optimizer: bool = False
     """With `start_from`: take the weights only; the optimizer starts anew, and so does the

@@ -12,8 +12,7 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
-from ingot.config.shape import total_steps
-from ingot.data.batches.order import order_of
+from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.batches.samples import Samples
 from ingot.data.packing.tables import RowTables
@@ -103,13 +102,15 @@ def check_prompts(
     rows: Rows | Samples,
     packed: RowTables | None,
     tokenizer: Tokenizer,
-    begin: int = 0,
+    order: SampleOrder,
+    steps: range,
 ) -> None:
-    """Read the prompts that a training on rewards will come to from step `begin` on, before
-    anything large is loaded; other trainings have none.
+    """Read the prompts that `steps` of a training on rewards come to, before anything large is
+    loaded; other trainings have none.
 
     Args:
         packed: how `rows` were planned.
+        order: that of `rows`.
 
     Raises:
         WrongInput: a chat was cut, a prompt leaves no room for an answer, or a reward needs a
@@ -127,7 +128,7 @@ def check_prompts(
             " which would be cut; raise data.seq_len, or leave them out by data.truncate=drop"
         )
     needs_reference = any(reward.needs_reference for reward in settings.rewards)
-    for prompt in PromptReader(rows, tokenizer).prompts(_trained(recipe, settings, rows, begin)):
+    for prompt in PromptReader(rows, tokenizer).prompts(_trained(recipe, len(rows), order, steps)):
         if len(prompt.ids) + most > seq_len:
             raise WrongInput(
                 f"a prompt of {len(prompt.ids)} tokens ({prompt.text[:40]!r}) and"
@@ -141,11 +142,12 @@ def check_prompts(
             )
 
 
-def _trained(recipe: Recipe, settings: GRPOSettings, rows: Rows, begin: int) -> list[int]:
-    """The rows whose prompts steps from `begin` on answer, each once."""
-    last = total_steps(recipe.train, len(rows) * settings.samples_per_row, recipe.data.seq_len)
+def _trained(recipe: Recipe, rows: int, order: SampleOrder, steps: range) -> list[int]:
+    """The rows whose prompts `steps` answer, each once."""
+    settings = recipe.objective
+    assert isinstance(settings, GRPOSettings)
     each = (1 + settings.sample_again) * (recipe.train.global_batch // settings.group)
-    first, end = begin // settings.updates, -(-last // settings.updates)
-    count = min(max(end - first, 0) * each, 2 * len(rows))
-    found: list[int] = np.unique(order_of(recipe, rows).rows(first * each, count)).tolist()
+    first, end = steps.start // settings.updates, -(-steps.stop // settings.updates)
+    count = min(max(end - first, 0) * each, 2 * rows)
+    found: list[int] = np.unique(order.rows(first * each, count)).tolist()
     return found

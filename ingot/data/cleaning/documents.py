@@ -48,7 +48,9 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
     raw = open_raw(recipe)
     made = read_marker(recipe.folder.columns, MANIFEST) or {"raw": raw.identity}
     cleaned = cleaned_as(recipe, made.get("cleaned"))
-    if made["raw"] != raw.identity or cleaned is None:
+    asked = recipe.select(("data.clean",))["data.clean"]
+    is_same = made.get("knobs", {}).get("data.clean", asked) == asked
+    if made["raw"] != raw.identity or cleaned is None or not is_same:
         raise WrongInput(
             f"{recipe.folder.columns} was not made of the documents in {recipe.folder.raw} as"
             " data.clean leaves them; run `ingot prepare` with this recipe"

@@ -72,8 +72,9 @@ def _distinct(files: list[SourceFile]) -> list[SourceFile]:
 
 def _apart(files: list[SourceFile], source: str, taken: Collection[str]) -> list[SourceFile]:
     """Give those files a suffix whose names an earlier source has. It is made of the source, not
-    of its place in the recipe, and stands behind the name, where `validation.group` does not look:
-    a source more, or a file of another name, changes nothing in what is held out of this one.
+    of its place in the recipe, and stands behind the name, where `validation.group` does not look
+    and `splits.chosen` passes it over: a source more, before or behind, changes nothing in what is
+    held out of this one.
     """
     own = {file.name for file in files}
     equal = own.intersection(taken)

@@ -13,10 +13,12 @@ import pytest
 
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import RewardTask
-from ingot.data.batches.prompts import Prompt, PromptReader
+from ingot.data.batches.order import order_of
+from ingot.data.batches.prompts import Prompt, PromptReader, check_prompts
 from ingot.data.batches.rows import Rows, open_rows
-from ingot.data.columns.manifest import read_prepared
+from ingot.data.columns.manifest import prepared_for, read_prepared
 from ingot.data.ingest import ingest
+from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import prepare
 from ingot.evaluate.subject import EvalModelInfo
 from ingot.evaluate.tasks.reward import RewardItem, open_reward
@@ -148,3 +150,19 @@ def test_a_chat_is_one_prompt(tmp_path: Path) -> None:
     assert (source.records, source.bytes) == (2, 2 * len("easyeasy2")), "one record, one answer"
     assert sorted(map(told, trained(recipe))) == [(*TOLD[:2], False), TOLD]
     assert [one.prompt for one in measured(recipe)] == [one.ids for one in trained(recipe)]
+
+
+def test_the_prompts_that_are_checked_are_those_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the order begins behind the steps of another run: no prompt that nobody comes to
+    is a reason to refuse.
+    """
+    recipe = made(tmp_path, "chatml", *([SYSTEM, QUESTION, ANSWER] for _ in range(8)))
+    rows = open_rows(recipe.folder.columns, "train", 256, pack="none", pad_last=False)
+    packed = read_packed(recipe.folder.columns, prepared_for(recipe), 256, recipe.row_plan)
+    checked: list[int] = []
+    monkeypatch.setattr(PromptReader, "prompts", lambda _, numbers: checked.extend(numbers) or [])
+    tokenizer = load_tokenizer(recipe.folder.tokenizer)
+    check_prompts(recipe, rows, packed, tokenizer, order_of(recipe, rows, 3), range(3, 6))
+    assert checked == sorted(order_of(recipe, rows).rows(0, 3).tolist())

@@ -30,6 +30,7 @@ from ingot.data.documents.kinds import (
 )
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.data.splits import Shares, chosen
 from tests.data.small import recipe, sentences, write_jsonl
 
@@ -283,6 +284,28 @@ def test_a_group_is_held_out_as_a_whole() -> None:
     whole, optional = Shares(0.3, 1.0, r"\w/"), Shares(0.3, 1.0, r"\w/(y)?")
     assert len({whole.split("train", f"a/{n}:0") for n in range(50)}) == 1
     assert len({optional.split("train", f"a/{n}:0") for n in range(50)}) == 2
+
+
+def test_what_is_held_out_of_a_source_does_not_depend_on_those_before_it(tmp_path: Path) -> None:
+    """Whose files of the same names make its own names longer."""
+    for name in ("web", "wiki", "news"):
+        write_jsonl(tmp_path / name / "part.jsonl", [f"{name} {text}" for text in sentences(60)])
+
+    def held(*sources: str) -> dict[str, list[str]]:
+        small = recipe(tmp_path, *(tmp_path / name for name in sources))
+        ingest(small)
+        prepare(small)
+        texts = [document.text for document in read_documents(small, "validation")]
+        return {name: [one for one in texts if one.startswith(name)] for name in sources}
+
+    before = held("wiki", "news")
+    assert before["wiki"]
+    assert before["news"]
+    after = held("web", "wiki", "news")
+    assert {name: after[name] for name in before} == held("news", "wiki") == before
+    files = Shares(0.3, 1.0, r"[^:]+")
+    for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
+        assert files.split("train", f"{name}:0") == files.split("train", f"{name}~0123abcd:0")
 
 
 def test_splits_by_other_groups_are_others() -> None:
