@@ -187,7 +187,7 @@ def make_hooks(
         log,
         *rollouts,
         *([evaluation] if knobs.evaluate_every is not None else []),
-        EarlyEndHook(lambda: evaluation.is_over, logs),
+        *([EarlyEndHook(lambda: evaluation.is_over, logs)] if knobs.early_stop else []),
         *([samples] if knobs.sample_every is not None else []),
         account,
         checkpoint,
