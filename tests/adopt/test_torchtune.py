@@ -213,7 +213,7 @@ def test_values_that_cannot_be_are_refused(text: str, says: str, tmp_path: Path)
 
 
 OWN = TORCHTUNE.replace("{packed: true}", "{_component_: torchtune.datasets.READS}").replace(
-    "path: base/original", "path: /tmp/Llama-3.2-1B-Instruct/original"
+    "path: base/original", "path: weights/Llama-3.2-1B-Instruct/original"
 )
 """A file of torchtune itself, of which READS is the builder of its data set."""
 
@@ -353,8 +353,8 @@ def test_an_adapter_of_torchtune_is_carried(tmp_path: Path) -> None:
     ("more", "source", "told"),
     [
         ("", "hf:meta-llama/Llama-3.2-1B-Instruct", False),
-        ("checkpoint_dir: /tmp/Qwen2.5-7B-Instruct", "hf:Qwen/Qwen2.5-7B-Instruct", False),
-        ("checkpoint_dir: /tmp/mine", "hf:meta-llama/Llama-3.1-8B", True),
+        ("checkpoint_dir: weights/Qwen2.5-7B-Instruct", "hf:Qwen/Qwen2.5-7B-Instruct", False),
+        ("checkpoint_dir: weights/mine", "hf:meta-llama/Llama-3.1-8B", True),
     ],
 )
 def test_weights_of_torchtune_are_those_of_their_folder(
