@@ -149,28 +149,26 @@ def _compared(proof: LayoutProof, *, as_json: bool) -> int:
     for one in proof.findings:
         if one.holds is None:
             print(f"no case: {one.summary}")
+    print(f"{proof.title}: {_verdict(proof)}")
+    return EXIT_DONE if proof.holds else EXIT_FAILED
+
+
+def _verdict(proof: LayoutProof) -> str:
     failed = [one for one in proof.findings if one.holds is False]
     tried = sum(one.holds is not None for one in proof.findings)
     if failed:
-        print(
-            f"{proof.title}: {len(failed)} of {tried} layouts differ from one process; the first is"
+        return (
+            f"{len(failed)} of {tried} layouts differ from one process; the first is"
             f" {failed[0].summary}"
         )
-    elif proof.own_is_missing:
-        print(
-            f"{proof.title}: the recipe's own layout could not be tried with a small model, and is"
-            " not proved; the other layouts say nothing of it"
+    if proof.own_is_missing:
+        return (
+            "the recipe's own layout could not be tried with a small model, and is not proved; the"
+            " other layouts say nothing of it"
         )
-    else:
-        print(
-            f"{proof.title}: "
-            + (
-                f"all {tried} layouts equal one process"
-                if tried
-                else "not one of these layouts can be"
-            )
-        )
-    return EXIT_DONE if proof.holds else EXIT_FAILED
+    if not tried:
+        return "not one of these layouts can be"
+    return f"all {tried} layouts equal one process"
 
 
 def _differences(one: LayoutResult) -> list[str]:

@@ -149,11 +149,9 @@ def make_hooks(
     recipe, mesh, knobs = process.recipe, process.mesh, process.recipe.train
     first, commit = (start.step, start.commit) if start else (setup.begin, {})
     account = TimeAccount(process.heart, process.events)
-    spikes = (
-        None
-        if knobs.skip.spike is None
-        else SpikeDetector(knobs.skip.spike, mesh.device, commit.get("spikes"))
-    )
+    spike, spikes = knobs.skip.spike, None
+    if spike is not None:
+        spikes = SpikeDetector(spike, mesh.device, commit.get("spikes"))
     run_id = tracked_id(recipe, setup, start)
     sinks = open_sinks(recipe, recipe.folder, mesh, first, run_id, commit.get("owed", []))
     progress = closing.enter_context(
