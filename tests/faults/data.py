@@ -1037,7 +1037,7 @@ FAULTS = [
     ),
     Fault(
         "functions-left-out-in-silence",
-        "ingot/data/documents/beside.py",
+        "ingot/data/documents/extra_columns.py",
         'if found is None and "tools" not in columns:',
         "if False:",
         "calls are trained on, and the model is told of no function that it may call",
@@ -1045,7 +1045,7 @@ FAULTS = [
     ),
     Fault(
         "images-left-out-in-silence",
-        "ingot/data/documents/beside.py",
+        "ingot/data/documents/extra_columns.py",
         "if _holds(column(record, usual, columns)):",
         "if False:",
         "of chats about images, and of those with variables for the template, the words are trained on",
@@ -1165,7 +1165,7 @@ FAULTS = [
     ),
     Fault(
         "variables-that-are-false-are-none",
-        "ingot/data/documents/beside.py",
+        "ingot/data/documents/extra_columns.py",
         "and (within or bool(value))",
         "and bool(value)",
         "chats that are to be written without thoughts are trained on with them, and nobody is told",

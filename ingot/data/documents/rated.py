@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import parse_json
-from ingot.data.documents.beside import refuse_unread, tools_of
+from ingot.data.documents.extra_columns import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     LAYOUTS,
     ColumnNames,
