@@ -20,6 +20,7 @@ from ingot.checkpoints.store import (
     checkpoint_in,
     committed,
     newest_valid,
+    remove_folder,
     retain,
     step_folder,
 )
@@ -64,6 +65,18 @@ def test_saving_over_what_a_killed_save_left(tmp_path: Path) -> None:
     assert found is not None
     assert "__9_9.distcp" not in {entry["path"] for entry in found.commit["files"]}
     assert not (folder / "__9_9.distcp").exists()
+
+
+def test_a_folder_that_another_node_makes_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there once one has looked whether it is."""
+    made = tmp_path / "step-00000002"
+    made.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", lambda _: False)
+        remove_folder(made)
+    assert made.is_dir()
 
 
 def test_saving_where_a_file_has_the_name_of_a_checkpoint(tmp_path: Path) -> None:

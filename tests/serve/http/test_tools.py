@@ -174,6 +174,14 @@ def test_what_a_template_writes_is_nested_as_deep_as_can_be_walked(levels: int, 
             ChatBody.model_validate(body)
 
 
+def test_arguments_that_are_too_deep_to_be_read_are_told_as_that() -> None:
+    deep = '{"a":' * 50_000 + "1" + "}" * 50_000
+    call = {"function": {"name": "f", "arguments": deep}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ValueError, match="levels deep"):
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}, said]})
+
+
 def test_a_chat_goes_on_behind_any_arguments_that_a_model_wrote() -> None:
     """A half of a surrogate pair is no character, and an empty text no arguments."""
 
