@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,11 +62,12 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Enable the write-ahead log and create the tables in a new file, which several processes may
-    do at once.
+    """Create the tables in a new file, which several processes may do at once.
+
+    The journal is SQLite's default: a write-ahead log needs memory that all its processes share,
+    so that machines could not have one registry, and leave to write, so that a reader needed it.
     """
     if db.execute("PRAGMA user_version").fetchone()[0] == 0:
-        _enable_wal(db)
         db.execute("BEGIN IMMEDIATE")
         if db.execute("PRAGMA user_version").fetchone()[0] == 0:
             if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -85,22 +85,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema {found}, newer than this ingot's {SCHEMA}; upgrade ingot"
         )
     db.execute("PRAGMA foreign_keys = ON")
-    db.execute("PRAGMA synchronous = FULL")
-
-
-def _enable_wal(db: sqlite3.Connection) -> None:
-    """Switch to the write-ahead log. That needs exclusive access, for which SQLite does not
-    wait.
-    """
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+    db.execute("PRAGMA synchronous = EXTRA")  # the deleted journal stays so without power
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Lists the system calls by which a process changes files, and kills it at one of them, by strace.
 
 What is written through a mapping (`mmap`) is no system call and is not seen; ingot writes no file
-that way but heartbeats and SQLite's `-shm`, which hold nothing that must last.
+that way but heartbeats, which hold nothing that must last.
 """
 
 from __future__ import annotations

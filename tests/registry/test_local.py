@@ -423,14 +423,35 @@ def test_a_moved_registry_still_finds_its_models(registry: LocalRegistry, tmp_pa
     assert LocalRegistry(tmp_path / "models").home == tmp_path / "models-versions"
 
 
-def test_the_file_uses_a_write_ahead_log_so_that_readers_never_wait(
-    registry: LocalRegistry,
-) -> None:
+def test_readers_do_not_wait_for_what_a_writer_has_not_committed(registry: LocalRegistry) -> None:
     add(registry, "a")
     with database.open_database(registry.path, writing=True) as db:
         db.execute("UPDATE versions SET created = 0")
         assert registry.version("words", 1).created > 0
     assert registry.version("words", 1).created == 0
+
+
+def test_it_can_be_read_by_whoever_may_not_write(registry: LocalRegistry) -> None:
+    add(registry, "a")
+    registry.point("words", 1, "the first")
+
+    def read(shared: Path) -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)  # nobody; root may write anywhere
+        assert not os.access(shared, os.W_OK)
+        version = LocalRegistry(shared / registry.path.name).live("words")
+        assert version is not None and version.number == 1
+
+    with tempfile.TemporaryDirectory() as folder:  # what pytest makes, only its owner may enter
+        shared = Path(folder)
+        shutil.copy(registry.path, shared)
+        shared.chmod(0o555)
+        reader = FORK.Process(target=read, args=(shared,))
+        reader.start()
+        reader.join()
+        shared.chmod(0o755)
+        assert reader.exitcode == 0
+        assert [path.name for path in shared.iterdir()] == [registry.path.name]
 
 
 def test_an_error_inside_a_transaction_changes_nothing(registry: LocalRegistry) -> None:
