@@ -22,7 +22,7 @@ from ingot.cli.cloud import images, submit
 from ingot.cli.completion import completion
 from ingot.cli.guard import guarded, listen_to_signals, split_debug, write_any_text
 from ingot.cli.launch import launch
-from ingot.cli.options import Again, AsJson, Recipes
+from ingot.cli.options import Again, AsJson, DryRun, Fresh, Recipes
 from ingot.cli.output import Overview
 from ingot.cli.plan import plan
 from ingot.cli.recipes import init, new, recipes
@@ -139,79 +139,61 @@ def run(
     return do_all(arguments, fresh=fresh, debug=context.obj, checked=checked, as_json=as_json)
 
 
-@app.command(rich_help_panel=WORK, epilog="Example: ingot ingest quickstart")
-def ingest(
-    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
-) -> int:
-    """Read the sources into raw documents (Parquet)."""
-    return _step(context, "ingest", arguments, again, as_json)
-
-
-@app.command(
-    rich_help_panel=WORK,
-    epilog="Example: ingot prepare quickstart tokenizer.vocab_size=8192",
-)
-def prepare(
-    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
-) -> int:
-    """Train or fetch the tokenizer, and turn documents into columns of tokens."""
-    return _step(context, "prepare", arguments, again, as_json)
-
-
-@app.command(
-    rich_help_panel=WORK,
-    epilog="Example: ingot train quickstart train.optimizer.lr=3e-4 --fresh",
-)
 def train(
-    context: typer.Context,
-    arguments: Recipes,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Start from the first step; old checkpoints are set aside."),
-    ] = False,
-    as_json: AsJson = False,
+    context: typer.Context, arguments: Recipes, fresh: Fresh = False, as_json: AsJson = False
 ) -> int:
-    """Train, or go on from the newest checkpoint, and export the model folder."""
-    return _step(context, "train", arguments, fresh, as_json)
+    return _do_step("train", context, arguments, fresh, as_json)
 
 
-@app.command(
-    rich_help_panel=WORK,
-    epilog="Example: ingot evaluate quickstart evaluate.model=path/to/model",
-)
-def evaluate(
-    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
-) -> int:
-    """Measure a model folder: a table on stdout, the report on disk."""
-    return _step(context, "evaluate", arguments, again, as_json)
+def _step(verb: str) -> Callable[..., int]:
+    def step(
+        context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
+    ) -> int:
+        return _do_step(verb, context, arguments, again, as_json)
+
+    return step
 
 
-@app.command(rich_help_panel=WORK, epilog="Example: ingot gate quickstart gate.margin=0.01")
-def gate(
-    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
-) -> int:
-    """Is the model better than the live one? Exit code 0: deploy, 3: keep."""
-    return _step(context, "gate", arguments, again, as_json)
-
-
-@app.command(
-    rich_help_panel=WORK,
-    epilog="Example: ingot register quickstart",
-)
-def register(
-    context: typer.Context, arguments: Recipes, again: Again = False, as_json: AsJson = False
-) -> int:
-    """Keep the model as a new version, and make it live if the gate said so."""
-    return _step(context, "register", arguments, again, as_json)
-
-
-def _step(
-    context: typer.Context, verb: str, arguments: list[str], again: bool, as_json: bool
+def _do_step(
+    verb: str, context: typer.Context, arguments: list[str], again: bool, as_json: bool
 ) -> int:
     with importing():
         from ingot.cli.verbs import do_step
 
     return do_step(verb, arguments, again=again, debug=context.obj, as_json=as_json)
+
+
+STEPS = {
+    "ingest": ("Read the sources into raw documents (Parquet).", "quickstart"),
+    "prepare": (
+        "Train or fetch the tokenizer, and turn documents into columns of tokens.",
+        "quickstart tokenizer.vocab_size=8192",
+    ),
+    "train": (
+        "Train, or go on from the newest checkpoint, and export the model folder.",
+        "quickstart train.optimizer.lr=3e-4 --fresh",
+    ),
+    "evaluate": (
+        "Measure a model folder: a table on stdout, the report on disk.",
+        "quickstart evaluate.model=path/to/model",
+    ),
+    "gate": (
+        "Is the model better than the live one? Exit code 0: deploy, 3: keep.",
+        "quickstart gate.margin=0.01",
+    ),
+    "register": (
+        "Keep the model as a new version, and make it live if the gate said so.",
+        "quickstart",
+    ),
+}
+"""What each step does, and the arguments of its example."""
+for _verb, (_help, _example) in STEPS.items():
+    app.command(
+        _verb,
+        rich_help_panel=WORK,
+        help=_help,
+        epilog=f"Example: ingot {_verb} {_example}",
+    )(train if _verb == "train" else _step(_verb))
 
 
 @app.command(rich_help_panel=RESULT, epilog="Example: ingot deploy quickstart --version 2")
@@ -279,9 +261,7 @@ def deploy(
 def serve(
     target: Target,
     settings: Settings = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> int:
     """Serve a model over HTTP (OpenAI's routes and Vertex's) until stopped; serve.engine says what
     answers.

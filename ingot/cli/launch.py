@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ingot.cli.options import Again, AsJson, Recipes, RunOrRecipe
+from ingot.cli.options import Again, AsJson, DryRun, Fresh, Recipes, RunOrRecipe
 from ingot.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -30,12 +30,6 @@ launch = typer.Typer(
     ),
 )
 
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Train from the first step; old checkpoints are set aside.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
-]
 Handled = Annotated[
     bool, typer.Option("--handled", hidden=True)
 ]  # the parent process keeps the handle
@@ -48,76 +42,53 @@ Named = Annotated[
         show_default=False,
     ),
 ]
-OTHERS = {
-    "ingest": "Read the sources",
-    "prepare": "Tokenize",
-    "evaluate": "Measure a model",
-    "gate": "Decide",
-    "register": "Keep the model as a version",
-}
 
 
-@launch.command(epilog="Example: ingot launch train quickstart launch.detach=true")
-def train(
-    context: typer.Context,
-    arguments: Recipes,
-    fresh: Fresh = False,
-    dry_run: DryRun = False,
-    handled: Handled = False,
-) -> int:
-    """Train under supervision: what dies or hangs is started again from the newest checkpoint."""
-    return _launch(
-        "train",
-        arguments,
-        ["--fresh"] * fresh + ["--debug"] * bool(context.obj),
-        dry_run=dry_run,
-        handled=handled,
-    )
+def _fresh(verb: str) -> Callable[..., int]:
+    def launch_verb(
+        context: typer.Context,
+        arguments: Recipes,
+        fresh: Fresh = False,
+        dry_run: DryRun = False,
+        handled: Handled = False,
+    ) -> int:
+        options = ["--fresh"] * fresh + ["--debug"] * bool(context.obj)
+        return _launch(verb, arguments, options, dry_run=dry_run, handled=handled)
+
+    return launch_verb
 
 
-@launch.command(epilog="Example: ingot launch run quickstart launch.detach=true")
-def run(
-    context: typer.Context,
-    arguments: Recipes,
-    fresh: Fresh = False,
-    dry_run: DryRun = False,
-    handled: Handled = False,
-) -> int:
-    """Do all steps in order, the training under supervision."""
-    return _launch(
-        "run",
-        arguments,
-        ["--fresh"] * fresh + ["--debug"] * bool(context.obj),
-        dry_run=dry_run,
-        handled=handled,
-    )
-
-
-def _other(verb: str) -> Callable[..., int]:
-    def once(
+def _again(verb: str) -> Callable[..., int]:
+    def launch_verb(
         context: typer.Context,
         arguments: Recipes,
         again: Again = False,
         dry_run: DryRun = False,
         handled: Handled = False,
     ) -> int:
-        return _launch(
-            verb,
-            arguments,
-            ["--again"] * again + ["--debug"] * bool(context.obj),
-            dry_run=dry_run,
-            handled=handled,
-        )
+        options = ["--again"] * again + ["--debug"] * bool(context.obj)
+        return _launch(verb, arguments, options, dry_run=dry_run, handled=handled)
 
-    return once
+    return launch_verb
 
 
-for _verb, _help in OTHERS.items():
+VERBS = {
+    "train": "Train under supervision: what dies or hangs is started again from the newest"
+    " checkpoint.",
+    "run": "Do all steps in order, the training under supervision.",
+    "ingest": "Read the sources, as a job; without restarts.",
+    "prepare": "Tokenize, as a job; without restarts.",
+    "evaluate": "Measure a model, as a job; without restarts.",
+    "gate": "Decide, as a job; without restarts.",
+    "register": "Keep the model as a version, as a job; without restarts.",
+}
+for _verb, _help in VERBS.items():
+    _trains = _verb in ("train", "run")
     launch.command(
         _verb,
-        help=f"{_help}, as a job; without restarts.",
-        epilog=f"Example: ingot launch {_verb} quickstart",
-    )(_other(_verb))
+        help=_help,
+        epilog=f"Example: ingot launch {_verb} quickstart{' launch.detach=true' * _trains}",
+    )((_fresh if _trains else _again)(_verb))
 
 
 def _launch(

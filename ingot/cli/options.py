@@ -27,3 +27,9 @@ RunOrRecipe = Annotated[
 ]
 Again = Annotated[bool, typer.Option("--again", help="Do it although nothing changed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Train from the first step; old checkpoints are set aside.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
+]
