@@ -77,7 +77,7 @@ class RankExchange:
         route, self._route = self._route, None
         return _moved(rows, route, False)
 
-    def held(self, weights: Tensor) -> Tensor:
+    def to_local(self, weights: Tensor) -> Tensor:
         """This rank's experts of a stacked parameter, as a plain tensor."""
         return local_tensor(weights)
 

@@ -221,7 +221,7 @@ def _split_sinks(attention: nn.Module, mesh: DeviceMesh) -> None:
     assert isinstance(attention, Attention)
     if attention.sinks is not None:
         distribute(attention, mesh, sinks=Shard(0))
-        attention.held = local_tensor
+        attention.to_local = local_tensor
 
 
 def _share_tokens(mixture: SparseMLP, mesh: DeviceMesh, between: Placement) -> None:
@@ -229,7 +229,7 @@ def _share_tokens(mixture: SparseMLP, mesh: DeviceMesh, between: Placement) -> N
     shared.
     """
     distribute(mixture.gate, mesh, weight=Replicate(), bias=Replicate())
-    mixture.gate.held = _of_other_tokens
+    mixture.gate.to_local = _of_other_tokens
     mixture.forward = partial(_mixture_of_parts, mixture, mesh, between)  # type: ignore[method-assign]
 
 

@@ -134,8 +134,8 @@ FAULTS = [
     Fault(
         "keys-not-rotated",
         "ingot/models/native/decoder.py",
-        "q, k = rotate(q, turns, self.interleaved), rotate(k, turns, self.interleaved)",
-        "q, k = rotate(q, turns, self.interleaved), k",
+        "q, k = rotate(q, rotation, self.interleaved), rotate(k, rotation, self.interleaved)",
+        "q, k = rotate(q, rotation, self.interleaved), k",
         "keys have no positions",
     ),
     Fault(

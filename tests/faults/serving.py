@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "sources-of-other-requests",
-        "ingot/models/generation/crossrows.py",
+        "ingot/models/generation/seq2seq_rows.py",
         "sources = self.sources[chosen]",
         "sources = self.sources[: len(rows)]",
         "once an answer is finished, others see as much of their sources as another request's mask says",
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "finished-answers-stay-cached",
-        "ingot/models/generation/crossrows.py",
+        "ingot/models/generation/seq2seq_rows.py",
         "layer.keys.shape[2] - max(self.lengths), None)",
         "None)",
         "places of finished answers stay in the cache, which others are then read with",
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "positions-of-the-longest-answer",
-        "ingot/models/generation/crossrows.py",
+        "ingot/models/generation/seq2seq_rows.py",
         "table[torch.tensor(positions, device=table.device)]",
         "table[torch.full_like(tokens[:, 0], max(positions))]",
         "an answer that joins goes on at the position of the longest running one",
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "padding-of-answers-seen",
-        "ingot/models/generation/crossrows.py",
+        "ingot/models/generation/seq2seq_rows.py",
         "if self._model.config.model_type in UNMASKED:",
         "if False:",
         "LED's answers that run beside longer ones see padding as if it had been said",

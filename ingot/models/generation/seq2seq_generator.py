@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ingot.base.errors import Failed
 from ingot.config.models.types import PROVED
-from ingot.models.generation.crossrows import CrossRows, CrossStep, OpenedRows
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import REPLACEMENT, CompletionChunk, Decode, Request
 from ingot.models.generation.seq2seq import (
@@ -28,6 +27,7 @@ from ingot.models.generation.seq2seq import (
     configured,
     ends_of,
 )
+from ingot.models.generation.seq2seq_rows import OpenedRows, Seq2SeqRows, Seq2SeqStep
 from ingot.models.hf.models import Seq2Seq
 
 # Tokens of sources read in one step, with padding: it bounds how long running requests wait.
@@ -94,7 +94,7 @@ class Seq2SeqGenerator(DecodingLoop):
         super().__init__(limits, eos=ends_of(model, eos), decode=decode, max_rows=max_rows)
         self._model = model
         self._decode_for = decode_for or (lambda source: decode)
-        self._compute = CrossStep(model)
+        self._compute = Seq2SeqStep(model)
         self._reset()
 
     @property
@@ -118,7 +118,7 @@ class Seq2SeqGenerator(DecodingLoop):
 
     def _reset(self) -> None:
         self._jobs: list[Seq2SeqJob] = []  # by their row
-        self._cross: CrossRows | None = None
+        self._rows: Seq2SeqRows | None = None
 
     def _drop(self, job: GenerationJob) -> None:
         if job in self._jobs:
@@ -129,8 +129,8 @@ class Seq2SeqGenerator(DecodingLoop):
         if not rows:
             self._reset()
         elif len(rows) < len(self._jobs):
-            assert self._cross is not None
-            self._cross.keep(rows)
+            assert self._rows is not None
+            self._rows.keep(rows)
             self._jobs = [self._jobs[row] for row in rows]
 
     @property
@@ -148,10 +148,10 @@ class Seq2SeqGenerator(DecodingLoop):
         for place, job in enumerate(group):
             job.opened, job.place = opened, place
         first = len(self._jobs)
-        if self._cross is None:
-            self._cross = opened.rows
+        if self._rows is None:
+            self._rows = opened.rows
         else:
-            self._cross.join(opened.rows)
+            self._rows.join(opened.rows)
         self._jobs += group
         return self._choose(first, opened.logits)
 
@@ -178,9 +178,9 @@ class Seq2SeqGenerator(DecodingLoop):
         return group
 
     def _advance(self) -> list[tuple[GenerationJob, CompletionChunk]]:
-        if self._cross is None:
+        if self._rows is None:
             return []
-        return self._choose(0, self._compute.advance(self._cross, [job.last for job in self._jobs]))
+        return self._choose(0, self._compute.advance(self._rows, [job.last for job in self._jobs]))
 
     def _choose(self, first: int, logits: Tensor) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Sample the next token of the jobs from row `first` on, by their logits `[B, V]`; finished

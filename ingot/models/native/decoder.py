@@ -19,10 +19,10 @@ from torch.nn import functional
 from ingot.models.native import attention
 from ingot.models.native.attention import AttnFn
 from ingot.models.native.config import ACTIVATIONS, DecoderConfig
-from ingot.models.native.experts import Held, LayerRouting, Routing, SparseMLP, whole
+from ingot.models.native.experts import LayerRouting, Routing, SparseMLP, ToLocal, whole
 from ingot.models.native.head import LogitsView, TokenFunction, VocabularyHead, apply_head
 from ingot.models.native.noise import EmbeddingNoise
-from ingot.models.native.rope import Rope, Turns, rotate, turns_of
+from ingot.models.native.rope import Rope, Rotation, rotate, rotation_of
 
 
 class AttentionCache(Protocol):
@@ -67,16 +67,16 @@ def _norm(config: DecoderConfig, size: int) -> RMSNorm:
 
 class Attention(nn.Module):
     """Grouped-query attention, with rotary positions if the layer has them; queries and keys are
-    normalised, per head or over the width of all heads, if the configuration says so. `held` is
+    normalised, per head or over the width of all heads, if the configuration says so. `to_local` is
     replaced where this rank has the sinks of its heads alone.
     """
 
-    held: Held
+    to_local: ToLocal
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, rope = layer, config.head_dim, config.ropes[layer]
-        self.held = whole
+        self.to_local = whole
         self.interleaved = rope is not None and rope.interleaved
         self.query_scale, self.query_growth = config.query_scale, config.query_growth
         queries, keys = (
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        turns: Turns | None,
+        rotation: Rotation | None,
         attn_fn: AttnFn | None,
         cache: AttentionCache | None,
     ) -> Tensor:
@@ -114,13 +114,13 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turns is not None:
-            q, k = rotate(q, turns, self.interleaved), rotate(k, turns, self.interleaved)
+        if rotation is not None:
+            q, k = rotate(q, rotation, self.interleaved), rotate(k, rotation, self.interleaved)
         if self.query_scale != 1:
             q = q * self.query_scale
         if self.query_growth is not None:
             q = q * _growth(positions, *self.query_growth).to(q.dtype)
-        sinks = {} if self.sinks is None else {"sinks": self.held(self.sinks)}
+        sinks = {} if self.sinks is None else {"sinks": self.to_local(self.sinks)}
         if attn_fn is not None:
             mixed = attn_fn(q, k, v, **sinks)
         else:
@@ -180,7 +180,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        turns: Turns | None,
+        rotation: Rotation | None,
         attn_fn: AttnFn | None,
         cache: AttentionCache | None = None,
         routing: LayerRouting | None = None,
@@ -190,7 +190,7 @@ class Block(nn.Module):
         """
         norms = self.norms
         mixed = self.self_attn(
-            self._normed(norms.before_attention, x), positions, turns, attn_fn, cache
+            self._normed(norms.before_attention, x), positions, rotation, attn_fn, cache
         )
         x = self._joined(x, self._normed(norms.after_attention, mixed))
         extra = (routing,) if routing is not None and isinstance(self.mlp, SparseMLP) else ()
@@ -286,8 +286,8 @@ class Decoder(nn.Module):
         # `project`), so `forward` calls this one instead. The frequencies are computed here rather
         # than kept in a buffer: they cost nothing, and a model on `meta` would lose them.
         config = self.config
-        turns: dict[Rope | None, Turns] = {
-            rope: turns_of(rope, config.head_dim, positions)
+        rotations: dict[Rope | None, Rotation] = {
+            rope: rotation_of(rope, config.head_dim, positions)
             for rope in set(config.ropes)
             if rope is not None
         }
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
                 partial(
                     layer,
                     positions=positions,
-                    turns=turns.get(layer.rope),
+                    rotation=rotations.get(layer.rope),
                     attn_fn=attn_fns.get(layer.window),
                     cache=cache,
                     **({} if routing is None else {"routing": routing.of(layer.number)}),

@@ -26,14 +26,14 @@ ALIGNED_BYTES = 16
 SMALLEST_SUM = 1e-20
 
 
-Held = Callable[[Tensor], Tensor]
+ToLocal = Callable[[Tensor], Tensor]
 """What this rank computes with of a parameter that a wrapper may have spread over ranks, as a plain
 tensor.
 """
 
 
 def whole(weights: Tensor) -> Tensor:
-    """The `Held` of a parameter of one process."""
+    """The `ToLocal` of a parameter of one process."""
     return weights
 
 
@@ -130,15 +130,15 @@ class _Joined(torch.autograd.Function):
 
 class Router(nn.Module):
     """Chooses the experts of each row, and their weights. Computes in float32 whatever the type of
-    the model, since the choice between two near scores hangs on the last bits. `held` is replaced
-    where ranks have other rows each.
+    the model, since the choice between two near scores hangs on the last bits. `to_local` is
+    replaced where ranks have other rows each.
     """
 
-    held: Held
+    to_local: ToLocal
 
     def __init__(self, hidden: int, experts: ExpertsConfig, layer: int) -> None:
         super().__init__()
-        self.experts, self.layer, self.is_frozen, self.held = experts, layer, False, whole
+        self.experts, self.layer, self.is_frozen, self.to_local = experts, layer, False, whole
         self.weight = nn.Parameter(torch.empty(experts.count, hidden))
         self.bias = nn.Parameter(torch.empty(experts.count)) if experts.swiglu else None
         self.e_score_correction_bias: Tensor | None
@@ -165,8 +165,10 @@ class Router(nn.Module):
         """
         experts = self.experts
         with torch.autocast(x.device.type, enabled=False):
-            bias = None if self.bias is None else self.held(self.bias).float()
-            logits = functional.linear(x.float(), self.held(self.weight).float(), bias)  # [R, N]
+            bias = None if self.bias is None else self.to_local(self.bias).float()
+            logits = functional.linear(
+                x.float(), self.to_local(self.weight).float(), bias
+            )  # [R, N]
         scores: Tensor = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(dim=-1)
         chosen = self._order(scores.detach()).topk(experts.chosen, dim=-1).indices
         weights = scores.gather(1, chosen)
@@ -211,7 +213,7 @@ class ExpertExchange(Protocol):
         """
         ...
 
-    def held(self, weights: Tensor) -> Tensor:
+    def to_local(self, weights: Tensor) -> Tensor:
         """This rank's part `[local N, ...]` of a stacked parameter, as a plain tensor."""
         ...
 
@@ -293,8 +295,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """The rows of each expert times its matrix, and its bias."""
         if self.exchange is not None:
-            weights = self.exchange.held(weights)
-            bias = None if bias is None else self.exchange.held(bias)
+            weights = self.exchange.to_local(weights)
+            bias = None if bias is None else self.exchange.to_local(bias)
         made = self._grouped(rows, weights, counts)
         if bias is None:
             return made

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ingot.models.native.decoder import Block, Decoder, FeedForward, RMSNorm
 from ingot.models.native.packed import (
-    Rotation,
+    ComplexRotation,
     TwoPartBlock,
     is_plain,
     put_pairs_together,
@@ -97,7 +97,9 @@ def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
 @torch.no_grad()
 def join_layers(model: Decoder) -> None:
     """Replace the layers of a Llama (`is_plain`), one by one; the model can then only generate."""
-    rotations: dict[Rope | None, Rotation] = {rope: Rotation() for rope in set(model.config.ropes)}
+    rotations: dict[Rope | None, ComplexRotation] = {
+        rope: ComplexRotation() for rope in set(model.config.ropes)
+    }
     for name in [name for name, _ in model.model.layers.named_children()]:
         layer = cast("Block", model.model.layers.get_submodule(name))
         if is_plain(layer, model.config) and _is_plain_inside(layer):

@@ -36,7 +36,7 @@ from ingot.models.native.decoder import (
 from ingot.models.native.fbgemm import CHUNK_WEIGHTS, Float16Matrix, PackedLinear
 from ingot.models.native.head import VocabularyHead
 from ingot.models.native.onednn import BFloat16Linear, multiplies_bfloat16
-from ingot.models.native.rope import Rope, Turns
+from ingot.models.native.rope import Rope, Rotation
 
 TINY = 2.0**-25
 """Half the distance between the smallest float16 numbers: the most that packing may change a
@@ -133,19 +133,19 @@ class AfterAttention(nn.Module):
         return out
 
 
-class Rotation:
-    """`Turns` as complex numbers, made once for all layers with the same positions."""
+class ComplexRotation:
+    """`Rotation` as complex numbers, made once for all layers with the same positions."""
 
     def __init__(self) -> None:
-        self._made: tuple[Turns, Tensor] | None = None
+        self._made: tuple[Rotation, Tensor] | None = None
 
-    def of(self, turns: Turns) -> Tensor:
+    def of(self, rotation: Rotation) -> Tensor:
         """`[B, T, 1, R/2]`."""
         made = self._made
-        if made is None or made[0] is not turns:
-            half = turns.cos.shape[-1] // 2
-            turned = torch.complex(turns.cos[..., :half], turns.sin[..., :half])
-            made = self._made = turns, turned.transpose(1, 2)
+        if made is None or made[0] is not rotation:
+            half = rotation.cos.shape[-1] // 2
+            turned = torch.complex(rotation.cos[..., :half], rotation.sin[..., :half])
+            made = self._made = rotation, turned.transpose(1, 2)
         return made[1]
 
 
@@ -155,22 +155,22 @@ class TwoPartBlock(nn.Module):
     """
 
     def __init__(
-        self, block: Block, rotation: Rotation, before: nn.Module, after: nn.Module
+        self, block: Block, complex_rotation: ComplexRotation, before: nn.Module, after: nn.Module
     ) -> None:
         super().__init__()
         self.number, self.window, self.rope = block.number, block.window, block.rope
-        self._rotation, self.before, self.after = rotation, before, after
+        self._complex, self.before, self.after = complex_rotation, before, after
 
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
-        turns: Turns,
+        rotation: Rotation,
         attn_fn: AttnFn | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """As `Block.forward`."""
-        q, k, v = self.before(x, self._rotation.of(turns))
+        q, k, v = self.before(x, self._complex.of(rotation))
         if attn_fn is not None:
             mixed = attn_fn(q, k.to(q.dtype), v.to(q.dtype))
         else:
@@ -291,7 +291,7 @@ def pack_weights(
         return False
     with mapping_blocks(OWN_BYTES):
         _pack_ends(model)
-        rotations = {rope: Rotation() for rope in set(model.config.ropes)}
+        rotations = {rope: ComplexRotation() for rope in set(model.config.ropes)}
         for name in [name for name, _ in model.model.layers.named_children()]:
             # Nothing else may hold a layer: its weights are freed before the next one is read.
             if read is not None:
@@ -317,7 +317,7 @@ def _pack_ends(model: Decoder) -> None:
 
 
 def _pack_layer(
-    model: Decoder, name: str, rotations: dict[Rope | None, Rotation], compute: Compute
+    model: Decoder, name: str, rotations: dict[Rope | None, ComplexRotation], compute: Compute
 ) -> None:
     """Replace a layer, or in one that is not plain its linear layers."""
     layer = cast("Block", model.model.layers.get_submodule(name))

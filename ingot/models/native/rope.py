@@ -205,8 +205,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None =
     return scaling.apply(1.0 / (rope.theta**exponent), rope, size)
 
 
-class Turns(NamedTuple):
-    """The rotation of each position: cos and sin, two float32 `[B, 1, T, R]`, which broadcast to
+class Rotation(NamedTuple):
+    """Cosines and sines of each position's angles, two float32 `[B, 1, T, R]`, which broadcast to
     `[B, H, T, R]`.
     """
 
@@ -214,33 +214,33 @@ class Turns(NamedTuple):
     sin: Tensor
 
 
-def turns_of(rope: Rope, head_dim: int, positions: Tensor) -> Turns:
+def rotation_of(rope: Rope, head_dim: int, positions: Tensor) -> Rotation:
     """The rotation of `positions` `[B, T]`."""
     frequencies = inverse_frequencies(rope, head_dim, positions.device)
-    turns = positions[:, None, :, None].float() * frequencies  # [B, 1, T, R/2]
+    angles = positions[:, None, :, None].float() * frequencies  # [B, 1, T, R/2]
     if rope.interleaved:
-        turns = turns.repeat_interleave(2, dim=-1)  # [B, 1, T, R]
+        angles = angles.repeat_interleave(2, dim=-1)  # [B, 1, T, R]
     else:
-        turns = torch.cat((turns, turns), dim=-1)  # [B, 1, T, R]
-    cos, sin = turns.cos(), turns.sin()
+        angles = torch.cat((angles, angles), dim=-1)  # [B, 1, T, R]
+    cos, sin = angles.cos(), angles.sin()
     return (
-        Turns(cos, sin)
+        Rotation(cos, sin)
         if rope.amplitude == 1
-        else Turns(cos * rope.amplitude, sin * rope.amplitude)
+        else Rotation(cos * rope.amplitude, sin * rope.amplitude)
     )
 
 
-def rotate(x: Tensor, turns: Turns, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
     """Rotate the first R channels of `x` `[B, H, T, E]`: the pairs (i, i + R/2), or (2i, 2i + 1)
     if `interleaved`; computed in float32, returned in the dtype of x.
     """
-    size = turns.cos.shape[-1]
+    size = rotation.cos.shape[-1]
     if size < x.shape[-1]:
-        rotated = rotate(x[..., :size], turns, interleaved)
+        rotated = rotate(x[..., :size], rotation, interleaved)
         return torch.cat((rotated, x[..., size:]), dim=-1)
     if interleaved:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     else:
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-    return (x * turns.cos + turned * turns.sin).to(x.dtype)
+    return (x * rotation.cos + turned * rotation.sin).to(x.dtype)

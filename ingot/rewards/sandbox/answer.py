@@ -16,7 +16,7 @@ PARTS = ("attribute", "item")
 """Operations whose value stays a part of the object: a change of it is one of the object."""
 
 
-class Held:
+class AnswerState:
     """The code's names, and its objects that the judge knows by number."""
 
     def __init__(self) -> None:
@@ -48,38 +48,38 @@ class Held:
 def run_answer(channel: Channel, program: str) -> None:
     """Say that the sandbox stands; then run the code and serve the judge until it is gone."""
     channel.send("ready")
-    held = Held()
+    state = AnswerState()
     channel.receive()
     # The code may raise SystemExit, or anything: what it defined until then stands.
     with contextlib.suppress(BaseException):
-        exec(compile(program, "<answer>", "exec"), held.names)
+        exec(compile(program, "<answer>", "exec"), state.names)
     with contextlib.suppress(BadMessage):
         while True:
-            channel.send(_serve(held, channel.receive()))
+            channel.send(_serve(state, channel.receive()))
 
 
-def _serve(held: Held, request: dict[str, Any]) -> Any:
+def _serve(state: AnswerState, request: dict[str, Any]) -> Any:
     """Do one thing: look a name up, call something, or an operation; before it, what the tests have
     changed of what they were lent.
     """
     try:
         for message, after in request.get("changed", ()):
-            become(held.find(message), decode(after, held.find))
+            become(state.find(message), decode(after, state.find))
         if "name" in request:
-            if request["name"] not in held.names:
+            if request["name"] not in state.names:
                 return ABSENT
-            return held.lent(held.names[request["name"]])
-        subject = decode(request["on"], held.find)
-        given = [decode(each, held.find) for each in request["with"]]
-        named = {name: decode(each, held.find) for name, each in request["named"].items()}
+            return state.lent(state.names[request["name"]])
+        subject = decode(request["on"], state.find)
+        given = [decode(each, state.find) for each in request["with"]]
+        named = {name: decode(each, state.find) for name, each in request["named"].items()}
         if request["do"] != "call":
             value = OPERATIONS[request["do"]](subject, *given)
             if request["do"] in PARTS:
-                return held.lent(value)
-            return {"value": encode(value, held.handle)}
-        reply = {"value": encode(subject(*given, **named), held.handle)}
+                return state.lent(value)
+            return {"value": encode(value, state.handle)}
+        reply = {"value": encode(subject(*given, **named), state.handle)}
         # What the code did to a list that it was given is to be seen by the test.
-        after = [encode(each, held.handle) for each in (*given, *named.values())]
+        after = [encode(each, state.handle) for each in (*given, *named.values())]
         before = [*request["with"], *request["named"].values()]
         return reply | ({"after": after} if after != before else {})
     except BaseException as error:

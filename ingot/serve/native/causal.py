@@ -23,10 +23,10 @@ from ingot.config.models.family import is_native, longrope_turn
 from ingot.config.models.source import model_config
 from ingot.config.models.types import check_own_code, installed_types
 from ingot.models.adapters.peft_config import is_adapter
-from ingot.models.generation.crossrows import prepared
 from ingot.models.generation.generator import eos_ids
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
 from ingot.models.generation.request import CompletionChunk, Decode
+from ingot.models.generation.seq2seq_rows import prepared
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.models import TextReader
 from ingot.models.kinds import AnyModel

@@ -108,7 +108,7 @@ def test_rows_hold_no_more_than_the_running_requests_need() -> None:
         summarizer.step()
         rows.append(summarizer.rows)
     assert max(rows) == 2
-    cross = summarizer._cross
+    cross = summarizer._rows
     assert cross is not None
     assert summarizer.rows == 1
     for layer in cross.cache.self_attention_cache.layers:
@@ -116,7 +116,7 @@ def test_rows_hold_no_more_than_the_running_requests_need() -> None:
     for layer in cross.cache.cross_attention_cache.layers:
         assert layer.values.shape[::2] == (1, len(SOURCES[1]))
     summarizer.clear()
-    assert (summarizer.rows, summarizer._cross) == (0, None)
+    assert (summarizer.rows, summarizer._rows) == (0, None)
 
 
 @pytest.mark.parametrize("name", ["t5-1.1", "bart"])

@@ -43,7 +43,7 @@ def prepared(
 
 
 @dataclass
-class CrossRows:
+class Seq2SeqRows:
     """Rows of a batch, in evaluation mode.
 
     cache: transformers' `EncoderDecoderCache`, all of whose layers hold every token. sources: 1 for
@@ -54,7 +54,7 @@ class CrossRows:
     sources: Tensor
     lengths: list[int]
 
-    def join(self, other: CrossRows) -> None:
+    def join(self, other: Seq2SeqRows) -> None:
         """Add the rows of `other` behind these."""
         for part, left in ((self.cache.self_attention_cache, True), (self._crossing, False)):
             theirs = other.cache.self_attention_cache if left else other._crossing
@@ -97,13 +97,13 @@ class OpenedRows:
     which change logits as the model's present `generation_config` says.
     """
 
-    rows: CrossRows
+    rows: Seq2SeqRows
     ids: Tensor
     logits: Tensor
     processors: Any
 
 
-class CrossStep:
+class Seq2SeqStep:
     """Computes the logits of the next token of rows."""
 
     def __init__(self, model: Seq2Seq) -> None:
@@ -129,10 +129,10 @@ class CrossStep:
             past_key_values=state["past_key_values"],
             use_cache=True,
         )
-        rows = CrossRows(out.past_key_values, mask, [ids.shape[1]] * len(sources))
+        rows = Seq2SeqRows(out.past_key_values, mask, [ids.shape[1]] * len(sources))
         return OpenedRows(rows, ids, out.logits[:, -1].float(), processors)
 
-    def advance(self, rows: CrossRows, tokens: Sequence[int]) -> Tensor:
+    def advance(self, rows: Seq2SeqRows, tokens: Sequence[int]) -> Tensor:
         """The logits `[B, V]` for the token behind each row's newest, which is in `tokens`."""
         device = rows.sources.device
         length = max(rows.lengths)
